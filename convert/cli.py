@@ -1,0 +1,195 @@
+"""The command line of `convert`: parse, call, print. What a command needs is imported when it runs.
+
+Exit codes: 0 success; 1 reading or writing failed midway (the same command continues); 2 the input is not acceptable;
+3 `verify` found a difference.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from convert.methods import METHODS
+
+FAILED, BAD_INPUT, DIFFERENT = 1, 2, 3
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="groupwise", prog_name="convert")
+def cli() -> None:
+    """Merge the K/V heads of a multi-head-attention checkpoint into fewer: grouped-query attention.
+
+    SOURCE is a Hugging Face folder with safetensors weights, or a .gguf file. OUT becomes an ordinary Hugging Face
+    folder. Merged models need uptraining before use.
+    """
+
+
+def _conversion_options(command: Command) -> Command:
+    for option in reversed(
+        (
+            click.option("--method", type=click.Choice(METHODS), default="mean", show_default=True,
+                         help="How heads are merged: their mean (the paper's method), the first, or random ones."),
+            click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
+                         help="Seed of --method random."),
+            click.option("--max-shard-size", metavar="SIZE",
+                         help="Divide the output anew, e.g. 5GB.  [default: the source's own shards]"),
+            click.option("--workers", type=click.IntRange(min=1), default=lambda: min(4, os.cpu_count() or 1),
+                         show_default="up to 4", help="Threads that copy and merge."),
+            click.option("--dry-run", is_flag=True, help="Print what would be done, and write nothing."),
+            click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
+            click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar."),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@cli.command("mha-to-gqa")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--groups", type=int, required=True, metavar="G",
+    help="K/V heads to keep: 8 makes GQA-8. Not the number of heads in a group.",
+)  # fmt: skip
+@_conversion_options
+def mha_to_gqa(source: Path, out: Path, groups: int, **options: Any) -> None:
+    """Merge the K/V heads of SOURCE into G groups, and write the model to OUT.
+
+    G must divide the number of K/V heads SOURCE has; `convert inspect SOURCE` lists the possible values. A killed run
+    leaves no OUT; the same command continues it.
+    """
+    _convert(source, out, groups, **options)
+
+
+@cli.command("mha-to-mqa")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@_conversion_options
+def mha_to_mqa(source: Path, out: Path, **options: Any) -> None:
+    """Merge all K/V heads of SOURCE into one (multi-query attention), and write the model to OUT.
+
+    The same as `mha-to-gqa --groups 1`.
+    """
+    _convert(source, out, 1, **options)
+
+
+def _convert(
+    source: Path,
+    out: Path,
+    groups: int,
+    *,
+    method: str,
+    seed: int,
+    max_shard_size: str | None,
+    workers: int,
+    dry_run: bool,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    from convert import conversion
+    from convert.execute import total_bytes
+    from convert.plan import make_plan
+    from model.checkpoint import open_checkpoint
+    from model.checkpoint.writer import parse_size
+
+    size = parse_size(max_shard_size) if max_shard_size else None
+    with open_checkpoint(source) as checkpoint:
+        plan = make_plan(checkpoint, groups, method, seed, size)
+        summary = {"source": str(source), "out": str(out), **plan.summary(workers), "left_out": checkpoint.left_out}
+        if dry_run:
+            conversion.check(checkpoint, plan, out, overwrite)
+            _print(summary, as_json, "plan")
+            return
+        from convert import show
+
+        with show.progress_bar("Converting", total_bytes(checkpoint, plan), quiet=as_json) as progress:
+            record = conversion.run(checkpoint, plan, out, overwrite, workers, progress)
+    if as_json:
+        _print({**summary, "merge_report": record["merge_report"]}, as_json, "plan")
+    else:
+        show.merges(record["merge_report"])
+        show.plan(summary)
+        click.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
+
+
+@cli.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def inspect(source: Path, as_json: bool) -> None:
+    """Show the geometry of SOURCE, and what each possible number of groups would bring."""
+    from convert.inspection import inspect
+    from model.checkpoint import open_checkpoint
+
+    with open_checkpoint(source) as checkpoint:
+        _print(inspect(checkpoint), as_json, "inspection")
+
+
+@cli.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+def verify(source: Path, out: Path, as_json: bool) -> None:
+    """Check OUT against SOURCE: recompute every merged tensor, and compare every other byte, key and file.
+
+    Exit code 0 if all agree, 3 if anything differs.
+    """
+    from convert import show
+    from convert.verify import verify
+    from model.checkpoint import open_checkpoint
+
+    with open_checkpoint(source) as checkpoint:
+        total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        with show.progress_bar("Verifying", total, quiet=as_json) as progress:
+            findings = verify(checkpoint, out, progress, workers=min(4, os.cpu_count() or 1))
+    if as_json:
+        _print({"ok": findings.ok, **vars(findings)}, as_json, "")
+    elif findings.ok:
+        click.echo(
+            f"OK: {findings.n_merged} merged tensors recomputed, {findings.n_copied} other tensors, the config and "
+            f"{findings.n_files} other files compared; all agree."
+        )
+    else:
+        for difference in findings.differences:
+            click.echo(f"DIFFERENT: {difference}", err=True)
+    sys.exit(0 if findings.ok else DIFFERENT)
+
+
+def _print(result: dict[str, Any], as_json: bool, table: str) -> None:
+    if as_json:
+        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+        return
+    from convert import show
+
+    getattr(show, table)(result)
+
+
+def main() -> None:
+    """Run the command line; errors are one line on stderr and an exit code, never a traceback."""
+    from model.errors import CheckpointError
+
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        sys.exit(BAD_INPUT)
+    except click.ClickException as error:
+        _fail(error.format_message(), BAD_INPUT)
+    except CheckpointError as error:
+        _fail(str(error), BAD_INPUT)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted; the same command continues where this one stopped.", FAILED)
+    except OSError as error:
+        _fail(str(error), FAILED)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"Error: {' '.join(message.split())}", err=True)
+    sys.exit(code)

@@ -1,0 +1,113 @@
+"""The whole of a conversion: open, plan, check the target, execute, publish."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from convert import provenance
+from convert.execute import Progress, execute
+from convert.plan import Plan, fingerprint
+from convert.staging import Staging, sync_folder, write_file
+from model.checkpoint import Checkpoint
+from model.checkpoint.writer import index_text
+from model.config import with_n_kv_heads
+from model.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SPARE_BYTES = 16 << 20
+"""Room for what is not weights and not counted: config, journal, folders."""
+
+
+def check_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Path:
+    """Return OUT's real path if a conversion may write there. Raises CheckpointError if not."""
+    source, out = checkpoint.path.resolve(), out.resolve()
+    if out == source or out.is_relative_to(source):
+        raise CheckpointError(f"OUT ({out}) is SOURCE or lies inside it; choose a folder elsewhere.")
+    inputs = [source, *(path.resolve() for path in checkpoint.weight_files)]
+    if any(path.is_relative_to(out) for path in inputs):
+        raise CheckpointError(f"OUT ({out}) holds files of SOURCE, which replacing it would destroy; choose another.")
+    if out.exists() and not overwrite:
+        raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.")
+    if out.exists() and not _is_replaceable(out):
+        raise CheckpointError(f"OUT ({out}) is not a checkpoint folder, so --overwrite will not replace it.")
+    folder = _nearest_folder(out)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{folder} cannot be written to; choose another OUT.")
+    return out
+
+
+def _nearest_folder(out: Path) -> Path:
+    """Return what exists already of the path that leads to OUT."""
+    return next(parent for parent in out.parents if parent.exists())
+
+
+def _is_replaceable(out: Path) -> bool:
+    if not out.is_dir():
+        return False
+    return not any(out.iterdir()) or ((out / "config.json").is_file() and any(out.glob("*.safetensors")))
+
+
+def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
+    """Raise CheckpointError if what is still to be written does not fit on the disk."""
+    present = sum(path.stat().st_size for path in staging.root.rglob("*") if path.is_file())
+    side_files = sum(c.stat().st_size if isinstance(c, Path) else len(c) for c in checkpoint.side_files.values())
+    needed = plan.output_bytes + side_files + SPARE_BYTES - present
+    free = shutil.disk_usage(_nearest_folder(staging.out)).free
+    if needed > free:
+        raise CheckpointError(
+            f"{staging.out.parent} has {free / 1e9:.2f} GB free, but {needed / 1e9:.2f} GB are needed; "
+            "make room or choose another OUT."
+        )
+
+
+def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Staging:
+    """Raise CheckpointError for everything that can be known to be wrong before writing."""
+    staging = Staging(check_target(checkpoint, out, overwrite))
+    check_space(plan, checkpoint, staging)
+    return staging
+
+
+def run(
+    checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, workers: int, progress: Progress
+) -> dict[str, Any]:
+    """Convert `checkpoint` into the folder `out`, which appears complete or not at all; return its `groupwise.json`.
+
+    A run that was killed is continued. Raises CheckpointError for what the user can put right, with nothing left
+    behind, and OSError if reading or writing fails midway; then the staging folder is kept for the next try.
+    """
+    staging = check(checkpoint, plan, out, overwrite)
+    before = fingerprint(checkpoint, plan)
+    with staging:
+        staging.open(before)
+        try:
+            execute(checkpoint, plan, staging, workers, progress)
+            if fingerprint(checkpoint, plan) != before:
+                raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
+            record = _write_side_files(checkpoint, plan, staging)
+            staging.publish()
+        except CheckpointError:
+            staging.discard()
+            raise
+        except OSError as error:
+            kept = f"what is finished is kept in {staging.root}, and the same command continues from there"
+            raise OSError(f"{error}; {kept}.") from error
+    return record
+
+
+def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
+    """Write everything but the weights; return the content of `groupwise.json`."""
+    folder = staging.folder
+    for name, content in checkpoint.side_files.items():
+        write_file(folder / name, content.read_bytes() if isinstance(content, Path) else content)
+    write_file(folder / "config.json", with_n_kv_heads(checkpoint.config_text, plan.n_kv_heads))
+    index = index_text(plan.shards, plan.tensors)
+    if index is not None:
+        write_file(folder / INDEX, index)
+    record = provenance.build(checkpoint, plan, staging)
+    write_file(folder / provenance.FILE, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+    write_file(folder / "README.md", provenance.model_card(checkpoint, plan))
+    for subfolder in filter(Path.is_dir, folder.rglob("*")):
+        sync_folder(subfolder)
+    return record

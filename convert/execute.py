@@ -1,0 +1,190 @@
+"""Carry out a plan: fill the output shards with copied and merged tensors, several workers at a time."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from convert.merge import merge_groups
+from convert.plan import Plan
+from convert.staging import Staging
+from model.checkpoint import Checkpoint, Shard, Span
+from model.checkpoint.writer import ShardFile
+
+COPY_PIECE = 64 << 20
+ROWS_PIECE = 8 << 20
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes just written or checksummed, from any thread."""
+
+Task = Callable[[], int]
+"""One piece of work; returns its bytes."""
+
+
+def total_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
+    """Return what `Progress` will have counted in the end: the tensors written and the source files checksummed."""
+    return plan.bytes_copied + plan.bytes_merged + sum(path.stat().st_size for path in checkpoint.weight_files)
+
+
+def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, progress: Progress) -> None:
+    """Write every shard that the journal does not have yet, and checksum every source file.
+
+    The first error stops all workers and is raised; what was finished by then stays in the journal.
+    """
+    jobs = [_ShardJob(checkpoint, plan, staging, shard) for shard in plan.shards]
+    checksums = [_Checksum(staging, path) for path in checkpoint.weight_files]
+    pool = ThreadPoolExecutor(plan.workers(workers))
+    stop = threading.Event()
+
+    def work(task: Task) -> None:
+        if not stop.is_set():
+            progress(task())
+
+    futures: list[Future[None]] = []
+    try:
+        # A file's checksum comes right after its copy, while its bytes are still in memory.
+        for job, checksum in zip_longest(jobs, checksums):
+            tasks = [*(job.tasks() if job else ()), *(checksum.tasks() if checksum else ())]
+            futures += [pool.submit(work, task) for task in tasks]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+        for job in jobs:
+            job.close()
+
+
+@dataclass
+class _Checksum:
+    staging: Staging
+    path: Path
+
+    def tasks(self) -> Iterator[Task]:
+        yield self._run
+
+    def _run(self) -> int:
+        key = checksum_key(self.path)
+        if key not in self.staging.finished:
+            with self.path.open("rb", buffering=0) as file:
+                self.staging.record(key, hashlib.file_digest(file, "sha256").hexdigest())
+        return self.path.stat().st_size
+
+
+def checksum_key(path: Path) -> str:
+    return f"sha256 {path.name}"
+
+
+class _ShardJob:
+    """One output shard. The worker that finishes its last piece syncs it, gives it its name and records it."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard) -> None:
+        self._checkpoint, self._plan, self._staging, self._shard = checkpoint, plan, staging, shard
+        self._path = staging.folder / shard.name
+        self._partial = staging.folder / f"{shard.name}.partial"
+        self._tensors = [plan.tensors[name] for name in shard.tensors]
+        self._lock = threading.Lock()
+        self._left = 0
+        self._file: ShardFile | None = None
+        self._reports: dict[str, list[dict[str, float]]] = {}
+
+    def tasks(self) -> list[Task]:
+        if self._shard.name in self._staging.finished and self._path.exists():
+            size = sum(tensor.nbytes for tensor in self._tensors)
+            return [lambda: size]
+        tasks = [*self._merges(), *self._copies()]
+        self._left = len(tasks)
+        return [self._counted(task) for task in tasks] or [self._finish]
+
+    def _counted(self, task: Task) -> Task:
+        def run() -> int:
+            n = task()
+            with self._lock:
+                self._left -= 1
+                last = self._left == 0
+            return n + self._finish() if last else n
+
+        return run
+
+    def _output(self) -> ShardFile:
+        with self._lock:
+            if self._file is None:
+                self._file = ShardFile(self._partial, self._tensors, self._shard.metadata)
+            return self._file
+
+    def _finish(self) -> int:
+        self._output().finish()
+        self._partial.rename(self._path)
+        reports = {name: self._reports[name] for name in self._shard.tensors if name in self._reports}
+        self._staging.record(self._shard.name, reports)
+        return 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _merges(self) -> Iterator[Task]:
+        for name in self._shard.tensors:
+            if name in self._plan.merged:
+                yield partial(self._merge, name)
+
+    def _merge(self, name: str) -> int:
+        plan, row, reports = self._plan, 0, []
+        for merged, report in merge_groups(
+            self._checkpoint, name, plan.geometry.n_kv_heads, plan.n_kv_heads, plan.method, plan.seed
+        ):
+            self._output().write_rows(name, row, merged)
+            row += len(merged)
+            reports.append(asdict(report))
+        self._reports[name] = reports
+        return plan.tensors[name].nbytes
+
+    def _copies(self) -> Iterator[Task]:
+        """Yield pieces to copy: neighbours in the source as one, long ones cut, so that workers share evenly."""
+        for first, span in self._spans():
+            for start in range(0, span.length, COPY_PIECE):
+                piece = Span(span.path, span.offset + start, min(COPY_PIECE, span.length - start))
+                yield partial(self._copy, first, start, piece)
+        for tensor in self._tensors:
+            if tensor.name not in self._plan.merged and self._checkpoint.span(tensor.name) is None:
+                yield partial(self._write, tensor.name)
+
+    def _spans(self) -> Iterator[tuple[str, Span]]:
+        """Yield the runs of tensors that lie together in source and output, by the name of the first."""
+        run: tuple[str, Span] | None = None
+        for name in self._shard.tensors:
+            span = None if name in self._plan.merged else self._checkpoint.span(name)
+            if run and span and (span.path, span.offset) == (run[1].path, run[1].offset + run[1].length):
+                run = run[0], Span(span.path, run[1].offset, run[1].length + span.length)
+                continue
+            if run:
+                yield run
+            run = (name, span) if span else None
+        if run:
+            yield run
+
+    def _copy(self, name: str, start: int, piece: Span) -> int:
+        self._output().copy(name, start, piece)
+        return piece.length
+
+    def _write(self, name: str) -> int:
+        """Write a tensor that the source stores in another form than the output, a few rows at a time."""
+        tensor = self._plan.tensors[name]
+        rows = tensor.shape[0]
+        step = max(1, ROWS_PIECE * rows // max(tensor.nbytes, 1))
+        for start in range(0, rows, step):
+            values = self._checkpoint.rows(name, start, min(rows, start + step))
+            self._output().write_rows(name, start, values)
+        return tensor.nbytes
+
+
+def merge_reports(plan: Plan, staging: Staging) -> dict[str, Any]:
+    """Return the merge reports of all tensors, by name, as the journal has them."""
+    return {
+        name: report for shard in plan.shards for name, report in staging.finished[shard.name].items()
+    }  # fmt: skip

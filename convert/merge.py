@@ -1,0 +1,91 @@
+"""Merge one tensor's heads, a group at a time, and measure what the merge did to them."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from convert.methods import find_method
+from model.checkpoint import Array, Checkpoint
+from model.errors import CheckpointError
+
+_BLOCK = 1 << 17  # elements looked at together
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """How alike the heads of a group are, and how long the merged head is beside them."""
+
+    norm_ratio: float
+    """Norm of the merged head ÷ mean norm of the group's heads."""
+    mean_cosine: float
+    """Mean cosine between the heads of the group, over all pairs; 1 for a group of one."""
+
+
+def tensor_rng(seed: int, name: str) -> np.random.Generator:
+    """Return the random generator of one tensor: the same whoever merges it, and in whatever order."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
+
+
+def merge_groups(
+    checkpoint: Checkpoint, name: str, n_kv_heads_in: int, n_kv_heads: int, method: str, seed: int
+) -> Iterator[tuple[Array, GroupReport]]:
+    """Yield each group's merged head, [head_dim, …] in the tensor's dtype, with its report, in order.
+
+    Holds one group of the source at a time. Raises CheckpointError at a NaN or infinity.
+    """
+    merge, rng = find_method(method), tensor_rng(seed, name)
+    rows = checkpoint.tensors[name].shape[0] // n_kv_heads
+    for group in range(n_kv_heads):
+        source = checkpoint.rows(name, group * rows, (group + 1) * rows)
+        heads_HDM = source.reshape(n_kv_heads_in // n_kv_heads, -1, int(np.prod(source.shape[1:])))
+        norms_H, mean_cosine = _compare_heads(heads_HDM.reshape(len(heads_HDM), -1), name)
+        merged_DM = merge(heads_HDM, 1, rng)[0]
+        ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
+        yield merged_DM.reshape(-1, *source.shape[1:]), GroupReport(float(ratio), mean_cosine)
+
+
+def _compare_heads(heads_HF: Array, name: str) -> tuple[Array, float]:
+    """Return the norm of each head and their mean pairwise cosine, refusing numbers that are not finite."""
+    norms_H = _norms(heads_HF)
+    if not np.isfinite(norms_H).all():
+        raise CheckpointError(f"the tensor {name} holds NaN or infinite values; the checkpoint is damaged.")
+    n = len(heads_HF)
+    if n == 1:
+        return norms_H, 1.0
+    unit_H = _reciprocal(norms_H)[:, None]
+    square = 0.0
+    for block_HF in _blocks(heads_HF):
+        sum_F = (block_HF * unit_H.astype(block_HF.dtype)).sum(axis=0)
+        square += float(np.square(sum_F, out=sum_F).sum(dtype=np.float64))
+    # |Σ u|² = Σ |u|² + 2 Σ_{i<j} u_i·u_j, and there are n (n - 1) / 2 pairs.
+    return norms_H, (square - np.count_nonzero(norms_H)) / (n * (n - 1))
+
+
+def _norms(heads_HF: Array) -> Array:
+    """Return each head's norm; NaN or infinite if and only if one of its numbers is."""
+    peak_H = np.zeros(len(heads_HF))
+    for block_HF in _blocks(heads_HF):
+        np.maximum(peak_H, np.abs(block_HF, out=block_HF).max(axis=1), out=peak_H)
+    # Dividing by the largest number first keeps the squares in range.
+    scale_H = _reciprocal(peak_H)
+    square_H = np.zeros(len(heads_HF))
+    for block_HF in _blocks(heads_HF):
+        block_HF *= scale_H[:, None].astype(block_HF.dtype)
+        square_H += np.square(block_HF, out=block_HF).sum(axis=1, dtype=np.float64)
+    return np.sqrt(square_H) / scale_H
+
+
+def _reciprocal(values_H: Array) -> Array:
+    """Return 1 / x within float32's range, and 1 for 0 (whatever a zero head is scaled by, it stays zero)."""
+    return np.minimum(np.divide(1, values_H, out=np.ones_like(values_H), where=values_H > 0), 1e30)
+
+
+def _blocks(heads_HF: Array) -> Iterator[Array]:
+    """Yield pieces of all heads side by side, each a fresh array of float32 (float64 for float64)."""
+    dtype = np.float64 if heads_HF.dtype == np.float64 else np.float32
+    width = max(1, _BLOCK // len(heads_HF))
+    for start in range(0, heads_HF.shape[1], width):
+        yield heads_HF[:, start : start + width].astype(dtype)

@@ -1,0 +1,31 @@
+"""The merge methods, one file each, imported when used.
+
+A method is a pure function `merge(heads_HDM, n_kv_heads, rng)`:
+
+    heads_HDM   the source's K or V heads, [n_kv_heads_in, head_dim, hidden]; a bias's have hidden = 1
+    n_kv_heads  how many to make; divides n_kv_heads_in. Neighbours share a group, as grouped-query attention reads them
+    rng         the tensor's own random generator, for the methods that draw
+    returns     [n_kv_heads, head_dim, hidden] in the same dtype
+
+Calling it group by group, in order and with the same `rng`, gives the same as calling it once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the command line reads METHODS for its help, and must not wait for numpy
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from model.checkpoint import Array
+
+    Merge = Callable[[Array, int, np.random.Generator], Array]
+
+# One module each in this folder.
+METHODS = ("mean", "first", "random")
+
+
+def find_method(name: str) -> "Merge":
+    merge: Merge = import_module(f"convert.methods.{name}").merge
+    return merge

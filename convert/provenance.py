@@ -1,0 +1,140 @@
+"""What the output says about itself: `groupwise.json` for machines, a section of the model card for people.
+
+Neither holds times or paths, so that the same conversion gives the same bytes.
+"""
+
+import json
+import re
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from convert.execute import checksum_key, merge_reports
+from convert.plan import Plan
+from convert.staging import Staging
+from model.checkpoint import Checkpoint
+from model.errors import CheckpointError
+
+FILE = "groupwise.json"
+SCHEMA = 1
+CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
+
+
+def build(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
+    """Return the content of `groupwise.json`."""
+    name, revision = base_model(checkpoint)
+    checksums = {path.name: staging.finished[checksum_key(path)] for path in checkpoint.weight_files}
+    source: dict[str, Any] = {
+        "name": name,
+        "revision": revision,
+        "format": checkpoint.format,
+        "n_kv_heads": plan.geometry.n_kv_heads,
+        "files": [
+            {"name": path.name, "bytes": path.stat().st_size, "sha256": checksums[path.name]}
+            for path in checkpoint.weight_files
+        ],
+        "groupwise": _earlier_conversion(checkpoint),
+    }
+    return {
+        "schema": SCHEMA,
+        "source": source,
+        "method": plan.method,
+        "seed": plan.seed,
+        "groups": plan.n_kv_heads,
+        "geometry": {
+            "model_type": plan.geometry.model_type,
+            "n_layers": plan.geometry.n_layers,
+            "n_heads": plan.geometry.n_heads,
+            "n_kv_heads": plan.n_kv_heads,
+            "head_dim": plan.geometry.head_dim,
+            "hidden_size": plan.geometry.hidden_size,
+        },
+        "versions": {name: version(name) for name in ("groupwise", "numpy", "ml-dtypes")},
+        "merge_report": _summary(plan, staging),
+    }
+
+
+def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
+    """Return, layer by layer, each merged tensor's mean over its groups."""
+    reports = merge_reports(plan, staging)
+    return [
+        {
+            "tensor": name,
+            "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[name]), 6),
+            "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[name]), 6),
+        }
+        for name in plan.geometry.kv_tensors
+        if name in reports
+    ]
+
+
+def base_model(checkpoint: Checkpoint) -> tuple[str, str | None]:
+    """Return the source's name and revision: the hub's, where the folder is a Hugging Face cache's snapshot."""
+    path = checkpoint.path.resolve()
+    cached = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", path.as_posix())
+    if cached:
+        return f"{cached[1]}/{cached[2]}", cached[3]
+    return path.name, None
+
+
+def _earlier_conversion(checkpoint: Checkpoint) -> Any:
+    """Return the source's own `groupwise.json`, if it was converted before."""
+    path = checkpoint.path / FILE
+    return read(checkpoint.path) if checkpoint.path.is_dir() and path.exists() else None
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Read a folder's `groupwise.json`. Raises CheckpointError where there is none that we understand."""
+    path = folder / FILE
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {FILE}, so it was not made by convert and cannot be verified.")
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        schema = content["schema"]
+        _ = content["method"], content["seed"], content["groups"]
+        _ = [(file["name"], file["sha256"]) for file in content["source"]["files"]]
+        _ = [entry["tensor"] for entry in content["merge_report"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}.") from error
+    if schema != SCHEMA:
+        raise CheckpointError(f"{path} has schema {schema!r}; this version understands {SCHEMA}.")
+    return content
+
+
+def model_card(checkpoint: Checkpoint, plan: Plan) -> bytes:
+    """Return `README.md`: the source's own card, whole, and a section on the conversion after it."""
+    source = checkpoint.side_files.get("README.md")
+    card = source.read_bytes() if isinstance(source, Path) else _front_matter(checkpoint).encode()
+    return card.strip() + b"\n\n" + _section(checkpoint, plan).encode()
+
+
+def _front_matter(checkpoint: Checkpoint) -> str:
+    name, revision = base_model(checkpoint)
+    lines = [f"base_model: {name}"] if revision else []
+    return "\n".join(["---", *lines, "library_name: transformers", "tags: [groupwise, gqa]", "---"])
+
+
+def _section(checkpoint: Checkpoint, plan: Plan) -> str:
+    geometry = plan.geometry
+    name, revision = base_model(checkpoint)
+    before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
+    after = geometry.kv_cache_bytes_per_token(plan.n_kv_heads)
+    quantised = " The source is a GGUF file; where its weights were quantised, so are the values here." * (
+        checkpoint.format == "gguf"
+    )
+    return f"""{CARD_BEGIN}
+## Conversion by Groupwise
+
+| | |
+|---|---|
+| Base model | {name}{f" (revision {revision})" if revision else ""} |
+| K/V heads | {geometry.n_kv_heads} → {plan.n_kv_heads} (query heads: {geometry.n_heads}) |
+| Method | `{plan.method}` |
+| KV cache per token, 16 bit | {before:,} → {after:,} bytes |
+
+The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all other weights are
+the base model's, byte for byte.{quantised} Merging costs quality, which *uptraining* restores: do not use this model
+before. Details, with the SHA-256 of every source file, are in `{FILE}`. The base model's licence applies.
+{CARD_END}
+"""

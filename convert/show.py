@@ -1,0 +1,122 @@
+"""Results for people: tables and the progress bar, with rich. Machines get JSON instead (`--json`)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+
+def size(n: float) -> str:
+    """Write a number of bytes in decimal units, as disks and the hub do."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
+        n /= 1000
+    return f"{n:.4g} TB"
+
+
+@contextmanager
+def progress_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar by bytes on stderr; nothing where that is no terminal, or when `quiet`."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda n: None
+        return
+    columns = (TextColumn(label), BarColumn(), TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda n: progress.advance(task, n)
+
+
+def facts(title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def inspection(found: dict[str, Any]) -> None:
+    dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in found["bytes_by_dtype"].items())
+    facts(
+        found["source"],
+        [
+            ("model_type", f"{found['model_type']} ({found['format']}, {len(found['files'])} file(s))"),
+            ("attention", f"{found['attention']}: {found['n_heads']} query heads, {found['n_kv_heads']} K/V heads"),
+            ("layers", str(found["n_layers"])),
+            ("head size, hidden size", f"{found['head_dim']}, {found['hidden_size']}"),
+            ("weights", f"{found['n_tensors']} tensors, {dtypes}"),
+        ],
+    )
+    table = Table(title="\nWhat --groups can be", title_justify="left")
+    headings = ("groups", "", "weights", "KV cache per token", "of now", "tensor parallel", "with copies of heads")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in headings[-2:] else "right")
+    now = found["groups"][0]["kv_cache_bytes_per_token"]
+    for row in found["groups"]:
+        cache = row["kv_cache_bytes_per_token"]
+        table.add_row(
+            str(row["groups"]),
+            row["attention"],
+            size(row["tensor_bytes"]),
+            size(cache),
+            f"{cache / now:.1%}",
+            " ".join(map(str, row["tensor_parallel_split"])),
+            " ".join(map(str, row["tensor_parallel_replicated"])),
+        )
+    console = Console()
+    console.print(table)
+    console.print("KV cache at 16 bits a value. Larger tensor-parallel sizes hold each K/V head more than once.")
+
+
+def plan(planned: dict[str, Any]) -> None:
+    cache = planned["kv_cache_bytes_per_token"]
+    facts(
+        f"{planned['source']} → {planned['out']}",
+        [
+            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}, method {planned['method']}"),
+            ("to merge", f"{planned['n_merged']} tensors, {size(planned['bytes_merged'])} after merging"),
+            ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
+            ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
+            ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
+            ("peak memory, estimate", size(planned["peak_memory_bytes"])),
+            ("not copied", ", ".join(planned["left_out"]) or "nothing is left out"),
+        ],
+    )
+
+
+def merges(report: list[dict[str, Any]]) -> None:
+    """Print how alike the merged heads were and how much shorter their merges are, for K and V over all layers."""
+    if not report:
+        Console().print("The number of K/V heads stays; every tensor was copied.")
+        return
+    table = Table(title="What merging did to the heads", title_justify="left")
+    table.add_column("")
+    for heading in ("mean cosine within groups", "lowest", "norm, merged ÷ original", "lowest"):
+        table.add_column(heading, justify="right")
+    for kind in dict.fromkeys(_kind(entry) for entry in report):
+        entries = [entry for entry in report if _kind(entry) == kind]
+        table.add_row(kind, *_mean_and_lowest(entries, "mean_cosine"), *_mean_and_lowest(entries, "norm_ratio"))
+    Console().print(table)
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    return ".".join(entry["tensor"].split(".")[-2:])
+
+
+def _mean_and_lowest(entries: list[dict[str, Any]], key: str) -> tuple[str, str]:
+    values = [entry[key] for entry in entries]
+    lowest = values.index(min(values))
+    return f"{sum(values) / len(values):.3f}", f"{values[lowest]:.3f} (layer {lowest})"

@@ -1,0 +1,178 @@
+"""Check a converted folder against its source: read both again, recompute every merged tensor, compare all the rest.
+
+Nothing is taken from the conversion but its method, seed and number of groups.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert import provenance
+from convert.merge import merge_groups
+from convert.methods import METHODS
+from convert.plan import Plan, make_plan
+from model.checkpoint import Array, Checkpoint, open_checkpoint
+from model.checkpoint.writer import index_text
+from model.config import with_n_kv_heads
+from model.errors import CheckpointError
+
+PIECE = 8 << 20
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class Findings:
+    """What was compared, and every difference found, in words."""
+
+    n_merged: int = 0
+    n_copied: int = 0
+    n_files: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
+
+
+def verify(source: Checkpoint, out_path: Path, progress: Callable[[int], None], workers: int) -> Findings:
+    """Compare the folder `out_path` with what converting `source` must give. Progress counts bytes of OUT's tensors.
+
+    Raises CheckpointError if either cannot be read at all or OUT does not say how it was made.
+    """
+    record = provenance.read(out_path)
+    if record.get("method") not in METHODS or type(record.get("seed")) is not int:
+        raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
+    with open_checkpoint(out_path) as out:
+        plan = make_plan(source, record.get("groups", 0), record["method"], record["seed"], None)
+        findings = Findings()
+        same_names = _compare_names(plan, out, findings)
+        checks = [partial(_compare_tensor, source, out, plan, name) for name in same_names]
+        digests = [partial(_compare_digest, path, record) for path in source.weight_files]
+        with ThreadPoolExecutor(plan.workers(workers)) as pool:
+            digest_results = [pool.submit(check) for check in digests]
+            for name, difference in zip(same_names, pool.map(lambda check: check(), checks), strict=True):
+                progress(out.tensors[name].nbytes)
+                findings.differences += difference
+            for result in digest_results:
+                findings.differences += result.result()
+        findings.n_merged = len(plan.merged.intersection(same_names))
+        findings.n_copied = len(same_names) - findings.n_merged
+        _compare_config(source, out, plan, findings)
+        _compare_files(source, out, findings)
+        _compare_index(out, findings)
+        _compare_record(plan, record, findings)
+    return findings
+
+
+def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]:
+    """Return the tensors that both have with the right dtype and shape."""
+    for name in plan.tensors.keys() - out.tensors.keys():
+        findings.differences.append(f"the tensor {name} is missing")
+    for name in out.tensors.keys() - plan.tensors.keys():
+        findings.differences.append(f"the tensor {name} is not in the source")
+    same = []
+    for name, expected in plan.tensors.items():
+        found = out.tensors.get(name)
+        if found == expected:
+            same.append(name)
+        elif found:
+            findings.differences.append(
+                f"the tensor {name} is {found.dtype} {found.shape}; it should be {expected.dtype} {expected.shape}"
+            )
+    return same
+
+
+def _compare_tensor(source: Checkpoint, out: Checkpoint, plan: Plan, name: str) -> list[str]:
+    expected = _recomputed(source, plan, name) if name in plan.merged else _as_it_is(source, name)
+    span = out.span(name)
+    assert span is not None, "OUT is safetensors, whose tensors lie there as they are"
+    with span.path.open("rb", buffering=0) as file:
+        file.seek(span.offset)
+        for piece in expected:
+            if file.read(len(piece)) != piece:
+                how = "recomputed from the source" if name in plan.merged else "copied from the source"
+                return [f"the tensor {name} differs from the one {how}"]
+    return []
+
+
+def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Iterator[bytes]:
+    groups = merge_groups(source, name, plan.geometry.n_kv_heads, plan.n_kv_heads, plan.method, plan.seed)
+    return (merged.tobytes() for merged, _ in groups)
+
+
+def _as_it_is(source: Checkpoint, name: str) -> Iterator[bytes]:
+    span = source.span(name)
+    if span is None:
+        yield from _rows_as_bytes(source, name)
+        return
+    with span.path.open("rb", buffering=0) as file:
+        file.seek(span.offset)
+        for start in range(0, span.length, PIECE):
+            yield file.read(min(PIECE, span.length - start))
+
+
+def _rows_as_bytes(source: Checkpoint, name: str) -> Iterator[bytes]:
+    tensor = source.tensors[name]
+    step = max(1, PIECE * tensor.shape[0] // tensor.nbytes)
+    for start in range(0, tensor.shape[0], step):
+        rows: Array = source.rows(name, start, min(start + step, tensor.shape[0]))
+        yield np.ascontiguousarray(rows).tobytes()
+
+
+def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
+    recorded = {file["name"]: file["sha256"] for file in record["source"]["files"]}
+    with path.open("rb", buffering=0) as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if recorded.get(path.name) == found:
+        return []
+    return [f"the source file {path.name} has SHA-256 {found[:12]}…, not the one recorded at conversion"]
+
+
+def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
+    expected = json.loads(with_n_kv_heads(source.config_text, plan.n_kv_heads))
+    for key in sorted(expected.keys() | out.config.keys()):
+        if key not in out.config:
+            findings.differences.append(f"config.json lacks the key {key}")
+        elif key not in expected or out.config[key] != expected[key]:
+            findings.differences.append(
+                f"config.json has {key} = {out.config[key]!r}; it should be "
+                f"{repr(expected[key]) if key in expected else 'absent'}"
+            )
+
+
+def _compare_files(source: Checkpoint, out: Checkpoint, findings: Findings) -> None:
+    for name, content in source.side_files.items():
+        expected = content.read_bytes() if isinstance(content, Path) else content
+        path = out.path / name
+        if not path.is_file():
+            findings.differences.append(f"the file {name} is missing")
+        elif name == "README.md":
+            if not path.read_bytes().startswith(expected.strip()):
+                findings.differences.append("README.md does not begin with the source's model card")
+        elif path.read_bytes() != expected:
+            findings.differences.append(f"the file {name} differs from the source's")
+        findings.n_files += 1
+
+
+def _compare_index(out: Checkpoint, findings: Findings) -> None:
+    expected, path = index_text(out.shards, out.tensors), out.path / INDEX
+    if expected is None:
+        if path.exists():
+            findings.differences.append(f"{INDEX} is there beside a single model.safetensors")
+    elif json.loads(path.read_bytes()) != json.loads(expected):
+        findings.differences.append(f"{INDEX} does not give the true total_size or tensors")
+    for extra in {f.name for f in out.path.glob("*.safetensors")} - {f.name for f in out.weight_files}:
+        findings.differences.append(f"the weight file {extra} belongs to no tensor of the model")
+
+
+def _compare_record(plan: Plan, record: dict[str, Any], findings: Findings) -> None:
+    reported = [entry["tensor"] for entry in record["merge_report"]]
+    if reported != [name for name in plan.geometry.kv_tensors if name in plan.merged]:
+        findings.differences.append(f"{provenance.FILE} does not report on exactly the merged tensors")

@@ -1,0 +1,89 @@
+"""A Hugging Face folder, weights aside: `config.json`, and which other files belong to the model.
+
+Shared by every reader whose source is such a folder (reference: Hugging Face Hub's file conventions).
+"""
+
+import json
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from model.errors import CheckpointError
+
+# Weights in any format, and what training leaves behind. None of it describes the converted model.
+LEFT_OUT_FILES = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot",
+    "*.npz", "*.index.json", "trainer_state.json", "events.out.tfevents*", "params.json", ".git*",
+)  # fmt: skip
+LEFT_OUT_FOLDERS = (
+    ".git", ".cache", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
+)  # fmt: skip
+
+# These are rewritten by the converter rather than copied.
+OWN_FILES = ("config.json", "groupwise.json")
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return `config.json` as text and parsed."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
+    text = path.read_bytes()
+    try:
+        config = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}, not a JSON object.")
+    return text, config
+
+
+def _look_elsewhere(folder: Path) -> str:
+    gguf = sorted(folder.glob("*.gguf"))
+    return f" To convert a GGUF model, name the file itself: {gguf[0]}" if gguf else ""
+
+
+def refuse_adapter(folder: Path) -> None:
+    for name in ADAPTER_FILES:
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"{folder} holds an adapter ({name}), which does not fit other K/V heads; "
+                "merge it into its base model first (PEFT: merge_and_unload)."
+            )
+
+
+def list_files(folder: Path) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
+    """Return the files to copy (by their name relative to the folder) and the names of those left out.
+
+    Symlinks are followed, as in the Hugging Face cache; one that points nowhere is refused.
+    """
+    side_files: dict[str, Path | bytes] = {}
+    left_out = []
+    seen = set()
+    for root, subfolders, names in os.walk(folder, followlinks=True):
+        here = Path(root)
+        if here.resolve() in seen:
+            raise CheckpointError(f"{here} is a symlink back into {folder}; a checkpoint folder cannot contain itself.")
+        seen.add(here.resolve())
+        subfolders.sort()
+        for name in [s for s in subfolders if _matches(s, LEFT_OUT_FOLDERS)]:
+            subfolders.remove(name)
+            left_out.append((here / name).relative_to(folder).as_posix() + "/")
+        for name in sorted(names):
+            path, relative = here / name, (here / name).relative_to(folder).as_posix()
+            if not path.exists():
+                raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
+            if _matches(name, LEFT_OUT_FILES):
+                left_out.append(relative)
+            elif not path.is_file() or not os.access(path, os.R_OK):
+                raise CheckpointError(f"{path} cannot be read; check its permissions, or move it away.")
+            elif relative not in OWN_FILES:
+                side_files[relative] = path
+    return side_files, tuple(left_out)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,0 +1,261 @@
+"""GGUF of Llama architecture: what llama.cpp runs, read back as the Hugging Face checkpoint it was made from.
+
+Quantised weights are dequantised to float32, which holds their values exactly; F32, F16 and BF16 keep their dtype.
+llama.cpp stores the rows of Q and K in the order its rotary embedding wants (pairs side by side, where Hugging Face has
+halves); that permutation is undone (llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`).
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from model.checkpoint.checkpoint import Checkpoint, Shard
+from model.checkpoint.gguf_tokenizer import tokenizer_files
+from model.checkpoint.safetensors import LFS_POINTER
+from model.checkpoint.tensor import Array, Span, Tensor
+from model.errors import CheckpointError
+
+TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+
+# The `llama.*` keys that are understood; any other may change what the model computes, and is refused.
+KEYS = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "tensor_data_layout",
+    "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
+    "attention.value_length", "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scale_linear",
+}  # fmt: skip
+
+
+class GGUFFile(Checkpoint):
+    """One `.gguf` file of architecture `llama`."""
+
+    format = "gguf"
+    is_sharded_by_user = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = _open(path)
+        fields = {name: field.contents() for name, field in self._reader.fields.items()}
+        self._metadata = _Metadata(path, fields)
+        self._stored = {_hf_name(path, t.name): t for t in self._reader.tensors if t.name != ROPE_FACTORS}
+        self.tensors = {name: _describe(name, t) for name, t in sorted(self._stored.items())}
+        self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
+        self.weight_files = (path,)
+        self.config = self._build_config()
+        self.config_text = _json(self.config)
+        self.side_files = {**tokenizer_files(path, fields), "generation_config.json": _json(self._generation_config())}
+        self._heads = {
+            "q_proj": self.config["num_attention_heads"],
+            "k_proj": self.config["num_key_value_heads"],
+        }
+
+    def span(self, name: str) -> Span | None:
+        if _is_quantised(self._stored[name]) or self._permuted_heads(name):
+            return None
+        stored = self._stored[name]
+        return Span(self.path, int(stored.data_offset), int(stored.n_bytes))
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        n_heads = self._permuted_heads(name)
+        if not n_heads:
+            return self._stored_rows(name, start, stop)
+        head_dim = self.tensors[name].shape[0] // n_heads
+        first, last = start // head_dim, -(-stop // head_dim)
+        stored = self._stored_rows(name, first * head_dim, last * head_dim)
+        # [heads, d/2, 2, …] as stored → [heads, 2, d/2, …] as Hugging Face has it.
+        heads = stored.reshape(last - first, head_dim // 2, 2, *stored.shape[1:]).swapaxes(1, 2)
+        return heads.reshape(stored.shape)[start - first * head_dim : stop - first * head_dim]
+
+    def _stored_rows(self, name: str, start: int, stop: int) -> Array:
+        stored = self._stored[name]
+        data = np.asarray(stored.data[start:stop])
+        if stored.tensor_type.name == "BF16":
+            return data.view(ml_dtypes.bfloat16)
+        if not _is_quantised(stored):
+            return data
+        from gguf.quants import dequantize
+
+        values: Array = dequantize(data, stored.tensor_type)
+        return values
+
+    def _permuted_heads(self, name: str) -> int:
+        """Return how many heads the rows of a Q or K tensor are permuted in; 0 for every other tensor."""
+        part = name.split(".")[-2]
+        return int(self._heads.get(part, 0))
+
+    def close(self) -> None:
+        self._stored.clear()
+        del self._reader
+
+    def _build_config(self) -> dict[str, Any]:
+        meta = self._metadata
+        n_heads, hidden_size = meta.integer("attention.head_count"), meta.integer("embedding_length")
+        head_dim = meta.integer("attention.key_length", hidden_size // n_heads)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if meta.integer(key, head_dim) != head_dim:
+                raise CheckpointError(f"{self.path}: llama.{key} differs from the head size {head_dim}; not supported.")
+        dtypes = {t.dtype for name, t in self.tensors.items() if len(t.shape) > 1}
+        dtype = TORCH_DTYPES["F32" if "F32" in dtypes or len(dtypes) > 1 else dtypes.pop()]
+        theta = meta.number("rope.freq_base", 10000.0)
+        scaling = self._rope_scaling(head_dim, theta)
+        has = self.tensors.__contains__
+        config: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": hidden_size,
+            "intermediate_size": meta.integer("feed_forward_length"),
+            "num_hidden_layers": meta.integer("block_count"),
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": meta.integer("attention.head_count_kv", n_heads),
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": meta.integer("context_length"),
+            "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+            "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
+            "attention_bias": has("model.layers.0.self_attn.q_proj.bias"),
+            "mlp_bias": has("model.layers.0.mlp.gate_proj.bias"),
+            "tie_word_embeddings": not has("lm_head.weight"),
+            # Both spellings of each, since transformers 4 reads the first and 5 the second.
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
+            "torch_dtype": dtype,
+            "dtype": dtype,
+        }
+        return {**config, **self._special_tokens()}
+
+    def _special_tokens(self) -> dict[str, int]:
+        names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+        fields = self._metadata.fields
+        return {key: fields[f"tokenizer.ggml.{g}"] for key, g in names.items() if f"tokenizer.ggml.{g}" in fields}
+
+    def _generation_config(self) -> dict[str, Any]:
+        return {"_from_model_config": True, **self._special_tokens()}
+
+    def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
+        meta = self._metadata
+        factors = [t for t in self._reader.tensors if t.name == ROPE_FACTORS]
+        if factors:
+            return _llama3_scaling(self.path, np.asarray(factors[0].data, np.float64), head_dim, theta)
+        kind = meta.fields.get("llama.rope.scaling.type", "none")
+        factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
+        if kind == "none" and factor == 1.0:
+            return None
+        if kind in ("none", "linear"):
+            return {"rope_type": "linear", "factor": factor}
+        if kind == "yarn":
+            original = meta.integer("rope.scaling.original_context_length")
+            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        raise CheckpointError(f"{self.path}: the RoPE scaling {kind!r} is not supported; none, linear and yarn are.")
+
+
+class _Metadata:
+    """The `llama.*` keys, with errors that name the file and the key."""
+
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        self.path, self.fields = path, fields
+        architecture = fields.get("general.architecture")
+        if architecture != "llama":
+            raise CheckpointError(f"{path} is a GGUF of architecture {architecture!r}; only 'llama' is supported.")
+        for key in fields:
+            if key.startswith("llama.") and key.removeprefix("llama.") not in KEYS:
+                raise CheckpointError(f"{path} has the setting {key} = {fields[key]!r}, which is not supported.")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.path} has llama.{key} = {value!r}; it must be one positive whole number.")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a float32 field as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""
+        return float(str(np.float32(self._get(key, default))))
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.fields.get(f"llama.{key}", default)
+        if value is None:
+            raise CheckpointError(f"{self.path} lacks llama.{key}; the file is incomplete.")
+        return value
+
+
+def recognises(path: Path) -> bool:
+    return path.is_file() and path.suffix == ".gguf"
+
+
+def read(path: Path) -> Checkpoint:
+    return GGUFFile(path)
+
+
+def _open(path: Path) -> Any:
+    import gguf
+
+    with path.open("rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder.")
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not a GGUF file, or is truncated or damaged: {error}.") from error
+
+
+def _hf_name(path: Path, name: str) -> str:
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if not match or match[2] not in NAMES:
+        raise CheckpointError(f"{path} holds the tensor {name}, which a Llama model does not have; refused.")
+    layer, part, kind = match.groups()
+    return f"model.layers.{layer}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}"
+
+
+def _is_quantised(stored: Any) -> bool:
+    return stored.tensor_type.name not in TORCH_DTYPES
+
+
+def _describe(name: str, stored: Any) -> Tensor:
+    dtype = "F32" if _is_quantised(stored) else stored.tensor_type.name
+    return Tensor(name, dtype, tuple(int(n) for n in reversed(stored.shape)))
+
+
+def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> dict[str, Any]:
+    """Recover Llama 3.1's scaling from the per-frequency factors llama.cpp stores instead of it.
+
+    All released Llama 3.1 to 3.3 models use low 1, high 4 and an original context of 8192; anything else is refused.
+    """
+    factor, low, high, context = float(str(np.float32(factors.max()))), 1.0, 4.0, 8192
+    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
+    if not np.allclose(factors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-5):
+        raise CheckpointError(f"{path} has {ROPE_FACTORS} that are not Llama 3.1's; this RoPE is not supported.")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,150 @@
+"""The one way out: safetensors shards, written piece by piece, in any order, by several workers at once.
+
+A shard's header is written first; it fixes where every tensor goes, so that spans of the source can be copied straight
+to their place inside the kernel and computed tensors can be streamed a few rows at a time.
+"""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from model.checkpoint.checkpoint import Shard
+from model.checkpoint.tensor import Array, Span, Tensor
+from model.errors import CheckpointError
+
+# What copy_file_range answers where it cannot do the job itself (other file system, old kernel): copy by hand then.
+_NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_PIECE = 8 << 20
+
+
+def header_bytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the file's beginning, up to the data. `format: pt` is always there: transformers 4 insists on it."""
+    header: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.nbytes],
+        }
+        position += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8, so that readers may map it
+    return len(text).to_bytes(8, "little") + text
+
+
+class ShardFile:
+    """An output shard. Methods may be called from several threads; each tensor's place is known from the start."""
+
+    def __init__(self, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:
+        start = header_bytes(tensors, metadata)
+        self._offsets = {}
+        self.size = len(start)
+        for tensor in tensors:
+            self._offsets[tensor.name] = self.size
+            self.size += tensor.nbytes
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        _write_all(self._descriptor, start, 0)
+
+    def copy(self, name: str, start: int, span: Span) -> None:
+        """Copy `span` to byte `start` of the tensor `name`; it may run on into the tensors after it."""
+        copy_span(span, self._descriptor, self._offsets[name] + start)
+
+    def write_rows(self, name: str, row: int, rows: Array) -> None:
+        """Write `rows` as the tensor's rows from `row` on."""
+        offset = self._offsets[name] + row * (rows.nbytes // max(len(rows), 1))
+        _write_all(self._descriptor, np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, offset)
+
+    def finish(self) -> None:
+        os.fsync(self._descriptor)
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        n = os.pwrite(descriptor, view, offset)
+        view, offset = view[n:], offset + n
+
+
+def copy_span(span: Span, target: int, offset: int) -> None:
+    """Copy a span into an open file, in the kernel where it can (which shares blocks on Btrfs, XFS and the like)."""
+    source = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done, in_kernel = 0, hasattr(os, "copy_file_range")
+        while done < span.length:
+            n = 0
+            if in_kernel:
+                n, in_kernel = _kernel_copy(source, target, span.length - done, span.offset + done, offset + done)
+            if n == 0:
+                data = os.pread(source, min(span.length - done, _PIECE), span.offset + done)
+                if not data:
+                    raise OSError(f"{span.path} became shorter while it was read")
+                _write_all(target, data, offset + done)
+                n = len(data)
+            done += n
+    finally:
+        os.close(source)
+
+
+def _kernel_copy(source: int, target: int, count: int, source_offset: int, offset: int) -> tuple[int, bool]:
+    """Return the bytes copied, and whether it is worth asking the kernel again."""
+    try:
+        n = os.copy_file_range(source, target, count, source_offset, offset)
+    except OSError as error:
+        if error.errno in _NOT_IN_KERNEL:
+            return 0, False
+        raise
+    return n, n > 0
+
+
+def divide(tensors: Iterable[Tensor], max_shard_size: int) -> list[list[Tensor]]:
+    """Divide tensors over shards of at most `max_shard_size` bytes of data, in order; a larger tensor stands alone."""
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def name_shards(groups: Sequence[Sequence[Tensor]], metadata: Mapping[str, str]) -> tuple[Shard, ...]:
+    """Name shards as transformers does: `model.safetensors`, or `model-00001-of-00003.safetensors`."""
+    n = len(groups)
+    names = ["model.safetensors"] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    return tuple(Shard(name, tuple(t.name for t in group), metadata) for name, group in zip(names, groups, strict=True))
+
+
+def index_text(shards: Sequence[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
+    """Return `model.safetensors.index.json`, or None for a single `model.safetensors`, which must not have one."""
+    if [shard.name for shard in shards] == ["model.safetensors"]:
+        return None
+    weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+    total = sum(tensors[name].nbytes for name in weight_map)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def parse_size(text: str) -> int:
+    """Parse `5GB`, `500MB`, `2GiB` or a number of bytes. Raises CheckpointError on anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    size = 0
+    if match:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    if size <= 0:
+        raise CheckpointError(f"{text!r} is not a size; write for example 5GB, 500MB or 2GiB.")
+    return size

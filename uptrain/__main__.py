@@ -1,0 +1,5 @@
+"""`python -m uptrain`."""
+
+from uptrain.cli import main
+
+main()
