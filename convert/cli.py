@@ -5,7 +5,6 @@ Exit codes: 0 success; 1 reading or writing failed midway (the same command cont
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import click
 from convert.methods import METHODS
 
 FAILED, BAD_INPUT, DIFFERENT = 1, 2, 3
+WORKERS = 4
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -39,8 +39,8 @@ def _conversion_options(command: Command) -> Command:
                          help="Seed of --method random."),
             click.option("--max-shard-size", metavar="SIZE",
                          help="Divide the output anew, e.g. 5GB.  [default: the source's own shards]"),
-            click.option("--workers", type=click.IntRange(min=1), default=lambda: min(4, os.cpu_count() or 1),
-                         show_default="up to 4", help="Threads that copy and merge."),
+            click.option("--workers", type=click.IntRange(min=1), default=WORKERS, show_default=True,
+                         help="Threads that copy, merge and checksum; they wait for the disk more than they compute."),
             click.option("--dry-run", is_flag=True, help="Print what would be done, and write nothing."),
             click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
             click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar."),
@@ -146,7 +146,7 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
     with open_checkpoint(source) as checkpoint:
         total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         with show.progress_bar("Verifying", total, quiet=as_json) as progress:
-            findings = verify(checkpoint, out, progress, workers=min(4, os.cpu_count() or 1))
+            findings = verify(checkpoint, out, progress, WORKERS)
     if as_json:
         _print({"ok": findings.ok, **vars(findings)}, as_json, "")
     elif findings.ok:

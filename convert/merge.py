@@ -55,32 +55,28 @@ def _compare_heads(heads_HF: Array, name: str) -> tuple[Array, float]:
     n = len(heads_HF)
     if n == 1:
         return norms_H, 1.0
-    unit_H = _reciprocal(norms_H)[:, None]
+    unit_H = 1 / np.where(norms_H > 0, norms_H, 1)  # a head of zeros stays zero
     square = 0.0
     for block_HF in _blocks(heads_HF):
-        sum_F = (block_HF * unit_H.astype(block_HF.dtype)).sum(axis=0)
-        square += float(np.square(sum_F, out=sum_F).sum(dtype=np.float64))
+        sum_F = np.einsum("hf,h->f", block_HF, unit_H.astype(block_HF.dtype))
+        square += float(np.einsum("f,f->", sum_F, sum_F))
     # |Σ u|² = Σ |u|² + 2 Σ_{i<j} u_i·u_j, and there are n (n - 1) / 2 pairs.
     return norms_H, (square - np.count_nonzero(norms_H)) / (n * (n - 1))
 
 
 def _norms(heads_HF: Array) -> Array:
     """Return each head's norm; NaN or infinite if and only if one of its numbers is."""
-    peak_H = np.zeros(len(heads_HF))
-    for block_HF in _blocks(heads_HF):
-        np.maximum(peak_H, np.abs(block_HF, out=block_HF).max(axis=1), out=peak_H)
-    # Dividing by the largest number first keeps the squares in range.
-    scale_H = _reciprocal(peak_H)
     square_H = np.zeros(len(heads_HF))
-    for block_HF in _blocks(heads_HF):
-        block_HF *= scale_H[:, None].astype(block_HF.dtype)
-        square_H += np.square(block_HF, out=block_HF).sum(axis=1, dtype=np.float64)
-    return np.sqrt(square_H) / scale_H
-
-
-def _reciprocal(values_H: Array) -> Array:
-    """Return 1 / x within float32's range, and 1 for 0 (whatever a zero head is scaled by, it stays zero)."""
-    return np.minimum(np.divide(1, values_H, out=np.ones_like(values_H), where=values_H > 0), 1e30)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for block_HF in _blocks(heads_HF):
+            square_H += np.einsum("hf,hf->h", block_HF, block_HF)
+    if ((square_H > 1e-20) & np.isfinite(square_H)).all():
+        return np.sqrt(square_H)
+    # Some squares may have left float32's range: divide by the largest number first.
+    exact_HF = heads_HF.astype(np.float64)
+    peak_H = np.abs(exact_HF).max(axis=1)
+    exact_HF /= np.where(peak_H > 0, peak_H, 1)[:, None]
+    return peak_H * np.sqrt(np.einsum("hf,hf->h", exact_HF, exact_HF))
 
 
 def _blocks(heads_HF: Array) -> Iterator[Array]:

@@ -25,9 +25,8 @@ def round_once(values: NDArray[np.float64], dtype: np.dtype[Any]) -> Array:
     if dtype != BFLOAT16:
         return values.astype(dtype)
     single = values.astype(np.float32)
-    midpoint = (single.view(np.uint32) & 0xFFFF) == 0x8000
-    if midpoint.any():
-        exact, rounded = values[midpoint], single[midpoint]
-        towards = np.where(exact > rounded, np.inf, np.where(exact < rounded, -np.inf, rounded)).astype(np.float32)
-        single[midpoint] = np.nextafter(rounded, towards)
+    in_doubt = ((single.view(np.uint32) & 0xFFFF) == 0x8000) & (single != values)
+    if in_doubt.any():
+        towards = np.where(values[in_doubt] > single[in_doubt], np.inf, -np.inf).astype(np.float32)
+        single[in_doubt] = np.nextafter(single[in_doubt], towards)
     return single.astype(dtype)

@@ -1,0 +1,209 @@
+"""How fast converting is, and how much memory it takes, beside what else one would do.
+
+Makes a synthetic sharded bf16 Llama checkpoint of each size asked for and measures, in one run and in turns:
+
+    ours         convert mha-to-gqa, a quarter of the K/V heads (a whole process, with start-up, fsync and SHA-256)
+    no-digest    the same without the SHA-256 of the source files: what provenance costs
+    cp           cp -r of the folder
+    cp+sha256    cp -r and sha256sum of the source: the same service done with the usual tools
+    usual        from_pretrained, mean-pool the K/V projections, save_pretrained (transformers)
+
+Times are the best of --rounds, after one warm-up round, in an order that changes each round. Memory is the peak of one
+process: RSS, and RssAnon (anonymous memory: what a mapped or cached file does not count towards), sampled from /proc.
+
+    python scripts/bench/convert.py --gb 2 4 8 --json docs/bench/convert.json
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+HEADS, HEAD_DIM, LAYER_SHARD = 32, 64, 3
+HIDDEN, MLP, VOCAB = HEADS * HEAD_DIM, 5632, 32000
+LAYER_BYTES = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * MLP + 2 * HIDDEN)
+NO_DIGEST = """
+import hashlib
+class Nothing:
+    def hexdigest(self): return "0" * 64
+hashlib.file_digest = lambda *a: Nothing()
+from convert.cli import main
+main()
+"""
+USUAL = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+source, out, groups = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+config = model.config
+for layer in model.model.layers:
+    for name in ("k_proj", "v_proj"):
+        old = getattr(layer.self_attn, name)
+        w = old.weight.data
+        w = w.view(groups, -1, config.head_dim, w.shape[1]).float().mean(1).to(w.dtype).reshape(-1, w.shape[1])
+        old.weight = torch.nn.Parameter(w, requires_grad=False)
+        old.out_features = w.shape[0]
+config.num_key_value_heads = groups
+model.save_pretrained(out, max_shard_size="1GB")
+"""
+
+
+def make_checkpoint(folder: Path, gigabytes: float) -> int:
+    """Write a Llama of about this size, a few layers per shard; return the bytes written."""
+    n_layers = max(1, round((gigabytes * 1e9 - 4 * VOCAB * HIDDEN) / LAYER_BYTES))
+    shards = [list(range(i, min(i + LAYER_SHARD, n_layers))) for i in range(0, n_layers, LAYER_SHARD)]
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    weight_map, total = {}, 0
+    for number, layers in enumerate(shards):
+        name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        if number == 0:
+            shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+            tensors = {n: random_bf16(rng, s) for n, s in {**shapes, "model.norm.weight": (HIDDEN,)}.items()}
+        for layer in layers:
+            tensors |= {f"model.layers.{layer}.{n}.weight": random_bf16(rng, s) for n, s in layer_shapes().items()}
+        save_bf16(tensors, folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": MLP,
+        "num_hidden_layers": n_layers, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "vocab_size": VOCAB, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return total
+
+
+def layer_shapes() -> dict[str, tuple[int, ...]]:
+    square = dict.fromkeys([f"self_attn.{n}_proj" for n in "qkvo"], (HIDDEN, HIDDEN))
+    mlp = {"mlp.gate_proj": (MLP, HIDDEN), "mlp.up_proj": (MLP, HIDDEN), "mlp.down_proj": (HIDDEN, MLP)}
+    return {**square, **mlp, "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
+
+
+def random_bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return small numbers as bfloat16 bits: random signs and mantissas around 2^-6."""
+    bits = rng.integers(0, 1 << 16, size=shape, dtype=np.uint16)
+    return (bits & 0x80FF) | np.uint16(0x3C00)
+
+
+def save_bf16(tensors: dict[str, np.ndarray], path: Path) -> None:
+    import ml_dtypes
+
+    save_file({n: t.view(ml_dtypes.bfloat16) for n, t in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def measure(command: list[str]) -> dict[str, float]:
+    """Run a command; return seconds and peak memory in MB."""
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    anonymous = 0
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        anonymous = max(anonymous, read_kb(status, "RssAnon:"))
+        time.sleep(0.004)
+    seconds = time.perf_counter() - started
+    if process.returncode:
+        sys.exit(f"{command[0]} failed: {process.stderr.read().decode()[-2000:]}")
+    return {"seconds": seconds, "anon_mb": anonymous / 1e3}
+
+
+def peak_rss_mb(command: list[str]) -> float:
+    """Return the kernel's own peak RSS of a command's largest process."""
+    code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
+    code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    return int(subprocess.check_output([sys.executable, "-c", code, *command])) / 1e3
+
+
+def read_kb(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(key)), 0)
+
+
+def commands(source: Path, out: Path) -> dict[str, list[str]]:
+    arguments = ["mha-to-gqa", str(source), str(out), "--groups", str(HEADS // 4)]
+    copy = f"cp -r {source} {out}"
+    return {
+        "ours": [sys.executable, "-m", "convert", *arguments],
+        "no-digest": [sys.executable, "-c", NO_DIGEST, *arguments],
+        "cp": ["cp", "-r", str(source), str(out)],
+        "cp+sha256": ["sh", "-c", f"{copy} && sha256sum {source}/*.safetensors"],
+        "usual": [sys.executable, "-c", USUAL, str(source), str(out), str(HEADS // 4)],
+    }
+
+
+def bench(source: Path, out: Path, rounds: int, slow_rounds: int) -> dict[str, dict[str, float]]:
+    rows: dict[str, list[dict[str, float]]] = {}
+    for turn in range(rounds + 1):
+        names = list(commands(source, out))
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if name == "usual" and turn > slow_rounds:
+                continue
+            shutil.rmtree(out, ignore_errors=True)
+            os.sync()
+            row = measure(commands(source, out)[name])
+            if turn:
+                rows.setdefault(name, []).append(row)
+    best = {}
+    for name, runs in rows.items():
+        shutil.rmtree(out, ignore_errors=True)
+        os.sync()
+        best[name] = {
+            "seconds": min(r["seconds"] for r in runs),
+            "anon_mb": max(r["anon_mb"] for r in runs),
+            "rss_mb": peak_rss_mb(commands(source, out)[name]),
+        }
+    shutil.rmtree(out, ignore_errors=True)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, nargs="+", default=[4.0], help="checkpoint sizes in GB")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
+    parser.add_argument("--slow-rounds", type=int, default=2, help="counted rounds of the usual way")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/var/tmp/groupwise-bench"), help="where checkpoints are made"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    options = parser.parse_args()
+    results = []
+    for gigabytes in options.gb:
+        source, out = options.work / "source", options.work / "out"
+        shutil.rmtree(options.work, ignore_errors=True)
+        total = make_checkpoint(source, gigabytes)
+        best = bench(source, out, options.rounds, options.slow_rounds)
+        shutil.rmtree(options.work)
+        results.append({"bytes": total, "rounds": options.rounds, "best": best})
+        show(total, best)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def show(total: int, best: dict[str, dict[str, float]]) -> None:
+    print(f"\n{total / 1e9:.2f} GB, {HEADS} → {HEADS // 4} K/V heads, {os.cpu_count()} cores")
+    print("| | seconds | ÷ cp -r | ours ÷ it | peak RSS MB | peak anonymous MB |\n|---|---|---|---|---|---|")
+    for name, row in best.items():
+        of_cp, of_it = row["seconds"] / best["cp"]["seconds"], best["ours"]["seconds"] / row["seconds"]
+        print(
+            f"| {name} | {row['seconds']:.2f} | {of_cp:.2f} | {of_it:.2f} "
+            f"| {row['rss_mb']:.0f} | {row['anon_mb']:.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
