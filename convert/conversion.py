@@ -9,7 +9,7 @@ from typing import Any
 from convert import provenance
 from convert.execute import Progress, execute
 from convert.plan import Plan, fingerprint
-from convert.staging import Staging, sync_folder, write_file
+from convert.staging import Staging, sync_file, sync_folder, write_file
 from model.checkpoint import Checkpoint
 from model.checkpoint.writer import index_text
 from model.config import with_n_kv_heads
@@ -108,6 +108,9 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
     record = provenance.build(checkpoint, plan, staging)
     write_file(folder / provenance.FILE, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
     write_file(folder / "README.md", provenance.model_card(checkpoint, plan))
-    for subfolder in filter(Path.is_dir, folder.rglob("*")):
-        sync_folder(subfolder)
+    for path in folder.rglob("*"):  # all written first, so that they reach the disk together
+        if path.is_dir():
+            sync_folder(path)
+        elif path.suffix != ".safetensors":
+            sync_file(path)
     return record

@@ -121,7 +121,7 @@ class _ShardJob:
         self._output().finish()
         self._partial.rename(self._path)
         reports = {name: self._reports[name] for name in self._shard.tensors if name in self._reports}
-        self._staging.record(self._shard.name, reports)
+        self._staging.record_file(self._shard.name, reports)
         return 0
 
     def close(self) -> None:

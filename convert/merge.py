@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from convert.methods import find_method
 from model.checkpoint import Array, Checkpoint
@@ -47,7 +48,7 @@ def merge_groups(
         yield merged_DM.reshape(-1, *source.shape[1:]), GroupReport(float(ratio), mean_cosine)
 
 
-def _compare_heads(heads_HF: Array, name: str) -> tuple[Array, float]:
+def _compare_heads(heads_HF: Array, name: str) -> tuple[NDArray[np.float64], float]:
     """Return the norm of each head and their mean pairwise cosine, refusing numbers that are not finite."""
     norms_H = _norms(heads_HF)
     if not np.isfinite(norms_H).all():
@@ -64,19 +65,20 @@ def _compare_heads(heads_HF: Array, name: str) -> tuple[Array, float]:
     return norms_H, (square - np.count_nonzero(norms_H)) / (n * (n - 1))
 
 
-def _norms(heads_HF: Array) -> Array:
+def _norms(heads_HF: Array) -> NDArray[np.float64]:
     """Return each head's norm; NaN or infinite if and only if one of its numbers is."""
     square_H = np.zeros(len(heads_HF))
     with np.errstate(over="ignore", invalid="ignore"):
         for block_HF in _blocks(heads_HF):
             square_H += np.einsum("hf,hf->h", block_HF, block_HF)
-    if ((square_H > 1e-20) & np.isfinite(square_H)).all():
-        return np.sqrt(square_H)
-    # Some squares may have left float32's range: divide by the largest number first.
-    exact_HF = heads_HF.astype(np.float64)
-    peak_H = np.abs(exact_HF).max(axis=1)
-    exact_HF /= np.where(peak_H > 0, peak_H, 1)[:, None]
-    return peak_H * np.sqrt(np.einsum("hf,hf->h", exact_HF, exact_HF))
+        if ((square_H > 1e-20) & np.isfinite(square_H)).all():
+            return np.sqrt(square_H)
+        # Some squares may have left float32's range: divide by the largest number first.
+        exact_HF = heads_HF.astype(np.float64)
+        peak_H = np.abs(exact_HF).max(axis=1)
+        exact_HF /= np.where(peak_H > 0, peak_H, 1)[:, None]
+        norms_H: NDArray[np.float64] = peak_H * np.sqrt(np.einsum("hf,hf->h", exact_HF, exact_HF))
+        return norms_H
 
 
 def _blocks(heads_HF: Array) -> Iterator[Array]:

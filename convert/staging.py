@@ -60,20 +60,19 @@ class Staging:
             return
         self._remove_contents()
         self.folder.mkdir()
-        self._append({"fingerprint": fingerprint})
+        write_file(self._journal, (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
 
     def record(self, name: str, record: Any) -> None:
-        """Write down that a piece is finished. Its bytes must have reached the disk already."""
-        sync_folder(self.folder)
+        """Write down what was found out. Should a power cut lose the line, it is found out again."""
         with self._writing:
-            self._append({"name": name, "record": record})
+            with self._journal.open("a") as file:
+                file.write(json.dumps({"name": name, "record": record}) + "\n")
             self.finished[name] = record
 
-    def _append(self, line: dict[str, Any]) -> None:
-        with self._journal.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def record_file(self, name: str, record: Any) -> None:
+        """Write down that a file in the folder is finished. Its content must have reached the disk already."""
+        sync_folder(self.folder)
+        self.record(name, record)
 
     def publish(self) -> None:
         """Make the finished folder OUT. What OUT was before is removed once the new one is in its place."""
@@ -100,25 +99,29 @@ class Staging:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a journal. A last line cut off by a kill counts as not written."""
+    """Read a journal, up to where a kill or a power cut broke it off."""
     lines = []
-    for text in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        if not text.endswith("\n"):
+    for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            lines.append(json.loads(text) if text.endswith(b"\n") else None)
+        except ValueError:
             break
-        lines.append(json.loads(text))
-    return lines
+    return [line for line in lines if line]
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file and see it to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
+    path.write_bytes(content)
+
+
+def sync_file(path: Path) -> None:
+    """See a file's content to the disk."""
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
+    """See a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

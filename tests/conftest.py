@@ -1,0 +1,53 @@
+"""Fixtures that all tests share."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny
+
+
+@dataclass
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    def refused(self, *words: str) -> None:
+        """Check for one clear line on stderr that holds all `words`, exit code 2, and nothing on stdout."""
+        assert self.code == 2, (self.code, self.err)
+        assert self.err.startswith("Error: ")
+        assert self.err.count("\n") == 1, self.err
+        assert not self.out
+        for word in words:
+            assert word in self.err, self.err
+
+
+@pytest.fixture
+def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run the command line in this process."""
+    from convert.cli import main
+
+    def run(*arguments: object) -> Result:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return Result(int(stop.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a plain MHA Llama folder in two shards of bfloat16."""
+    return tiny.save(tiny.build(), tmp_path / "source", "bfloat16", max_shard_size="40KB")

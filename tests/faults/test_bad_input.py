@@ -1,0 +1,443 @@
+"""Every bad input gets one clear line, exit code 2, and leaves nothing behind."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from gguf_files import write_gguf
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(tmp_path):
+    """Whatever a test does, no OUT and no staging folder may exist after it."""
+    yield
+    left = {p.name for p in tmp_path.iterdir()}
+    assert not {name for name in left if name == "out" or name.endswith(".groupwise")}, left
+
+
+@pytest.fixture
+def refuse(convert, source, tmp_path):
+    """Convert and check the refusal: one line with all `words`."""
+
+    def run(*words, groups=2, options=(), path=None, out=None):
+        result = convert("mha-to-gqa", path or source, out or tmp_path / "out", "--groups", groups, *options)
+        result.refused(*words)
+
+    return run
+
+
+def rewrite(folder, change):
+    """Apply `change` to the dict of tensors of a folder, and save them as one file."""
+    tensors = tiny.tensors(folder)
+    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        file.unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# The number of groups
+
+
+@pytest.mark.parametrize("groups", [3, 5, 16, 0, -2])
+def test_groups_that_do_not_divide(refuse, groups):
+    refuse(f"--groups {groups} is not possible", "8 K/V heads", "choose one of 1, 2, 4, 8", groups=groups)
+
+
+def test_groups_that_are_no_number(convert, source, tmp_path):
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", "many").refused("--groups", "many")
+    convert("mha-to-gqa", source, tmp_path / "out").refused("Missing option '--groups'")
+
+
+def test_unknown_method(convert, source, tmp_path):
+    convert("mha-to-mqa", source, tmp_path / "out", "--method", "median").refused("median", "mean", "first", "random")
+
+
+# SOURCE as a whole
+
+
+def test_missing_source(refuse, tmp_path):
+    refuse("nowhere", "no such file", path=tmp_path / "nowhere")
+
+
+def test_source_is_a_file_of_another_kind(refuse, source):
+    refuse("unknown kind", ".gguf", path=source / "config.json")
+
+
+def test_dangling_source(refuse, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    refuse("dangling symlink", path=tmp_path / "link")
+
+
+def test_no_config(refuse, source):
+    (source / "config.json").unlink()
+    refuse("no config.json")
+    (source / "model.gguf").write_text("")
+    refuse("no config.json", "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("{", "not valid JSON"), ("[]", "not a JSON object"), ("\xff", "valid JSON")]
+)
+def test_damaged_config(refuse, source, text, word):
+    (source / "config.json").write_text(text, encoding="latin-1")
+    refuse("config.json", word)
+
+
+def test_no_weights(refuse, source):
+    for file in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
+        file.unlink()
+    refuse("holds no weights")
+    (source / "pytorch_model.bin").write_text("")
+    refuse("only pytorch_model.bin", "safetensors first")
+
+
+def test_adapter_folder(refuse, source):
+    (source / "adapter_config.json").write_text("{}")
+    refuse("adapter", "merge it into its base model")
+
+
+@pytest.mark.parametrize("name", ["NOTICE", "model-00001-of-00002.safetensors", "config.json"])
+def test_dangling_symlink_inside(refuse, source, name):
+    names = {p.name for p in source.iterdir()}
+    name = next((n for n in names if n.startswith("model-00001")), name) if name.startswith("model") else name
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(source / "gone")
+    refuse(name if name != "config.json" else "no config.json")
+
+
+def test_symlink_cycle(refuse, source):
+    (source / "loop").symlink_to(source)
+    refuse("cannot contain itself")
+
+
+def test_both_a_single_file_and_an_index(refuse, source):
+    save_file(tiny.tensors(source), source / "model.safetensors")
+    refuse("holds both", "remove the one that is stale")
+
+
+# Permissions bind root only when it gives up its right to ignore them.
+NO_OVERRIDE = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
+
+
+def run_without_override(*arguments):
+    prefix = NO_OVERRIDE if Path("/proc/self").stat().st_uid == 0 else []
+    if prefix and (not shutil.which("setpriv") or subprocess.run([*prefix, "true"], check=False).returncode):
+        pytest.skip("running as root, and setpriv cannot drop its override of permissions here")
+    command = [*prefix, sys.executable, "-m", "convert", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["config.json", "LICENSE", "model-00001"])
+def test_unreadable_source(source, tmp_path, name):
+    path = next(source.glob(f"{name}*"))
+    path.chmod(0)
+    result = run_without_override("mha-to-mqa", source, tmp_path / "out")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert path.name in result.stderr
+    assert "permissions" in result.stderr
+
+
+def test_read_only_target(source, tmp_path):
+    parent = tmp_path / "locked"
+    parent.mkdir(mode=0o555)
+    result = run_without_override("mha-to-mqa", source, parent / "new" / "out")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "locked cannot be written to" in result.stderr
+    assert not list(parent.iterdir())
+
+
+# Index and shards
+
+
+def edit_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+def test_index_names_a_missing_shard(refuse, source):
+    shard = next(source.glob("model-00002*"))
+    shard.unlink()
+    refuse("names the shard", shard.name, "missing")
+
+
+def test_shard_lacks_a_named_tensor(refuse, source):
+    shard = next(source.glob("model-00002*"))
+    edit_index(source, lambda index: index["weight_map"].update({"model.extra.weight": shard.name}))
+    refuse("model.extra.weight", shard.name, "does not hold it")
+
+
+def test_shard_holds_an_unnamed_tensor(refuse, source):
+    edit_index(source, lambda index: index["weight_map"].pop("model.norm.weight"))
+    refuse("model.norm.weight", "does not name")
+
+
+def test_tensor_in_two_shards(refuse, source):
+    first, second = sorted(source.glob("*.safetensors"))[:2]
+    both = load_file(second)
+    both.update(list(load_file(first).items())[:1])
+    save_file(both, second, metadata={"format": "pt"})
+    refuse("stands in two shards")
+
+
+@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "sub/x.safetensors", ".."])
+def test_index_names_a_path_outside_the_folder(refuse, source, name):
+    edit_index(source, lambda index: index["weight_map"].update({"model.norm.weight": name}))
+    refuse(name, "outside the folder")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
+def test_damaged_index(refuse, source, text):
+    (source / "model.safetensors.index.json").write_text(text)
+    refuse("is not a shard index")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_safetensors(refuse, source, keep):
+    shard = next(source.glob("model-00002*"))
+    shard.write_bytes(shard.read_bytes()[:keep])
+    refuse(shard.name, "truncated")
+
+
+def test_trailing_bytes(refuse, source):
+    shard = next(source.glob("model-00002*"))
+    shard.write_bytes(shard.read_bytes() + b"x")
+    refuse(shard.name, "belong to no tensor")
+
+
+def test_git_lfs_pointer(refuse, source):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    shard = next(source.glob("model-00001*"))
+    shard.write_text(pointer)
+    refuse(shard.name, "git-lfs pointer", "git lfs pull")
+
+
+def entry(**changes):
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+HEADERS = {
+    "no JSON": b"{",
+    "not an object": b"[1]",
+    "unknown dtype": {"a": entry(dtype="Q9")},
+    "negative shape": {"a": entry(shape=[-2])},
+    "shape of text": {"a": entry(shape="2")},
+    "wrong length": {"a": entry(shape=[3])},
+    "hole": {"a": entry(data_offsets=[4, 12])},
+    "overlap": {"a": entry(), "b": entry(data_offsets=[4, 12])},
+    "no offsets": {"a": {"dtype": "F32", "shape": [2]}},
+    "metadata": {"__metadata__": {"a": 1}},
+    "twice": b'{"a":%s,"a":%s}' % ((b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',) * 2),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_damaged_header(refuse, source, kind):
+    header = HEADERS[kind]
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    shard = next(source.glob("model-00001*"))
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    refuse(shard.name, "damaged safetensors header")
+
+
+# Weights and config that do not fit
+
+
+def test_quantised_config(refuse, source):
+    tiny.edit_config(source, quantization_config={"quant_method": "gptq"})
+    refuse("quantization_config (gptq)", "unquantised")
+
+
+def test_packed_tensors(refuse, source):
+    rewrite(source, lambda t: t.update({"model.layers.0.self_attn.k_proj.qweight": torch.zeros(4, dtype=torch.int32)}))
+    refuse("k_proj.qweight", "quantised")
+
+
+def test_integer_weights(refuse, source):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rewrite(source, lambda t: t.update({name: t[name].to(torch.int8)}))
+    refuse(name, "I8", "quantised or packed")
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "", None, 7])
+def test_unsupported_model_type(refuse, source, model_type):
+    tiny.edit_config(source, model_type=model_type if model_type is not None else ...)
+    refuse("model_type", "supported are: llama, mistral, qwen2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": 4}, ("num_key_value_heads = 4", "hold 8 K/V heads")),
+        ({"num_key_value_heads": "8"}, ("num_key_value_heads = 8", "hold 8 K/V heads")),
+        ({"num_attention_heads": 4}, ("head_dim = 4", "means 8")),
+        ({"num_attention_heads": 5}, ("num_attention_heads = 5",)),
+        ({"num_attention_heads": None}, ("num_attention_heads = None", "positive whole number")),
+        ({"num_hidden_layers": 3}, ("num_hidden_layers = 3", "layer 2 is missing")),
+        ({"num_hidden_layers": 1}, ("num_hidden_layers = 1", "layer 1 is one too many")),
+        ({"hidden_size": 64}, ("do not belong together",)),
+        ({"head_dim": 8}, ("head_dim = 8", "means 4")),
+        ({"model_type": "mistral", "num_key_value_heads": 4}, ("num_key_value_heads = 4",)),
+        ({"model_type": "qwen2", "num_key_value_heads": ...}, ("no num_key_value_heads", "takes as 32")),
+        ({"pretraining_tp": 3}, ("pretraining_tp = 3", "set it to 1")),
+    ],
+)
+def test_config_and_shapes_disagree(refuse, source, changes, words):
+    tiny.edit_config(source, **changes)
+    refuse(*words)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.W_pack.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+        "vision_tower.layers.0.self_attn.k_proj.weight",
+        "transformer.h.0.attn.c_attn.weight",
+    ],
+)
+def test_unknown_attention_tensors(refuse, source, name):
+    rewrite(source, lambda tensors: tensors.update({name: torch.zeros(4, 4)}))
+    refuse(name, "refused rather than guessed")
+
+
+def test_missing_attention_tensor(refuse, source):
+    rewrite(source, lambda tensors: tensors.pop("model.layers.1.self_attn.v_proj.weight"))
+    refuse("layer 1 has no v_proj.weight")
+
+
+def test_bias_on_k_only(refuse, source):
+    name = "model.layers.1.self_attn.k_proj.bias"
+    rewrite(source, lambda tensors: tensors.update({name: torch.zeros(32)}))
+    refuse("layer 1 has a bias on one of K and V only")
+
+
+def test_layers_with_different_heads(refuse, source):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    rewrite(source, lambda tensors: tensors.update({name: tensors[name][:16].clone()}))
+    refuse(name, "(16, 32)", "(32, 32)")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+def test_not_finite(refuse, source, value, method):
+    name = "model.layers.1.self_attn.v_proj.weight"
+
+    def spoil(tensors):
+        tensors[name][-1, -1] = value
+
+    rewrite(source, spoil)
+    refuse(name, "NaN or infinite", options=("--method", method))
+
+
+# OUT
+
+
+def test_out_exists(convert, source, tmp_path):
+    target = tmp_path / "there"
+    target.mkdir()
+    convert("mha-to-mqa", source, target).refused("exists", "--overwrite")
+    assert not list(target.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "inside", "deep/inside"])
+def test_out_in_source(refuse, source, name):
+    before = tiny.snapshot(source)
+    for options in ((), ("--overwrite",)):
+        refuse("SOURCE or lies inside it", out=source / name, options=options)
+    assert tiny.snapshot(source) == before
+
+
+def test_source_in_out(convert, source, tmp_path):
+    holder = tiny.save(tiny.build(), tmp_path / "holder")
+    shutil.copytree(source, holder / "source")
+    convert("mha-to-mqa", holder / "source", holder, "--overwrite").refused("holds files of SOURCE")
+    assert (holder / "source/config.json").exists()
+
+
+def test_linked_weights_in_out(convert, source, tmp_path):
+    """A snapshot of links, as in the Hugging Face cache: what they point to counts."""
+    store = tiny.save(tiny.build(), tmp_path / "store")
+    (source / "model.safetensors.index.json").unlink()
+    (source / "model.safetensors").symlink_to(store / "model.safetensors")
+    convert("mha-to-mqa", source, store, "--overwrite").refused("holds files of SOURCE")
+    assert (store / "model.safetensors").exists()
+
+
+def test_overwrite_onto_something_else(convert, source, tmp_path):
+    folder, file = tmp_path / "diary", tmp_path / "file.txt"
+    folder.mkdir()
+    for path in (folder / "monday.txt", file):
+        path.write_text("precious")
+    for target in (folder, file):
+        convert("mha-to-mqa", source, target, "--overwrite").refused("not a checkpoint folder")
+    assert (folder / "monday.txt").read_text() == file.read_text() == "precious"
+
+
+def test_not_enough_disk(refuse, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    refuse("0.00 GB free", "are needed")
+
+
+def test_second_conversion_at_the_same_time(convert, source, tmp_path):
+    from convert.staging import Staging
+
+    with Staging(tmp_path / "out") as held:
+        convert("mha-to-mqa", source, tmp_path / "out").refused("another conversion", "is running")
+    held.discard()
+
+
+# GGUF
+
+
+def test_gguf_of_another_architecture(refuse, tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", tiny.build(), architecture="bert")
+    refuse("architecture 'bert'", path=path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 500, -100])
+def test_truncated_gguf(refuse, tmp_path, keep):
+    path = write_gguf(tmp_path / "x.gguf", tiny.build())
+    path.write_bytes(path.read_bytes()[:keep])
+    refuse("x.gguf", "truncated", path=path)
+
+
+def test_gguf_lfs_pointer(refuse, tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    refuse("git-lfs pointer", path=path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"llama.expert_count": 8}, ("llama.expert_count = 8", "not supported")),
+        ({"llama.attention.sliding_window": 64}, ("sliding_window", "not supported")),
+        ({"llama.rope.dimension_count": 2}, ("rope.dimension_count", "head size")),
+        ({"llama.rope.scaling.type": "longrope"}, ("RoPE scaling 'longrope'",)),
+    ],
+)
+def test_gguf_settings_we_do_not_know(refuse, tmp_path, metadata, words):
+    refuse(*words, path=write_gguf(tmp_path / "x.gguf", tiny.build(), **metadata))
+
+
+def test_gguf_rope_factors_we_do_not_know(refuse, tmp_path):
+    model = tiny.build()
+    model.rope_factors = [1.0, 3.3]
+    refuse("rope_freqs.weight", "not Llama 3.1's", path=write_gguf(tmp_path / "x.gguf", model))
+
+
+def test_gguf_not_finite(refuse, tmp_path):
+    model = tiny.build()
+    model.model.layers[0].self_attn.k_proj.weight.data[3, 3] = np.inf
+    refuse("layers.0.self_attn.k_proj", "NaN or infinite", path=write_gguf(tmp_path / "x.gguf", model))

@@ -1,0 +1,108 @@
+"""The disk fills up, or reading fails, in the middle: exit code 1, no OUT, and the finished part kept and named."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+
+def run_limited(limit, *arguments):
+    """Run the command line with files limited to `limit` bytes: a write beyond fails as on a full disk."""
+    return subprocess.run(
+        [sys.executable, "-m", "convert", *map(str, arguments)],
+        capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+
+
+def test_write_fails_midway(convert, source, tmp_path):
+    sizes = sorted(f.stat().st_size for f in source.glob("*.safetensors"))
+    result = run_limited(sizes[-1] // 2, "mha-to-gqa", source, tmp_path / "out", "--groups", 4)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    assert f"kept in {tmp_path / '.out.groupwise'}" in result.stderr
+    assert "the same command continues" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4).code == 0
+    assert convert("verify", source, tmp_path / "out").code == 0
+    assert not (tmp_path / ".out.groupwise").exists()
+
+
+MOUNT = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare")
+    or subprocess.run([*MOUNT, "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode != 0,
+    reason="needs a user namespace in which to mount a small disk",
+)
+def test_disk_really_full(source, tmp_path):
+    """A tmpfs of 64 kB, and a free-space check that is told otherwise (as when another program takes the space)."""
+    code = "import shutil; real = shutil.disk_usage; "
+    code += "shutil.disk_usage = lambda p: real(p)._replace(free=10**12); from convert.cli import main; main()"
+    (tmp_path / "disk").mkdir()
+    script = f"mount -t tmpfs -o size=64k none {tmp_path}/disk && {sys.executable} -c '{code}' "
+    script += f"mha-to-gqa {source} {tmp_path}/disk/out --groups 4; code=$?; ls -A {tmp_path}/disk; exit $code"
+    result = subprocess.run([*MOUNT, script], capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stderr
+    assert os.strerror(errno.ENOSPC) in result.stderr
+    assert result.stdout.split() == [".out.groupwise"]
+
+
+def test_read_fails_midway(convert, source, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        result = convert("mha-to-mqa", source, tmp_path / "out")
+    assert result.code == 1
+    assert os.strerror(errno.EIO) in result.err
+    assert "kept in" in result.err
+    assert convert("mha-to-mqa", source, tmp_path / "out").code == 0
+
+
+def test_source_shrinks_while_it_is_read(convert, source, tmp_path, monkeypatch):
+    import convert.conversion as conversion
+
+    real = conversion.execute
+
+    def shrink_first(*arguments):
+        shard = next(source.glob("model-00001*"))
+        shard.write_bytes(shard.read_bytes()[:-1000])
+        real(*arguments)
+
+    monkeypatch.setattr(conversion, "execute", shrink_first)
+    result = convert("mha-to-mqa", source, tmp_path / "out")
+    assert result.code == 1
+    assert "became shorter" in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_source_changes_while_it_is_read(convert, source, tmp_path, monkeypatch):
+    import convert.conversion as conversion
+
+    real = conversion.execute
+
+    def change_after(*arguments):
+        real(*arguments)
+        os.utime(next(source.glob("model-00001*")), ns=(5, 5))
+
+    monkeypatch.setattr(conversion, "execute", change_after)
+    convert("mha-to-mqa", source, tmp_path / "out").refused("changed while it was read")
+    assert {p.name for p in tmp_path.iterdir()} == {"source"}
+
+
+def test_copy_falls_back_where_the_kernel_cannot(convert, source, tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    convert("mha-to-mqa", source, tmp_path / "kernel")
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    assert convert("mha-to-mqa", source, tmp_path / "by-hand").code == 0
+    assert tiny.snapshot(tmp_path / "kernel") == tiny.snapshot(tmp_path / "by-hand")

@@ -1,0 +1,174 @@
+"""A conversion killed at any moment leaves no OUT, and the same command again gives the same bytes."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+
+# Runs the command line, and kills itself just before the nth time something reaches the disk for good.
+KILL_AT = """
+import os, signal, sys
+count, target = 0, int(sys.argv.pop(1))
+def dying(real):
+    def call(*arguments, **options):
+        global count
+        count += 1
+        if count == target:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+    return call
+os.fsync, os.rename, os.copy_file_range = map(dying, (os.fsync, os.rename, os.copy_file_range))
+from convert.cli import main
+main()
+"""
+
+
+def kill_at(n, *arguments):
+    command = [sys.executable, "-c", KILL_AT, str(n), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, check=False).returncode
+
+
+@pytest.fixture
+def expected(convert, source, tmp_path):
+    assert convert("mha-to-gqa", source, tmp_path / "expected", "--groups", 2).code == 0
+    return tiny.snapshot(tmp_path / "expected")
+
+
+def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected):
+    out = tmp_path / "out"
+    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--workers", 1)
+    n = killed = 0
+    while True:
+        n += 1
+        code = kill_at(n, *arguments)
+        if code != -signal.SIGKILL:
+            break
+        killed += 1
+        assert not out.exists() or tiny.snapshot(out) == expected, n
+        if not out.exists():
+            assert convert(*arguments).code == 0
+        assert tiny.snapshot(out) == expected, n
+        shutil.rmtree(out)
+        shutil.rmtree(tmp_path / ".out.groupwise", ignore_errors=True)
+    assert code == 0
+    assert killed >= 20
+
+
+def test_rerun_goes_on_with_finished_shards(convert, source, tmp_path, expected):
+    out = tmp_path / "out"
+    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--workers", 1)
+    kill_at(10, *arguments)
+    staging = tmp_path / ".out.groupwise"
+    finished = {p.name: p.stat().st_ino for p in (staging / "folder").glob("*.safetensors")}
+    assert finished
+    assert convert(*arguments).code == 0
+    assert {name: (out / name).stat().st_ino for name in finished} == finished
+    assert tiny.snapshot(out) == expected
+    assert not staging.exists()
+
+
+@pytest.mark.parametrize("change", ["parameters", "source", "config"])
+def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expected, change):
+    out = tmp_path / "out"
+    kill_at(10, "mha-to-gqa", source, out, "--groups", 2, "--workers", 1)
+    old = {p.stat().st_ino for p in (tmp_path / ".out.groupwise/folder").glob("*.safetensors")}
+    method = "mean"
+    if change == "parameters":
+        method = "first"
+    elif change == "source":
+        shard = next(source.glob("model-00001*"))
+        os.utime(shard, ns=(1, 1))
+    else:
+        tiny.edit_config(source, rms_norm_eps=0.5)
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).code == 0
+    assert convert("verify", source, out).code == 0
+    assert json.loads((out / "groupwise.json").read_text())["method"] == method
+    assert old
+
+
+def test_torn_journal_line_is_as_if_not_written(convert, source, tmp_path, expected):
+    out = tmp_path / "out"
+    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--workers", 1)
+    kill_at(10, *arguments)
+    journal = tmp_path / ".out.groupwise/journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-5])
+    assert convert(*arguments).code == 0
+    assert tiny.snapshot(out) == expected
+
+
+def test_killed_while_replacing(convert, source, tmp_path, expected):
+    """Between taking the old model away and putting the new one in place, both are still on the disk."""
+    out = tmp_path / "out"
+    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--workers", 1, "--overwrite")
+    for n in range(1, 200):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(source, out)
+        old = tiny.snapshot(out)
+        code = kill_at(n + 20, *arguments)
+        if code == 0:
+            break
+        folders = [p for p in (out, tmp_path / ".out.groupwise/replaced") if p.exists()]
+        assert any(tiny.snapshot(p) in (old, expected) for p in folders)
+        assert convert(*arguments).code == 0
+        assert tiny.snapshot(out) == expected
+    assert code == 0
+
+
+def test_interrupt_says_how_to_continue(source, tmp_path):
+    code = "import os, signal, convert.execute as e\n"
+    code += "e.wait = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\nfrom convert.cli import main\nmain()"
+    command = [sys.executable, "-c", code, "mha-to-mqa", str(source), str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.strip() == "Error: interrupted; the same command continues where this one stopped."
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_at_twenty_random_moments_of_a_gigabyte(tmp_path):
+    sys.path.insert(0, "scripts/bench")
+    spec = __import__("importlib.util").util.spec_from_file_location("bench_convert", "scripts/bench/convert.py")
+    bench = __import__("importlib.util").util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    source, out = tmp_path / "source", tmp_path / "out"
+    assert bench.make_checkpoint(source, 1.1) >= 1e9
+    command = [sys.executable, "-m", "convert", "mha-to-gqa", str(source), str(out), "--groups", "8"]
+    started = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    duration = time.monotonic() - started
+    expected = digests(out)
+    rng, kills, resumed = random.Random(0), 0, 0
+    while kills < 20:
+        shutil.rmtree(out, ignore_errors=True)
+        while not out.exists():
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                process.wait(rng.uniform(0.1, 1.0) * duration)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                kills += 1
+                journal = tmp_path / ".out.groupwise/journal.jsonl"
+                resumed += journal.exists() and len(journal.read_text().splitlines()) > 1
+            assert not out.exists() or digests(out) == expected
+    assert resumed
+    assert digests(out) == expected
+    print(f"{kills} kills, {resumed} of them with finished shards to continue from")
+
+
+def digests(folder):
+    import hashlib
+
+    return {
+        p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }

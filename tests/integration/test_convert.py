@@ -1,0 +1,258 @@
+"""`convert mha-to-gqa` and `mha-to-mqa` on whole folders: which bytes change, and what is written beside them."""
+
+import json
+import os
+import re
+import stat
+
+import pytest
+import tiny
+import torch
+
+LAYOUTS = {
+    "plain": {},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "head_dim": {"head_dim": 6},
+}
+
+
+def float64_mean(w: torch.Tensor, groups: int, n_heads: int = tiny.N_HEADS) -> torch.Tensor:
+    """Pool as the paper says, straight from the formula."""
+    heads = w.double().view(groups, n_heads // groups, w.shape[0] // n_heads, -1)
+    return heads.mean(dim=1).reshape(-1, *w.shape[1:]).to(w.dtype)
+
+
+@pytest.mark.parametrize("shards", ["single", "several"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "mixed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_kv_heads_change_and_they_are_the_mean(convert, tmp_path, layout, dtype, shards):
+    model = tiny.build(**LAYOUTS[layout])
+    source = tiny.save(model, tmp_path / "source", dtype, "8KB" if shards == "several" else "1GB")
+    assert len(list(source.glob("*.safetensors"))) > 3 or shards == "single"
+    before = tiny.tensors(source)
+    for groups in (8, 4, 2, 1):
+        out = tmp_path / f"out{groups}"
+        assert convert("mha-to-gqa", source, out, "--groups", groups).code == 0
+        after = tiny.tensors(out)
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            expected = float64_mean(tensor, groups) if tiny.is_kv(name) else tensor
+            assert after[name].dtype == tensor.dtype
+            assert torch.equal(after[name], expected), name
+        assert {f.name for f in out.glob("*.safetensors")} == {f.name for f in source.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+def test_same_number_of_groups_is_the_identity(convert, tmp_path, shards):
+    source = tiny.save(tiny.build(), tmp_path / "source", "bfloat16", shards)
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8).code == 0
+    before, after = tiny.snapshot(source), tiny.snapshot(tmp_path / "out")
+    assert set(after) - set(before) == {"groupwise.json"}
+    for name, content in before.items():
+        if name.endswith(".safetensors"):
+            assert (
+                content[8 + int.from_bytes(content[:8], "little") :]
+                == after[name][8 + int.from_bytes(after[name][:8], "little") :]
+            )
+        elif name not in ("README.md", "model.safetensors.index.json"):
+            assert after[name] == content, name
+
+
+def test_gqa_to_mha_by_repeating_and_back_is_exact(convert, tmp_path):
+    gqa = tiny.build(num_key_value_heads=2)
+    mha = tiny.build()
+    state = gqa.state_dict()
+    mha.load_state_dict(
+        {
+            n: t.view(2, -1, t.shape[1]).repeat_interleave(4, 0).flatten(0, 1) if tiny.is_kv(n) else t
+            for n, t in state.items()
+        }
+    )
+    for method in ("mean", "first"):
+        source, out = tmp_path / f"mha-{method}", tmp_path / f"gqa-{method}"
+        tiny.save(mha, source, "bfloat16")
+        assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).code == 0
+        back = tiny.tensors(out)
+        for name, tensor in gqa.to(torch.bfloat16).state_dict().items():
+            assert torch.equal(back[name], tensor), name
+        gqa.float()
+
+
+def test_gqa_source_can_be_merged_further(convert, tmp_path):
+    source = tiny.save(tiny.build(num_key_value_heads=4), tmp_path / "source", "bfloat16")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    assert torch.equal(after[name], float64_mean(before[name], 2, n_heads=4))
+    convert("mha-to-gqa", source, tmp_path / "out3", "--groups", 3).refused("4 K/V heads", "choose one of 1, 2, 4")
+
+
+def test_mqa_is_one_group(convert, source, tmp_path):
+    assert convert("mha-to-mqa", source, tmp_path / "mqa").code == 0
+    assert convert("mha-to-gqa", source, tmp_path / "gqa", "--groups", 1).code == 0
+    assert tiny.snapshot(tmp_path / "mqa") == tiny.snapshot(tmp_path / "gqa")
+
+
+def test_config_keeps_every_other_key_and_its_order(convert, source, tmp_path):
+    tiny.edit_config(source, ünknown={"kept": [1, None, 1e-05]}, torch_dtype="bfloat16", rope_theta=10000.0)
+    assert convert("mha-to-mqa", source, tmp_path / "out").code == 0
+    before = json.loads((source / "config.json").read_text())
+    after = json.loads((tmp_path / "out/config.json").read_text())
+    assert list(after) == list(before)
+    assert after == {**before, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("value", [..., None])
+def test_absent_or_null_key_becomes_explicit(convert, source, tmp_path, value):
+    tiny.edit_config(source, num_key_value_heads=value)
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_key_value_heads"] == 2
+
+
+def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path):
+    for name in (
+        "pytorch_model.bin",
+        "optimizer.pt",
+        "trainer_state.json",
+        "original/params.json",
+        ".cache/x",
+        "a.gguf",
+    ):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("stale")
+    linked = tmp_path / "blob"
+    linked.write_text("linked licence")
+    (source / "NOTICE").symlink_to(linked)
+    result = convert("mha-to-mqa", source, tmp_path / "out", "--json")
+    after = tiny.snapshot(tmp_path / "out")
+    for name, text in tiny.SIDE_FILES.items():
+        assert name == "README.md" or after[name] == text.encode()
+    assert after["NOTICE"] == b"linked licence"
+    assert not (tmp_path / "out/NOTICE").is_symlink()
+    weights = {f.name for f in source.glob("model-*.safetensors")}
+    own = {"config.json", "groupwise.json", "NOTICE", "generation_config.json", "model.safetensors.index.json"}
+    assert after.keys() == tiny.SIDE_FILES.keys() | weights | own
+    assert "pytorch_model.bin" in json.loads(result.out)["left_out"]
+
+
+def test_card_keeps_the_source_s_and_names_it(convert, source, tmp_path):
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    card = (tmp_path / "out/README.md").read_bytes().decode()
+    assert card.startswith(tiny.SIDE_FILES["README.md"].strip())
+    assert re.search(r"Base model \| source \|", card)
+    assert "8 → 2" in card
+
+
+def test_index_has_the_true_size(convert, source, tmp_path):
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    tensors = tiny.tensors(tmp_path / "out")
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys()
+
+
+def test_shards_can_be_divided_anew(convert, source, tmp_path):
+    assert convert("mha-to-mqa", source, tmp_path / "one", "--max-shard-size", "1GB").code == 0
+    assert (tmp_path / "one/model.safetensors").exists()
+    assert not (tmp_path / "one/model.safetensors.index.json").exists()
+    assert convert("mha-to-mqa", source, tmp_path / "many", "--max-shard-size", "10KB").code == 0
+    files = list((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3
+    assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(files):05d}\.safetensors", f.name) for f in files)
+    one, many = tiny.tensors(tmp_path / "one"), tiny.tensors(tmp_path / "many")
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    convert("mha-to-mqa", source, tmp_path / "x", "--max-shard-size", "big").refused("'big' is not a size", "5GB")
+
+
+def test_provenance_holds_digests_and_the_merge_report(convert, source, tmp_path):
+    import hashlib
+
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    record = json.loads((tmp_path / "out/groupwise.json").read_text())
+    assert (record["method"], record["groups"], record["source"]["n_kv_heads"]) == ("mean", 2, 8)
+    for file in record["source"]["files"]:
+        assert file["sha256"] == hashlib.sha256((source / file["name"]).read_bytes()).hexdigest()
+    assert [e["tensor"] for e in record["merge_report"]] == [
+        f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in (0, 1) for kind in "kv"
+    ]
+    before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
+    for entry in record["merge_report"]:
+        heads = before[entry["tensor"]].double().view(2, 4, -1)
+        merged = after[entry["tensor"]].double().view(2, -1)
+        ratio = (merged.norm(dim=1) / heads.norm(dim=2).mean(dim=1)).mean().item()
+        unit = heads / heads.norm(dim=2, keepdim=True)
+        cosine = ((unit @ unit.mT).sum(dim=(1, 2)) - 4).div(12).mean().item()
+        assert entry["norm_ratio"] == pytest.approx(ratio, abs=2e-6)
+        assert entry["mean_cosine"] == pytest.approx(cosine, abs=2e-6)
+
+
+def test_second_conversion_remembers_the_first(convert, source, tmp_path):
+    convert("mha-to-gqa", source, tmp_path / "four", "--groups", 4)
+    convert("mha-to-gqa", tmp_path / "four", tmp_path / "two", "--groups", 2)
+    record = json.loads((tmp_path / "two/groupwise.json").read_text())
+    assert record["source"]["groupwise"]["groups"] == 4
+    assert convert("verify", tmp_path / "four", tmp_path / "two").code == 0
+
+
+def test_random_depends_on_the_seed_only(convert, source, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        convert("mha-to-gqa", source, tmp_path / name, "--groups", 2, "--method", "random", "--seed", seed)
+    a, b, c = (tiny.snapshot(tmp_path / name) for name in "abc")
+    assert a == b
+    weights = [name for name in a if name.endswith(".safetensors")]
+    assert any(a[name] != c[name] for name in weights)
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+def test_runs_and_workers_give_the_same_bytes(convert, source, tmp_path, method):
+    for name, workers in (("a", 1), ("b", 4), ("c", 4)):
+        convert("mha-to-gqa", source, tmp_path / name, "--groups", 2, "--method", method, "--workers", workers)
+    assert tiny.snapshot(tmp_path / "a") == tiny.snapshot(tmp_path / "b") == tiny.snapshot(tmp_path / "c")
+
+
+def test_permissions_follow_the_umask(convert, source, tmp_path):
+    (source / "tokenizer.json").chmod(0o600)
+    old = os.umask(0o027)
+    try:
+        convert("mha-to-mqa", source, tmp_path / "out")
+    finally:
+        os.umask(old)
+    for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o750 if path.is_dir() else 0o640), path
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(convert, source, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--dry-run", "--json")
+    assert sorted(tmp_path.rglob("*")) == before
+    plan = json.loads(result.out)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    written = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
+    assert plan["output_bytes"] == written
+    assert plan["n_merged"] == 4
+    assert plan["kv_cache_bytes_per_token"] == {"before": 2 * 2 * 8 * 4 * 2, "after": 2 * 2 * 2 * 4 * 2}
+    text = convert("mha-to-gqa", source, tmp_path / "other", "--groups", 2, "--dry-run").out
+    assert "8 → 2" in text
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--dry-run").refused("exists")
+
+
+def test_overwrite_replaces_a_checkpoint(convert, source, tmp_path):
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4)
+    (tmp_path / "out/left-over.txt").write_text("of the old model")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--overwrite").code == 0
+    assert convert("verify", source, tmp_path / "out").code == 0
+    assert not (tmp_path / "out/left-over.txt").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_missing_format_metadata_is_added(convert, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    save_file(tiny.tensors(source), source / "model.safetensors", metadata={"note": "kept"})
+    assert convert("mha-to-mqa", source, tmp_path / "out").code == 0
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "kept"}

@@ -1,0 +1,35 @@
+"""`convert inspect` tells the geometry and what each number of groups would bring."""
+
+import json
+
+import tiny
+
+
+def test_json(convert, source):
+    found = json.loads(convert("inspect", source, "--json").out)
+    assert (found["model_type"], found["attention"], found["format"]) == ("llama", "MHA", "safetensors")
+    assert (found["n_layers"], found["n_heads"], found["n_kv_heads"], found["head_dim"]) == (2, 8, 8, 4)
+    assert [row["groups"] for row in found["groups"]] == [8, 4, 2, 1]
+    assert [row["kv_cache_bytes_per_token"] for row in found["groups"]] == [256, 128, 64, 32]
+    assert found["tensor_bytes"] == sum(t.nbytes for t in tiny.tensors(source).values())
+    four = found["groups"][1]
+    assert four["tensor_parallel_split"] == [1, 2, 4]
+    assert four["tensor_parallel_replicated"] == [8]
+
+
+def test_sizes_are_those_of_the_outputs(convert, source, tmp_path):
+    rows = json.loads(convert("inspect", source, "--json").out)["groups"]
+    for row in rows:
+        out = tmp_path / f"out{row['groups']}"
+        convert("mha-to-gqa", source, out, "--groups", row["groups"])
+        assert row["tensor_bytes"] == sum(t.nbytes for t in tiny.tensors(out).values())
+        after = json.loads(convert("inspect", out, "--json").out)
+        assert after["attention"] == row["attention"]
+        assert after["heads_per_group"] == 8 // row["groups"]
+
+
+def test_table(convert, source):
+    text = convert("inspect", source).out
+    assert "MHA: 8 query heads, 8 K/V heads" in text
+    for word in ("GQA-4", "GQA-2", "MQA", "12.5%"):
+        assert word in text

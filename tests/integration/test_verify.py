@@ -1,0 +1,105 @@
+"""`convert verify` passes good outputs and finds every kind of change."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+
+
+@pytest.fixture
+def out(convert, source, tmp_path):
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+@pytest.mark.parametrize("groups", [8, 4, 1])
+@pytest.mark.parametrize("shard_size", [None, "10KB"])
+def test_good_outputs_pass(convert, source, tmp_path, method, groups, shard_size):
+    options = ("--max-shard-size", shard_size) if shard_size else ()
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", groups, "--method", method, "--seed", 3, *options)
+    result = convert("verify", source, tmp_path / "out", "--json")
+    found = json.loads(result.out)
+    assert (result.code, found["ok"], found["differences"]) == (0, True, [])
+    assert found["n_merged"] == (0 if groups == 8 else 4)
+
+
+def flip(folder, tensor, byte=0):
+    """Flip one bit in one byte of a tensor's data."""
+    for file in folder.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        if tensor in header:
+            data[start + header[tensor]["data_offsets"][0] + byte] ^= 1
+            file.write_bytes(data)
+            return
+    raise AssertionError(tensor)
+
+
+def test_flipped_byte_in_an_untouched_tensor(convert, source, out):
+    flip(out, "model.layers.1.mlp.down_proj.weight", byte=77)
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert "model.layers.1.mlp.down_proj.weight differs from the one copied" in result.err
+
+
+def test_flipped_byte_in_a_merged_tensor(convert, source, out):
+    flip(out, "model.layers.0.self_attn.k_proj.weight", byte=3)
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert "model.layers.0.self_attn.k_proj.weight differs from the one recomputed" in result.err
+
+
+def test_flipped_byte_in_the_source(convert, source, out):
+    flip(source, "model.layers.0.self_attn.k_proj.weight", byte=3)
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert "SHA-256" in result.err
+
+
+@pytest.mark.parametrize("change", [{"rms_norm_eps": 0.1}, {"extra": 1}, {"vocab_size": ...}])
+def test_changed_config_key(convert, source, out, change):
+    tiny.edit_config(out, **change)
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert f"key {next(iter(change))}" in result.err or f"has {next(iter(change))}" in result.err
+
+
+def test_wrong_number_of_heads_in_the_config_is_refused(convert, source, out):
+    tiny.edit_config(out, num_key_value_heads=4)
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert "num_key_value_heads = 4; it should be 2" in result.err
+
+
+def test_missing_and_changed_files(convert, source, out):
+    (out / "tokenizer.json").unlink()
+    (out / "LICENSE").write_text("be unkind")
+    (out / "README.md").write_text("all new")
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert "the file tokenizer.json is missing" in result.err
+    assert "the file LICENSE differs" in result.err
+    assert "README.md does not begin with" in result.err
+
+
+def test_stray_weights_and_wrong_index(convert, source, out):
+    shutil.copy(next(out.glob("*.safetensors")), out / "stray.safetensors")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index["metadata"]["total_size"] += 1
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert "stray.safetensors belongs to no tensor" in result.err
+    assert "total_size" in result.err
+
+
+def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
+    other = tiny.save(tiny.build(seed=1), tmp_path / "other", "bfloat16")
+    assert convert("verify", other, out).code == 3
+    (out / "groupwise.json").write_text("{}")
+    convert("verify", source, out).refused("groupwise.json", "damaged")
+    (out / "groupwise.json").unlink()
+    convert("verify", source, out).refused("no groupwise.json")

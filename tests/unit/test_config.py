@@ -1,0 +1,69 @@
+"""The geometry, derived from shapes and checked against the config. (What is refused: tests/faults.)"""
+
+import json
+
+import pytest
+import tiny
+from safetensors.torch import save_file
+
+from model.checkpoint import open_checkpoint
+from model.config import read_geometry, with_n_kv_heads
+
+
+def geometry_of(folder):
+    with open_checkpoint(folder) as checkpoint:
+        return read_geometry(checkpoint)
+
+
+@pytest.mark.parametrize("n_kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("head_dim", [None, 6])
+def test_geometry(tmp_path, n_kv_heads, head_dim):
+    model = tiny.build(num_key_value_heads=n_kv_heads, **({"head_dim": head_dim} if head_dim else {}))
+    found = geometry_of(tiny.save(model, tmp_path / "m"))
+    assert (found.n_layers, found.n_heads, found.n_kv_heads) == (2, 8, n_kv_heads)
+    assert (found.head_dim, found.hidden_size) == (head_dim or 4, 32)
+    assert found.heads_per_group == 8 // n_kv_heads
+    assert found.legal_n_kv_heads == tuple(n for n in (1, 2, 4, 8) if n <= n_kv_heads)
+    assert found.kv_cache_bytes_per_token(2) == 2 * 2 * 2 * (head_dim or 4) * 2
+
+
+def test_kv_tensors_are_all_and_only_k_and_v(tmp_path):
+    model = tiny.build("qwen2")
+    found = geometry_of(tiny.save(model, tmp_path / "m"))
+    assert set(found.kv_tensors) == {name for name in model.state_dict() if tiny.is_kv(name)}
+    assert len(found.kv_tensors) == 8
+
+
+@pytest.mark.parametrize(
+    ("family", "value", "n_kv_heads"),
+    [("llama", ..., 8), ("llama", None, 8), ("mistral", ..., 8), ("mistral", None, 8), ("qwen2", None, 8)],
+)
+def test_absent_and_null_as_the_class_takes_them(tmp_path, family, value, n_kv_heads):
+    folder = tiny.save(tiny.build(family), tmp_path / "m")
+    tiny.edit_config(folder, num_key_value_heads=value)
+    assert geometry_of(folder).n_kv_heads == n_kv_heads
+
+
+def test_a_base_model_without_head_and_prefix(tmp_path):
+    model = tiny.build()
+    folder = tiny.save(model, tmp_path / "m")
+    save_file(model.model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    assert geometry_of(folder).kv_tensors[0] == "layers.0.self_attn.k_proj.weight"
+
+
+def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path):
+    import torch
+
+    folder = tiny.save(tiny.build(), tmp_path / "m")
+    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)}
+    save_file({**tiny.tensors(folder), **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(geometry_of(folder).kv_tensors) == 4
+
+
+def test_config_is_edited_in_place():
+    text = b'{"b": 1e-05, "num_key_value_heads": 8, "a": [1.0, null], "\xc3\xbc": "\xe2\x9c\x93"}'
+    edited = with_n_kv_heads(text, 2)
+    assert json.loads(edited) == {**json.loads(text), "num_key_value_heads": 2}
+    assert list(json.loads(edited)) == list(json.loads(text))
+    assert "ü" in edited.decode() and "1e-05" in edited.decode()
+    assert with_n_kv_heads(text, 8) is text

@@ -1,0 +1,67 @@
+"""A conversion starts at once: nothing heavy is imported before it is needed, and never torch."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMANDS = [["--help"], *([name, "--help"] for name in ("mha-to-gqa", "mha-to-mqa", "inspect", "verify"))]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_help_answers_within_half_a_second(arguments):
+    def run() -> float:
+        started = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, "-m", "convert", *arguments], capture_output=True, text=True, check=True
+        )
+        assert "Usage: " in result.stdout
+        return time.perf_counter() - started
+
+    assert min(run() for _ in range(5)) < 0.5
+
+
+def imported_by(code: str) -> set[str]:
+    command = [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_help_needs_no_numpy_and_conversion_no_torch():
+    assert "numpy" not in imported_by("import convert.cli")
+    everything = "import convert.cli, convert.conversion, convert.verify, convert.inspection, convert.show, "
+    everything += "model.checkpoint.safetensors, model.checkpoint.gguf, model.families.llama"
+    assert not imported_by(everything) & {"torch", "transformers", "accelerate", "datasets", "gguf"}
+
+
+def test_every_module_imports():
+    import pkgutil
+
+    import convert
+    import model
+    import uptrain
+
+    for package in (convert, model, uptrain):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                __import__(module.name)
+
+
+def test_every_registered_name_has_its_module():
+    from convert.methods import METHODS, find_method
+    from model.families import FAMILIES, find_family
+
+    assert all(callable(find_method(name)) for name in METHODS)
+    assert all(find_family(name).model_type == name for name in FAMILIES)
+
+
+def test_no_arguments_shows_the_help():
+    result = subprocess.run([sys.executable, "-m", "convert"], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "Usage: " in result.stderr
+
+
+def test_uptrain_says_that_it_is_not_there_yet():
+    result = subprocess.run([sys.executable, "-m", "uptrain"], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "not part of this version" in result.stderr
