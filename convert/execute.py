@@ -47,9 +47,9 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
 
     futures: list[Future[None]] = []
     try:
-        # A file's checksum comes right after its copy, while its bytes are still in memory.
-        for job, checksum in zip_longest(jobs, checksums):
-            tasks = [*(job.tasks() if job else ()), *(checksum.tasks() if checksum else ())]
+        # A file's checksum and its copies come together, while its bytes are in memory; the longest task first.
+        for checksum, job in zip_longest(checksums, jobs):
+            tasks = [*(checksum.tasks() if checksum else ()), *(job.tasks() if job else ())]
             futures += [pool.submit(work, task) for task in tasks]
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             future.result()

@@ -105,7 +105,9 @@ def read(folder: Path) -> dict[str, Any]:
 def model_card(checkpoint: Checkpoint, plan: Plan) -> bytes:
     """Return `README.md`: the source's own card, whole, and a section on the conversion after it."""
     source = checkpoint.side_files.get("README.md")
-    card = source.read_bytes() if isinstance(source, Path) else _front_matter(checkpoint).encode()
+    if isinstance(source, Path):
+        source = source.read_bytes()
+    card = source or _front_matter(checkpoint).encode()
     return card.strip() + b"\n\n" + _section(checkpoint, plan).encode()
 
 

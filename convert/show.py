@@ -61,7 +61,7 @@ def inspection(found: dict[str, Any]) -> None:
         ],
     )
     table = Table(title="\nWhat --groups can be", title_justify="left")
-    headings = ("groups", "", "weights", "KV cache per token", "of now", "tensor parallel", "with copies of heads")
+    headings = ("groups", "", "weights", "KV cache/token", "of now", "TP", "TP, heads copied")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in headings[-2:] else "right")
     now = found["groups"][0]["kv_cache_bytes_per_token"]
@@ -78,7 +78,8 @@ def inspection(found: dict[str, Any]) -> None:
         )
     console = Console()
     console.print(table)
-    console.print("KV cache at 16 bits a value. Larger tensor-parallel sizes hold each K/V head more than once.")
+    console.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide the K/V heads;")
+    console.print("larger ones serve too, but hold each K/V head on more than one device.")
 
 
 def plan(planned: dict[str, Any]) -> None:
@@ -104,7 +105,7 @@ def merges(report: list[dict[str, Any]]) -> None:
         return
     table = Table(title="What merging did to the heads", title_justify="left")
     table.add_column("")
-    for heading in ("mean cosine within groups", "lowest", "norm, merged ÷ original", "lowest"):
+    for heading in ("cosine in groups", "lowest (layer)", "norm ÷ original", "lowest (layer)"):
         table.add_column(heading, justify="right")
     for kind in dict.fromkeys(_kind(entry) for entry in report):
         entries = [entry for entry in report if _kind(entry) == kind]
@@ -119,4 +120,4 @@ def _kind(entry: dict[str, Any]) -> str:
 def _mean_and_lowest(entries: list[dict[str, Any]], key: str) -> tuple[str, str]:
     values = [entry[key] for entry in entries]
     lowest = values.index(min(values))
-    return f"{sum(values) / len(values):.3f}", f"{values[lowest]:.3f} (layer {lowest})"
+    return f"{sum(values) / len(values):.3f}", f"{values[lowest]:.3f} ({lowest})"

@@ -63,7 +63,11 @@ class GGUFFile(Checkpoint):
         self.weight_files = (path,)
         self.config = self._build_config()
         self.config_text = _json(self.config)
-        self.side_files = {**tokenizer_files(path, fields), "generation_config.json": _json(self._generation_config())}
+        self.side_files = {
+            **tokenizer_files(path, fields),
+            "generation_config.json": _json({"_from_model_config": True, **self._special_tokens()}),
+            "README.md": _card(fields),
+        }
         self._heads = {
             "q_proj": self.config["num_attention_heads"],
             "k_proj": self.config["num_key_value_heads"],
@@ -148,9 +152,6 @@ class GGUFFile(Checkpoint):
         names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
         fields = self._metadata.fields
         return {key: fields[f"tokenizer.ggml.{g}"] for key, g in names.items() if f"tokenizer.ggml.{g}" in fields}
-
-    def _generation_config(self) -> dict[str, Any]:
-        return {"_from_model_config": True, **self._special_tokens()}
 
     def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
         meta = self._metadata
@@ -255,6 +256,14 @@ def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> 
         "high_freq_factor": high,
         "original_max_position_embeddings": context,
     }
+
+
+def _card(fields: dict[str, Any]) -> bytes:
+    """Return a model card that says what the file says of itself: its name and its licence."""
+    name = fields.get("general.name", "A GGUF model")
+    licence = [f"license: {fields['general.license']}"] if "general.license" in fields else []
+    header = ["---", *licence, "library_name: transformers", "tags: [groupwise, gqa]", "---"]
+    return "\n".join([*header, "", f"# {name}", ""]).encode()
 
 
 def _json(value: dict[str, Any]) -> bytes:
