@@ -1,0 +1,79 @@
+"""From a checkpoint folder to a model in memory, with one copy of the weights.
+
+The model is built without memory (on the meta device), and every parameter is read straight into its place.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.checkpoint import Checkpoint, open_checkpoint
+from model.config import read_geometry
+from model.errors import CheckpointError
+from model.llama import LlamaForCausalLM
+from model.llama_config import read_llama_config
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def load_model(folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu") -> LlamaForCausalLM:
+    """Load a checkpoint (a Hugging Face folder or a .gguf file) for use; call `.train()` to train it.
+
+    `dtype` None keeps each tensor's own. Raises CheckpointError for a config that is not implemented, and for missing,
+    unexpected or misshapen tensors, by name.
+    """
+    with open_checkpoint(Path(folder)) as checkpoint:
+        read_geometry(checkpoint)
+        with torch.device("meta"):
+            model = LlamaForCausalLM(read_llama_config(checkpoint.config))
+        names = _match_names(checkpoint, model)
+        for name, parameter in list(model.named_parameters()):
+            tensor = _read(checkpoint, names[name], dtype, device)
+            if tensor.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{checkpoint.path}: the tensor {names[name]} has shape {tuple(tensor.shape)}, but config.json "
+                    f"means {tuple(parameter.shape)}; they do not belong together."
+                )
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
+    return model.eval()
+
+
+def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, str]:
+    """Return parameter name → tensor name. Nothing may be missing or left over, rotary buffers aside."""
+    found = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
+    bare = not any(name.startswith("model.") for name in found)
+    names = {name: name.removeprefix("model.") if bare else name for name, _ in model.named_parameters()}
+    if model.lm_head is None and HEAD in found:
+        _check_tied(checkpoint)
+        found.remove(HEAD)
+    missing, unexpected = sorted(set(names.values()) - found), sorted(found - set(names.values()))
+    if missing:
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {missing[0]}{_and_more(missing)}.")
+    if unexpected:
+        raise CheckpointError(
+            f"{checkpoint.path} holds the tensor {unexpected[0]}{_and_more(unexpected)}, unknown to its config.json."
+        )
+    return names
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _check_tied(checkpoint: Checkpoint) -> None:
+    """Old files hold a tied head too. It must then be the embedding."""
+    rows = checkpoint.tensors[EMBEDDING].shape[0]
+    if not np.array_equal(checkpoint.rows(HEAD, 0, rows), checkpoint.rows(EMBEDDING, 0, rows)):
+        raise CheckpointError(f"{checkpoint.path}: config.json ties head and embedding, but {HEAD} differs from it.")
+
+
+def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str) -> Tensor:
+    rows = checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0])
+    if rows.dtype.name == "bfloat16":  # numpy and torch do not share this type; the bits are the same
+        tensor = torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(np.ascontiguousarray(rows))
+    return tensor.to(device=device, dtype=dtype)

@@ -1,0 +1,140 @@
+"""Rotary position embedding (Su et al. 2021), with every scaling that Llama-1, 2 and 3 checkpoints use.
+
+Letters: B batch, T tokens, H heads, D head_dim; F = D/2 frequencies. Two numbers of a head, d and d + D/2, form a pair
+(Hugging Face's half-split layout), and pair f of a token at position p is turned by the angle p · frequency_f.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.errors import CheckpointError
+
+TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A checkpoint's rotary embedding: its type, its base θ and the parameters of its scaling."""
+
+    kind: str
+    theta: float
+    head_dim: int
+    max_positions: int
+    """`max_position_embeddings`: where dynamic scaling begins."""
+    scaling: Mapping[str, Any]
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
+    """Read the rotary embedding from `config.json`, in transformers 4's spelling or 5's.
+
+    Version 4: `rope_theta`, and `rope_scaling` with `rope_type` (older: `type`); version 5: all in `rope_parameters`.
+    Raises CheckpointError for a type or a partial rotation that is not implemented, by name.
+    """
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    if kind not in TYPES:
+        raise CheckpointError(f"the RoPE type {kind!r} is not implemented; implemented are: {', '.join(TYPES)}.")
+    partial = scaling.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise CheckpointError(f"partial_rotary_factor = {partial} is not implemented; only a full rotation is.")
+    rope = Rope(kind, float(theta), head_dim, config.get("max_position_embeddings") or 2048, scaling)
+    _check(rope, config)
+    return rope
+
+
+def _check(rope: Rope, config: Mapping[str, Any]) -> None:
+    needed = {
+        "default": (),
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    for key in needed[rope.kind]:
+        if not isinstance(rope.scaling.get(key), int | float):
+            raise CheckpointError(f"config.json asks for RoPE of type {rope.kind}, but gives no {key}.")
+
+
+def inverse_frequencies(rope: Rope, n_positions: int) -> tuple[Tensor, float]:
+    """Return the frequencies [F] in float32 and the factor on cosines and sines, for texts up to `n_positions`.
+
+    Only `dynamic` depends on `n_positions`. Sources: linear, Chen et al. 2023; dynamic NTK, bloc97 and emozilla 2023;
+    yarn, Peng et al. 2023; llama3, Meta's `llama-models`, `apply_scaling`.
+    """
+    dims = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    factor = rope.scaling.get("factor", 1.0)
+    if rope.kind == "linear":
+        return 1.0 / rope.theta**dims / factor, 1.0
+    if rope.kind == "dynamic":
+        longer = max(n_positions, rope.max_positions) / rope.max_positions
+        stretch = (factor * longer - (factor - 1)) ** (rope.head_dim / (rope.head_dim - 2))
+        return 1.0 / (rope.theta * stretch) ** dims, 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, dims)
+    plain = 1.0 / rope.theta**dims
+    return (_llama3(rope, plain), 1.0) if rope.kind == "llama3" else (plain, 1.0)
+
+
+def _llama3(rope: Rope, plain_F: Tensor) -> Tensor:
+    """Slow down long waves by `factor`, keep short ones, and go over smoothly between."""
+    s = rope.scaling
+    low, high, context = s["low_freq_factor"], s["high_freq_factor"], s["original_max_position_embeddings"]
+    turns_F = context * plain_F / (2 * math.pi)  # how often a wave turns in the original context
+    keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    slowed_F: Tensor = (1 - keep_F) * plain_F / s["factor"] + keep_F * plain_F
+    return slowed_F
+
+
+def _yarn(rope: Rope, dims_F: Tensor) -> tuple[Tensor, float]:
+    """Interpolate waves that turn less than `beta_slow` times in the original context, keep those above `beta_fast`."""
+    s, d = rope.scaling, rope.head_dim
+    factor, context = s["factor"], s.get("original_max_position_embeddings") or rope.max_positions
+
+    def pair_that_turns(times: float) -> float:
+        return d * math.log(context / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair_that_turns(s.get("beta_fast") or 32), pair_that_turns(s.get("beta_slow") or 1)
+    if s.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, d - 1)
+    last += 0.001 * (first == last)
+    interpolate_F = ((torch.arange(d // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    plain_F = 1.0 / rope.theta**dims_F
+    return plain_F / factor * interpolate_F + plain_F * (1 - interpolate_F), _yarn_attention_factor(s, factor)
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def rotations(rope: Rope, positions_BT: Tensor, n_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [B, T, 1, D] for these positions, computed in float32 and given in `dtype`.
+
+    With `dynamic`, `n_positions` is the length so far, and a text that outgrows the original context turns its new
+    tokens more slowly than its old ones: what a cache holds stays as it was, as in transformers.
+    """
+    frequencies_F, scale = inverse_frequencies(rope, n_positions)
+    angles_BTF = positions_BT[..., None].float() * frequencies_F.to(positions_BT.device)
+    angles_BT1D = torch.cat((angles_BTF, angles_BTF), dim=-1)[:, :, None]
+    return (angles_BT1D.cos() * scale).to(dtype), (angles_BT1D.sin() * scale).to(dtype)
+
+
+def rotate(x_BTHD: Tensor, cos_BT1D: Tensor, sin_BT1D: Tensor) -> Tensor:
+    """Turn every pair of every head by its token's angles."""
+    half = x_BTHD.shape[-1] // 2
+    turned_BTHD = torch.cat((-x_BTHD[..., half:], x_BTHD[..., :half]), dim=-1)
+    return x_BTHD * cos_BT1D + turned_BTHD * sin_BT1D

@@ -1,0 +1,291 @@
+"""The Llama code against transformers: logits, gradients, decoding, packing."""
+
+import copy
+import itertools
+
+import pytest
+import tiny
+import torch
+from transformers import DynamicCache
+
+from model import generate, load_model
+from model.cache import KVCache
+from model.errors import CheckpointError
+from model.generate import decode, pad_left, prefill
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "theta": {"rope_type": "default", "rope_theta": 500000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0},
+    "yarn-tuned": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False,
+    },
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16, "rope_theta": 500000.0,
+    },
+}  # fmt: skip
+LAYOUTS = {
+    "llama": [{}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 24}],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 7}],
+    "qwen2": [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}],
+}
+FAMILIES = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
+SIZE = {"hidden_size": 64, "max_position_embeddings": 32}
+
+
+def random_ids(*shape, seed=0):
+    return torch.randint(0, 67, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(tmp_path, family="llama", dtype=torch.float32, **changes):
+    """Return transformers' model and ours, from the same folder."""
+    theirs = tiny.build(family, **{**SIZE, **changes})
+    for parameter in theirs.parameters():  # larger than at initialisation, so that attention is not flat
+        if parameter.ndim == 2:
+            parameter.data *= 4
+    return theirs, load_model(tiny.save(theirs, tmp_path / "model"), dtype)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("n_kv_heads", [8, 2, 1])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("family", "layout"), FAMILIES)
+def test_logits_and_gradients_of_every_family(tmp_path, family, layout, tied, n_kv_heads, attention):
+    theirs, ours = pair(tmp_path, family, num_key_value_heads=n_kv_heads, tie_word_embeddings=tied, **layout)
+    theirs.set_attn_implementation(attention)
+    ids = random_ids(2, 20)
+    check_logits_and_gradients(theirs, ours, ids)
+
+
+@pytest.mark.parametrize("n_kv_heads", [8, 2, 1])
+@pytest.mark.parametrize("length", [12, 50])
+@pytest.mark.parametrize("rope", ROPES)
+def test_logits_and_gradients_of_every_rope(tmp_path, rope, length, n_kv_heads):
+    """Shorter than the original context, and beyond it."""
+    theirs, ours = pair(tmp_path, num_key_value_heads=n_kv_heads, rope_parameters=ROPES[rope])
+    check_logits_and_gradients(theirs, ours, random_ids(2, length))
+
+
+@pytest.mark.parametrize("rope", ["linear", "dynamic", "yarn", "llama3"])
+def test_both_spellings_of_rope_mean_the_same(tmp_path, rope):
+    _, ours = pair(tmp_path, rope_parameters=ROPES[rope])
+    scaling = {key: value for key, value in ROPES[rope].items() if key != "rope_theta"}
+    for old in (scaling, {("type" if key == "rope_type" else key): value for key, value in scaling.items()}):
+        tiny.edit_config(
+            tmp_path / "model", rope_parameters=..., rope_theta=ROPES[rope]["rope_theta"], rope_scaling=old
+        )
+        assert torch.equal(load_model(tmp_path / "model")(random_ids(1, 40)), ours(random_ids(1, 40)))
+
+
+def check_logits_and_gradients(theirs, ours, ids):
+    expected, logits = theirs(ids).logits, ours(ids)
+    assert logits.dtype == torch.float32
+    assert (logits - expected).abs().max() <= 1e-5
+    loss_sum, n_valid = ours(ids, labels_BT=ids)
+    loss = theirs(ids, labels=ids).loss
+    assert n_valid == ids.numel() - len(ids)
+    assert (loss_sum / n_valid).item() == pytest.approx(loss.item(), abs=2e-6)
+    loss.backward()
+    (loss_sum / n_valid).backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert gradients.keys() == {name for name, _ in ours.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        error = (parameter.grad - gradients[name]).norm() / gradients[name].norm().clamp(min=1e-12)
+        assert error <= 1e-5, name
+
+
+def test_the_state_dict_is_the_file(tmp_path):
+    for tied in (False, True):
+        folder = tiny.save(tiny.build(tie_word_embeddings=tied, attention_bias=True), tmp_path / str(tied))
+        ours, file = load_model(folder).state_dict(), tiny.tensors(folder)
+        assert ours.keys() == file.keys()
+        assert all(torch.equal(ours[name], file[name]) for name in file)
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path):
+    theirs, _ = pair(tmp_path, num_key_value_heads=2, num_hidden_layers=4)
+    ids = random_ids(4, 30)
+    exact = theirs(ids).logits
+    half = copy.deepcopy(theirs).to(torch.bfloat16)
+    their_error = (half(ids).logits.float() - exact).abs().mean()
+    our_error = (load_model(tmp_path / "model", torch.bfloat16)(ids) - exact).abs().mean()
+    assert 0 < our_error <= 1.1 * their_error
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic", "llama3"])
+@pytest.mark.parametrize(("family", "layout"), [("llama", {}), ("mistral", {"sliding_window": 7}), ("qwen2", {})])
+@pytest.mark.parametrize("n_kv_heads", [8, 2, 1])
+def test_cached_decoding_equals_uncached_at_every_position(tmp_path, family, layout, n_kv_heads, rope):
+    _, ours = pair(tmp_path, family, num_key_value_heads=n_kv_heads, rope_parameters=ROPES[rope], **layout)
+    ids = random_ids(3, 45)
+    cache = KVCache(ours.config, 3, 45, torch.float32, "cpu")
+    with torch.inference_mode():
+        cached = [prefill(ours, ids[:, :5], cache)]
+        cached += [prefill(ours, ids[:, 5:9], cache)]
+        cached += [decode(ours, ids[:, i], cache) for i in range(9, 45)]
+        for length, logits in zip([5, *range(9, 46)], cached, strict=True):
+            if rope == "dynamic" and length > 32:
+                break  # from here on, every new token changes all angles: see the next test
+            assert (logits - ours(ids[:, :length])[:, -1]).abs().max() <= 1e-5, length
+    assert cache.length == 45
+    assert cache.nbytes == 2 * 2 * 3 * 45 * n_kv_heads * ours.config.head_dim * 4
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_cached_decoding_equals_transformers_beyond_the_original_context(tmp_path, rope):
+    theirs, ours = pair(tmp_path, num_key_value_heads=4, rope_parameters=ROPES[rope])
+    ids, their_cache = random_ids(2, 45), DynamicCache(config=theirs.config)
+    our_cache = KVCache(ours.config, 2, 45, torch.float32, "cpu")
+    with torch.inference_mode():
+        for start, stop in ((0, 20), *((i, i + 1) for i in range(20, 45))):
+            expected = theirs(ids[:, start:stop], past_key_values=their_cache).logits[:, -1]
+            assert (prefill(ours, ids[:, start:stop], our_cache) - expected).abs().max() <= 1e-5, stop
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_left_padded_batches_equal_single_prompts(tmp_path, window, rope):
+    layout = {"sliding_window": window, "rope_parameters": ROPES[rope], "max_position_embeddings": 64}
+    _, ours = pair(tmp_path, "mistral", num_key_value_heads=2, **layout)
+    prompts = [random_ids(n, seed=n).tolist() for n in (3, 11, 1, 20)]
+    ids, padding = pad_left(prompts)
+    assert padding.tolist() == [17, 9, 19, 0]
+    cache = KVCache(ours.config, 4, 24, torch.float32, "cpu", padding)
+    batched = [prefill(ours, ids, cache)]
+    new = random_ids(4, 3)
+    batched += [decode(ours, new[:, i], cache) for i in range(3)]
+    for row, prompt in enumerate(prompts):
+        for step, logits in enumerate(batched):
+            alone = ours(torch.tensor([prompt + new[row, :step].tolist()]))[0, -1]
+            assert (logits[row] - alone).abs().max() <= 1e-5
+    together = generate(ours, prompts, 12)
+    assert together == [generate(ours, [prompt], 12)[0] for prompt in prompts]
+
+
+def test_greedy_text_is_transformers(tmp_path):
+    theirs, ours = pair(tmp_path, num_key_value_heads=2, max_position_embeddings=128)
+    prompt = random_ids(1, 9)
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, use_cache=True)[0, 9:].tolist()
+    assert generate(ours, prompt.tolist(), 64) == [expected]
+
+
+def test_sampling_is_seeded_and_keeps_to_the_nucleus(tmp_path):
+    _, ours = pair(tmp_path)
+    prompt = [[1, 2, 3]]
+    a, b, c = (generate(ours, prompt, 30, temperature=1.5, seed=seed) for seed in (1, 1, 2))
+    assert a == b != c
+    assert generate(ours, prompt, 30, temperature=1.5, top_p=1e-9, seed=5) == generate(ours, prompt, 30)
+    free = generate(ours, prompt, 30)[0]
+    assert generate(ours, prompt, 30, stop_ids=[free[7]])[0] == list(itertools.takewhile(lambda t: t != free[7], free))
+
+
+def test_sampling_follows_the_distribution():
+    from model.generate import choose
+
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = p.log().expand(20000, 4)
+    drawn = choose(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
+    assert (drawn - p).abs().max() < 0.015
+    drawn = choose(logits, 1.0, 0.75, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
+    assert (drawn - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
+
+
+# Packed documents
+
+
+DOCUMENTS = [[5, 9, 1, 17], [32], [3, 2, 1, 1, 25]]
+
+
+def numbered(lengths):
+    return torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+@pytest.mark.parametrize(("family", "layout"), [("llama", {}), ("mistral", {"sliding_window": 6})])
+@pytest.mark.parametrize("n_kv_heads", [8, 2])
+def test_packed_documents_equal_the_same_alone(tmp_path, family, layout, n_kv_heads, rope):
+    _, ours = pair(tmp_path, family, num_key_value_heads=n_kv_heads, rope_parameters=ROPES[rope], **layout)
+    ids, documents = random_ids(3, 32), torch.stack([numbered(lengths) for lengths in DOCUMENTS])
+    packed = ours(ids, documents_BT=documents)
+    total = torch.zeros(())
+    count = 0
+    for row, lengths in enumerate(DOCUMENTS):
+        start = 0
+        for n in lengths:
+            alone = ids[row : row + 1, start : start + n]
+            assert (packed[row, start : start + n] - ours(alone)[0]).abs().max() <= 1e-5
+            loss, valid = ours(alone, labels_BT=alone)
+            total, count, start = total + loss, count + valid, start + n
+    loss, valid = ours(ids, labels_BT=ids, documents_BT=documents)
+    assert valid == count
+    assert loss.item() == pytest.approx(total.item(), rel=1e-6)
+
+
+def test_no_gradient_crosses_a_document_s_border(tmp_path):
+    _, ours = pair(tmp_path, num_key_value_heads=2)
+    ids, documents = random_ids(1, 20), numbered([8, 12])[None]
+    embedded = ours.model.embed_tokens(ids).detach().requires_grad_()
+    ours.model.embed_tokens.register_forward_hook(lambda *_: embedded)
+    ours(ids, documents_BT=documents)[0, 8:].square().sum().backward()
+    assert (embedded.grad[0, :8] == 0).all()
+    assert (embedded.grad[0, 8:].abs().sum(dim=1) > 0).all()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "RoPE type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "no low_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"intermediate_size": 41}, "has shape"),
+        ({"tie_word_embeddings": True}, "ties head and embedding"),
+        ({"attention_bias": True}, "lacks the tensor model.layers.0.self_attn.k_proj.bias and 7 more"),
+    ],
+)
+def test_what_the_code_does_not_implement_is_refused_by_name(tmp_path, changes, words):
+    folder = tiny.save(tiny.build(), tmp_path / "model")
+    tiny.edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        load_model(folder)
+
+
+def test_unexpected_tensors_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    folder = tiny.save(tiny.build(), tmp_path / "model")
+    save_file({**tiny.tensors(folder), "score.weight": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"score\.weight"):
+        load_model(folder)
+
+
+def test_a_tied_head_may_stand_in_the_file(tmp_path):
+    from safetensors.torch import save_file
+
+    folder = tiny.save(tiny.build(tie_word_embeddings=True), tmp_path / "model")
+    tensors = tiny.tensors(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    assert load_model(folder).lm_head is None
+
+
+def test_a_full_cache_and_foreign_ids_are_refused(tmp_path):
+    _, ours = pair(tmp_path)
+    cache = KVCache(ours.config, 1, 5, torch.float32, "cpu")
+    prefill(ours, random_ids(1, 4), cache)
+    with pytest.raises(ValueError, match="grows to 6 tokens, but the cache holds 5"):
+        prefill(ours, random_ids(1, 2), cache)
+    for wrong in (67, -1):
+        with pytest.raises(ValueError, match=f"token id {wrong} is outside the vocabulary, which has 67"):
+            ours(torch.tensor([[1, wrong]]))
