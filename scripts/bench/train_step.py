@@ -1,6 +1,6 @@
 """Training speed: tokens/s of our Llama code ÷ transformers' LlamaForCausalLM, forward + backward + AdamW.
 
-Both train the same weights on the same batch, in turns (ABAB …), each in this process; medians are compared. The loss is
+Both train the same weights on the same batch, in turns (ABAB …), in this process; medians are compared. The loss is
 next-token cross-entropy; transformers runs with sdpa attention, as it does by default.
 
     python scripts/bench/train_step.py --sizes 7M 25M --precision fp32 bf16 --compile no yes
@@ -108,9 +108,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
     rows = []
-    print(
-        "| parameters | precision | compile | ours, tokens/s | transformers, tokens/s | ratio |\n|---|---|---|---|---|---|"
-    )
+    print("| parameters | precision | compile | ours, tokens/s | transformers, tokens/s | ratio |")
+    print("|---|---|---|---|---|---|")
     for size in options.sizes:
         for precision in options.precision:
             for compiled in options.compile:
