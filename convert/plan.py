@@ -15,7 +15,9 @@ from model.errors import CheckpointError
 DEFAULT_SHARD_SIZE = 5_000_000_000
 MERGE_MEMORY = 256_000_000
 """Bytes that the groups being merged at the same moment may take together."""
-_INTERPRETER = 60_000_000
+_INTERPRETER = 40_000_000
+_SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
+"""What a worker needs beside its group, and where the source stores tensors in another form than the output."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class Plan:
     merged: frozenset[str]
     """The tensors to compute; all others are copied. Empty when the number of heads stays."""
     largest_group: int
-    """Bytes of the largest group of heads in one tensor, as stored in memory."""
+    """Bytes of the largest group of heads in one tensor."""
+    rewrites: bool
+    """Whether tensors beside the merged ones must be written anew, being stored in another form."""
 
     @cached_property
     def output_bytes(self) -> int:
@@ -54,7 +58,7 @@ class Plan:
 
     def peak_memory(self, wanted_workers: int) -> int:
         """Estimate the peak of anonymous memory in bytes: per worker a group, its merged head and some scratch."""
-        per_worker = 2 * self.largest_group + (24 << 20)
+        per_worker = 2 * self.largest_group + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
         return _INTERPRETER + self.workers(wanted_workers) * per_worker
 
     def summary(self, wanted_workers: int) -> dict[str, Any]:
@@ -98,6 +102,7 @@ def make_plan(checkpoint: Checkpoint, groups: int, method: str, seed: int, max_s
         tensors=tensors,
         shards=_plan_shards(checkpoint, tensors, max_shard_size),
         merged=merged,
+        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - merged),
         largest_group=max((checkpoint.tensors[name].nbytes // groups for name in merged), default=0),
     )
 

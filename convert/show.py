@@ -78,8 +78,8 @@ def inspection(found: dict[str, Any]) -> None:
         )
     console = Console()
     console.print(table)
-    console.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide the K/V heads;")
-    console.print("larger ones serve too, but hold each K/V head on more than one device.")
+    console.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide")
+    console.print("the K/V heads; larger ones hold each K/V head on more than one device.")
 
 
 def plan(planned: dict[str, Any]) -> None:
