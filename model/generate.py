@@ -111,6 +111,8 @@ def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top
     from transformers import AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load_model(folder)
+    if not isinstance(model, LlamaForCausalLM):
+        raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")
     ids: list[int] = tokenizer(prompt).input_ids
     if not ids:
         raise CheckpointError("the prompt is empty; write at least one word.")

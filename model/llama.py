@@ -151,6 +151,11 @@ class LlamaForCausalLM(nn.Module):
         """The head's matrix, [V, M]; the embedding's where they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Return the hidden states that the head reads, [B, T, M]."""
+        hidden_BTM: Tensor = self.model(ids_BT, documents_BT)
+        return hidden_BTM
+
     def forward(
         self,
         ids_BT: Tensor,

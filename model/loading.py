@@ -12,32 +12,43 @@ from torch import Tensor
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import read_geometry
 from model.errors import CheckpointError
+from model.foreign import ForeignModel, load_foreign
 from model.llama import LlamaForCausalLM
-from model.llama_config import read_llama_config
+from model.llama_config import FAMILIES, read_llama_config
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def load_model(folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu") -> LlamaForCausalLM:
+def load_model(
+    folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> LlamaForCausalLM | ForeignModel:
     """Load a checkpoint (a Hugging Face folder or a .gguf file) for use; call `.train()` to train it.
 
-    `dtype` None keeps each tensor's own. Raises CheckpointError for a config that is not implemented, and for missing,
-    unexpected or misshapen tensors, by name.
+    `dtype` None keeps each tensor's own. Families without native code are opened by transformers, behind the same
+    interface. Raises CheckpointError for a config that is not implemented, and for missing, unexpected or misshapen
+    tensors, by name.
     """
     with open_checkpoint(Path(folder)) as checkpoint:
-        read_geometry(checkpoint)
-        with torch.device("meta"):
-            model = LlamaForCausalLM(read_llama_config(checkpoint.config))
-        names = _match_names(checkpoint, model)
-        for name, parameter in list(model.named_parameters()):
-            tensor = _read(checkpoint, names[name], dtype, device)
-            if tensor.shape != parameter.shape:
-                raise CheckpointError(
-                    f"{checkpoint.path}: the tensor {names[name]} has shape {tuple(tensor.shape)}, but config.json "
-                    f"means {tuple(parameter.shape)}; they do not belong together."
-                )
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
+        if checkpoint.config.get("model_type") in FAMILIES:
+            return load_llama(checkpoint, dtype, device)
+    return load_foreign(Path(folder), dtype, device)
+
+
+def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -> LlamaForCausalLM:
+    """Load an open checkpoint into the native code."""
+    read_geometry(checkpoint)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(read_llama_config(checkpoint.config))
+    names = _match_names(checkpoint, model)
+    for name, parameter in list(model.named_parameters()):
+        tensor = _read(checkpoint, names[name], dtype, device)
+        if tensor.shape != parameter.shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: the tensor {names[name]} has shape {tuple(tensor.shape)}, but config.json "
+                f"means {tuple(parameter.shape)}; they do not belong together."
+            )
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
     return model.eval()
 
 

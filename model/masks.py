@@ -22,14 +22,17 @@ def _begins(documents_BT: Tensor) -> Tensor:
     return torch.cat((torch.ones_like(documents_BT[:, :1], dtype=torch.bool), changes), dim=1)
 
 
-def document_mask(documents_BT: Tensor, window: int | None, half: bool) -> Mask:
-    """Return the mask of packed rows: never a dense T x T one where the device has a better form."""
+def document_mask(documents_BT: Tensor, window: int | None, half: bool = False, dense: bool = False) -> Mask:
+    """Return the mask of packed rows, in the best form the device has; `half` where queries are half precision.
+
+    `dense` asks for the T x T mask; windows on the CPU need it too.
+    """
     begins_BT = _begins(documents_BT)
-    if documents_BT.is_cuda and half:
+    if documents_BT.is_cuda and half and not dense:
         starts = begins_BT.flatten().nonzero().flatten().to(torch.int32)
         end = torch.tensor([begins_BT.numel()], dtype=torch.int32, device=starts.device)
         return Mask(boundaries=torch.cat((starts, end)), window=window)
-    if torch.compiler.is_compiling() or window is not None:
+    if dense or window is not None:
         positions_BT = document_positions(documents_BT)
         same_B1TT = (documents_BT[:, :, None] == documents_BT[:, None, :])[:, None]
         return Mask(allowed_B1TS=same_B1TT & _band(positions_BT, positions_BT, window))

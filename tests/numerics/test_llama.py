@@ -289,3 +289,81 @@ def test_a_full_cache_and_foreign_ids_are_refused(tmp_path):
     for wrong in (67, -1):
         with pytest.raises(ValueError, match=f"token id {wrong} is outside the vocabulary, which has 67"):
             ours(torch.tensor([[1, wrong]]))
+
+
+# Families without native code
+
+
+def foreign(tmp_path, **changes):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, **changes,
+    )  # fmt: skip
+    theirs = GPTNeoXForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "neox")
+    return theirs, load_model(tmp_path / "neox")
+
+
+def test_other_families_open_behind_the_same_interface(tmp_path):
+    theirs, ours = foreign(tmp_path)
+    ids = random_ids(2, 20)
+    assert torch.equal(ours(ids), theirs(ids).logits)
+    assert torch.allclose(ours.hidden(ids) @ ours.head_weight.T, ours(ids), atol=1e-6)
+    loss_sum, n_valid = ours(ids, ids)
+    assert (loss_sum / n_valid).item() == pytest.approx(theirs(ids, labels=ids).loss.item(), rel=1e-6)
+    native = pair(tmp_path)[1]
+    assert torch.allclose(native.hidden(ids) @ native.head_weight.T, native(ids), atol=1e-5)
+
+
+def test_other_families_keep_packed_documents_apart(tmp_path):
+    _, ours = foreign(tmp_path)
+    ids, documents = random_ids(1, 20), numbered([8, 12])[None]
+    packed = ours(ids, documents_BT=documents)
+    assert (packed[:, :8] - ours(ids[:, :8])).abs().max() <= 1e-5
+    assert (packed[:, 8:] - ours(ids[:, 8:])).abs().max() <= 1e-5
+    together, n = ours(ids, ids, documents)
+    (a, n_a), (b, n_b) = (ours(part, part) for part in (ids[:, :8], ids[:, 8:]))
+    assert n == n_a + n_b
+    assert together.item() == pytest.approx((a + b).item(), rel=1e-6)
+
+
+def test_other_families_with_missing_tensors_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    foreign(tmp_path)
+    file = tmp_path / "neox/model.safetensors"
+    tensors = tiny.tensors(tmp_path / "neox")
+    tensors.pop("gpt_neox.layers.0.mlp.dense_h_to_4h.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="missing keys: gpt_neox"):
+        load_model(tmp_path / "neox")
+
+
+# Compiling
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about its own doings
+@pytest.mark.parametrize("n_kv_heads", [8, 2])
+def test_blocks_compile_to_one_graph_for_training_and_decoding(tmp_path, n_kv_heads):
+    _, ours = pair(tmp_path, num_key_value_heads=n_kv_heads)
+    ids = random_ids(2, 24)
+    expected = ours(ids)
+    ours(ids, ids)[0].backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in ours.named_parameters()}
+    ours.zero_grad()
+    torch._dynamo.reset()
+    for layer in ours.model.layers:
+        layer.compile(fullgraph=True)
+    ours(ids, ids)[0].backward()
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad - gradients[name]).norm() <= 1e-5 * gradients[name].norm(), name
+    cache = KVCache(ours.config, 2, 24, torch.float32, "cpu")
+    with torch.inference_mode():
+        logits = prefill(ours, ids[:, :10], cache)
+        for i in range(10, 24):
+            assert (logits - expected[:, i - 1]).abs().max() <= 1e-5
+            logits = decode(ours, ids[:, i], cache)

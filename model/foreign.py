@@ -1,0 +1,85 @@
+"""Families the native code does not cover, through transformers' own classes, behind the interface of `model.llama`.
+
+What only needs logits and losses (calibration, evaluation, a teacher) need not ask which of the two it holds.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.errors import CheckpointError
+from model.loss import IGNORED
+from model.masks import document_mask, document_positions
+
+
+class ForeignModel(nn.Module):
+    """A causal language model of transformers, called as ours are."""
+
+    def __init__(self, theirs: nn.Module) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` does as they do."""
+        weight = self.theirs.get_output_embeddings().weight  # type: ignore[operator]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Return the hidden states that the head reads, [B, T, M]."""
+        body = self.theirs.base_model
+        hidden_BTM: Tensor = body(ids_BT, use_cache=False, **self._packing(documents_BT)).last_hidden_state  # type: ignore[operator]
+        return hidden_BTM
+
+    def forward(
+        self, ids_BT: Tensor, labels_BT: Tensor | None = None, documents_BT: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits, or the sum of losses and their number: see `model.llama.LlamaForCausalLM.forward`."""
+        logits_BTV: Tensor = self.theirs(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
+        if labels_BT is None:
+            return logits_BTV
+        targets_BT = labels_BT[:, 1:]
+        if documents_BT is not None:
+            targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)
+        loss = F.cross_entropy(
+            logits_BTV[:, :-1].flatten(0, 1), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED
+        )
+        return loss, (targets_BT != IGNORED).sum()
+
+    def _packing(self, documents_BT: Tensor | None) -> dict[str, Tensor]:
+        """Return the arguments that make transformers keep packed documents apart."""
+        if documents_BT is None:
+            return {}
+        config: Any = self.theirs.config
+        if getattr(config, "sliding_window", None) is not None or getattr(config, "layer_types", None):
+            raise CheckpointError(
+                f"packed documents are not supported for model_type {config.model_type!r}, whose layers see windows of "
+                "different sizes; give one document a row."
+            )
+        allowed = document_mask(documents_BT, window=None, dense=True).allowed_B1TS
+        assert allowed is not None
+        dtype = self.head_weight.dtype
+        hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return {
+            "attention_mask": hidden.masked_fill(~allowed, torch.finfo(dtype).min),
+            "position_ids": document_positions(documents_BT),
+        }
+
+
+def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> ForeignModel:
+    """Open a folder with transformers' auto class. Raises CheckpointError where tensors are missing or left over."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        opened: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error
+    theirs, loading = opened
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading[kind]:
+            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
+    return ForeignModel(theirs.to(device)).eval()

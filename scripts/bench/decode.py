@@ -1,0 +1,145 @@
+"""Decoding speed and cache size against the number of K/V heads: ours and transformers', in one run.
+
+For each number of K/V heads a random model of one shape; for each batch and context length a cache filled by a prefill,
+then --steps greedy steps, timed one by one, ours and transformers' in turns; medians are compared. Writes a table (JSON
+and Markdown) and a figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
+
+    python scripts/bench/decode.py --batches 1 8 --contexts 256 1024 --out docs/bench/decode
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers import LlamaConfig as TheirConfig
+from transformers import LlamaForCausalLM as Theirs
+
+from model.cache import KVCache
+from model.generate import decode, prefill
+from model.llama import LlamaForCausalLM as Ours
+from model.llama_config import read_llama_config
+
+SHAPES = {
+    "small": {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 4, "num_attention_heads": 16},
+    "large": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32},
+}
+Row = dict[str, Any]
+
+
+def make_models(shape: dict[str, int], n_kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Ours, Theirs]:
+    """Return our and transformers' model with the same random weights."""
+    config = TheirConfig(**shape, num_key_value_heads=n_kv_heads, vocab_size=32000, max_position_embeddings=1 << 17)
+    torch.manual_seed(0)
+    theirs = Theirs(config).to(device, dtype).eval()
+    with torch.device("meta"):
+        ours = Ours(read_llama_config(config.to_dict()))
+    ours.load_state_dict(theirs.state_dict(), assign=True)
+    return ours.eval(), theirs
+
+
+@torch.inference_mode()
+def compare(ours: Ours, theirs: Theirs, batch: int, context: int, steps: int) -> Row:
+    """Fill both caches, then time decoding steps in turns."""
+    weight = ours.head_weight
+    ids = torch.randint(0, 32000, (batch, context), device=weight.device)
+    cache = KVCache(ours.config, batch, context + steps + 2, weight.dtype, weight.device)
+    their_cache = DynamicCache(config=theirs.config)
+    our_ids = prefill(ours, ids, cache).argmax(-1)
+    their_ids = theirs(ids, past_key_values=their_cache, logits_to_keep=1).logits[:, -1].argmax(-1)
+    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for step in range(steps + 2):
+        for name in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
+            synchronise(weight.device)
+            started = time.perf_counter()
+            if name == "ours":
+                our_ids = decode(ours, our_ids, cache).argmax(-1)
+            else:
+                their_ids = theirs(their_ids[:, None], past_key_values=their_cache).logits[:, -1].argmax(-1)
+            synchronise(weight.device)
+            times[name].append(time.perf_counter() - started)
+    ours_s, theirs_s = (statistics.median(times[name][2:]) for name in ("ours", "theirs"))
+    return {"ours_s": ours_s, "theirs_s": theirs_s, "ratio": theirs_s / ours_s, "cache_bytes": cache.nbytes}
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| K/V heads | batch | context | cache MB | ours ms/step | transformers ms/step | ratio | ours, MHA ÷ this |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    mha = {(r["batch"], r["context"]): r["ours_s"] for r in rows if r["n_kv_heads"] == r["n_heads"]}
+    for r in rows:
+        gain = mha[r["batch"], r["context"]] / r["ours_s"]
+        lines.append(
+            f"| {r['n_kv_heads']} | {r['batch']} | {r['context']} | {r['cache_bytes'] / 1e6:.1f} "
+            f"| {1e3 * r['ours_s']:.1f} | {1e3 * r['theirs_s']:.1f} | {r['ratio']:.2f} | {gain:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw time per token against K/V heads, for the largest batch and context."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    from matplotlib import pyplot
+
+    batch, context = max((r["batch"], r["context"]) for r in rows)
+    shown = sorted((r for r in rows if (r["batch"], r["context"]) == (batch, context)), key=lambda r: r["n_kv_heads"])
+    heads = [r["n_kv_heads"] for r in shown]
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
+    for key, label, style in (("theirs_s", "transformers", "s--"), ("ours_s", "Groupwise", "o-")):
+        axes.plot(heads, [1e3 * r[key] / batch for r in shown], style, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(heads, [f"{h}\nMQA" if h == 1 else f"{h}\nMHA" if h == heads[-1] else str(h) for h in heads])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("K/V heads")
+    axes.set_ylabel("milliseconds per generated token")
+    axes.set_title(f"Decoding, batch {batch}, context {context}", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--shape", choices=SHAPES, default="large" if cuda else "small")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
+    options = parser.parse_args()
+    shape = SHAPES[options.shape]
+    n_heads, rows = shape["num_attention_heads"], []
+    n_kv_heads = n_heads
+    while n_kv_heads:
+        ours, theirs = make_models(shape, n_kv_heads, getattr(torch, options.dtype), options.device)
+        for batch in options.batches:
+            for context in options.contexts:
+                found = compare(ours, theirs, batch, context, options.steps)
+                rows.append({"n_heads": n_heads, "n_kv_heads": n_kv_heads, "batch": batch, "context": context, **found})
+                print(table(rows).splitlines()[-1], flush=True)
+        n_kv_heads //= 2
+    print(table(rows))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        facts = {"device": options.device, "dtype": options.dtype, "shape": shape, "torch": torch.__version__}
+        options.out.with_suffix(".json").write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
+        options.out.with_suffix(".md").write_text(table(rows) + "\n")
+        draw(rows, options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
