@@ -28,7 +28,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        """Return the normed x in the dtype the next matrix product wants, so that it is cast once for all of them."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
 
 
 class Attention(nn.Module):

@@ -7,12 +7,11 @@ tokens at a time, and each chunk's gradients are taken at once, so that the back
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-_CHUNK_LOGITS = 1 << 24
-"""Logits held at a time: 64 MB in float32."""
+_CHUNK_LOGITS = 1 << 23
+"""Logits held at a time: 32 MB in float32. Fewer would make too many passes over the weight's gradient."""
 
 
 def chunked_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,27 +29,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight, _ = ctx.needs_input_grad
         device = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight_VD) if wants_weight else None
+        loss = hidden_ND.new_zeros((), dtype=torch.float32)
         with torch.autocast(device, enabled=False):
-            weight = weight_VD.to(dtype)
-            grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
-            grad_weight = torch.zeros_like(weight_VD) if wants_weight else None
-            loss = hidden_ND.new_zeros((), dtype=torch.float32)
+            hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
             step = max(1, _CHUNK_LOGITS // len(weight_VD))
+            # The same two buffers serve all chunks: fresh memory costs more than the arithmetic done in it.
+            product_CV = hidden_ND.new_empty(min(step, len(labels_N)), len(weight_VD))
+            logits_CV = product_CV if dtype == torch.float32 else torch.empty_like(product_CV, dtype=torch.float32)
             for start in range(0, len(labels_N), step):
                 chunk = slice(start, start + step)
-                hidden, labels = hidden_ND[chunk].to(dtype), labels_N[chunk, None].clamp(min=0)
-                counts = labels_N[chunk, None] != IGNORED
-                log_p = F.log_softmax((hidden @ weight.T).float(), dim=-1)
-                loss -= (log_p.gather(1, labels) * counts).sum()
-                if grad_hidden is None and grad_weight is None:
-                    continue
-                grad = log_p.exp_()  # d loss / d logits = softmax − one-hot
-                grad.scatter_add_(1, labels, grad.new_full(labels.shape, -1.0))
-                grad = grad.to(dtype)
+                hidden_CD, counts_C1 = hidden_ND[chunk], labels_N[chunk, None] != IGNORED
+                size = len(hidden_CD)
+                grad_CV = _loss_and_gradient(
+                    hidden_CD, weight_VD, labels_N[chunk, None], counts_C1, loss, product_CV[:size], logits_CV[:size]
+                )
                 if grad_hidden is not None:
-                    grad_hidden[chunk] = (grad @ weight) * counts
-                if grad_weight is not None:
-                    grad_weight += grad.T @ (hidden * counts)
+                    grad_hidden[chunk] = (grad_CV @ weight_VD) * counts_C1
+                if grad_weight is not None and grad_weight.dtype == dtype:
+                    grad_weight.addmm_(grad_CV.T, hidden_CD * counts_C1)
+                elif grad_weight is not None:
+                    grad_weight += grad_CV.T @ (hidden_CD * counts_C1)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
@@ -63,3 +63,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype),
             None,
         )
+
+
+def _loss_and_gradient(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    labels_C1: Tensor,
+    counts_C1: Tensor,
+    loss: Tensor,
+    product_CV: Tensor,
+    logits_CV: Tensor,
+) -> Tensor:
+    """Add a chunk's losses to `loss`; return d loss / d logits = softmax − one-hot, in the dtype of the products."""
+    torch.mm(hidden_CD, weight_VD.T, out=product_CV)
+    if logits_CV is not product_CV:
+        logits_CV.copy_(product_CV)
+    labels_C1 = labels_C1.clamp(min=0)
+    log_sum_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
+    loss += ((log_sum_C1 - logits_CV.gather(1, labels_C1)) * counts_C1).sum()
+    logits_CV.sub_(log_sum_C1).exp_()
+    logits_CV.scatter_add_(1, labels_C1, logits_CV.new_full(labels_C1.shape, -1.0))
+    return product_CV.copy_(logits_CV)
