@@ -64,9 +64,16 @@ def _has_grouped_kernel(q_BHTD: Tensor, allowed_B1TS: Tensor | None) -> bool:
 def _one_token(q_B1HD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B11S: Tensor | None) -> Tensor:
     """Decode: the heads of a group stand where tokens would, so that each K/V head is read once and never repeated."""
     batch, _, n_heads, head_dim = q_B1HD.shape
+    out_BGKD: Tensor
     q_BGKD = q_B1HD.view(batch, k_BSGD.shape[2], -1, head_dim)
     k_BGSD, v_BGSD = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
-    out_BGKD = F.scaled_dot_product_attention(q_BGKD, k_BGSD, v_BGSD, attn_mask=allowed_B11S)
+    if q_B1HD.is_cpu:  # torch's kernel for this copies all keys to scale them
+        scores_BGKS = (q_BGKD * head_dim**-0.5) @ k_BGSD.mT
+        if allowed_B11S is not None:
+            scores_BGKS = scores_BGKS.masked_fill(~allowed_B11S, float("-inf"))
+        out_BGKD = scores_BGKS.softmax(dim=-1, dtype=torch.float32).to(v_BGSD.dtype) @ v_BGSD
+    else:
+        out_BGKD = F.scaled_dot_product_attention(q_BGKD, k_BGSD, v_BGSD, attn_mask=allowed_B11S)
     return out_BGKD.reshape(batch, 1, n_heads, head_dim)
 
 

