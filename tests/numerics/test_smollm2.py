@@ -30,15 +30,19 @@ def folder(tmp_path_factory):
     return out
 
 
-def test_logits(folder):
+def test_logits_are_as_exact_as_transformers(folder):
+    """Its logits reach 28, and float32 itself is 4e-5 off: so both are held against float64."""
     ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
     with torch.inference_mode():
-        for attention in ("eager", "sdpa"):
-            theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
-            difference = (load_model(folder)(ids) - theirs(ids).logits).abs().max().item()
-            print(f"{attention}: largest difference of logits {difference:.1e}")
-            # Its logits reach 20, where float32 is spaced 2e-6 apart, and pass through 30 layers.
-            assert difference <= 1e-5 * theirs(ids).logits.abs().max().item()
+        ours = load_model(folder)(ids)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+        logits = theirs(ids).logits
+        exact = theirs.double()(ids).logits
+    our_error, their_error = ((x - exact).abs().max().item() for x in (ours, logits))
+    print(f"largest error against float64: ours {our_error:.1e}, transformers {their_error:.1e}")
+    print(f"largest difference between the two: {(ours - logits).abs().max().item():.1e}")
+    assert our_error <= 1.05 * their_error
+    assert (ours - logits).abs().max() <= 1e-5
 
 
 def test_greedy_text_of_64_tokens_is_transformers_token_for_token(folder):
