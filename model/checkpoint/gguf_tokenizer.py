@@ -40,6 +40,9 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
     build = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}.get(str(model))
     if build is None:
         raise CheckpointError(f"{path} has a tokenizer of kind {model!r}; 'gpt2' and 'llama' are supported.")
+    for key in ("tokens", "token_type", "merges" if model == "gpt2" else "scores"):
+        if not isinstance(fields.get(f"tokenizer.ggml.{key}"), list):
+            raise CheckpointError(f"{path} lacks tokenizer.ggml.{key}; without it the tokenizer cannot be rebuilt.")
     vocabulary: list[str] = fields["tokenizer.ggml.tokens"]
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **build(path, fields, vocabulary)}
     config = _tokenizer_config(fields, vocabulary)

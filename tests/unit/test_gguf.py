@@ -179,7 +179,11 @@ def test_unknown_tokenizers_are_refused(convert, tmp_path):
 
     with pytest.raises(CheckpointError, match="tokenizer of kind 'bert'"):
         tokenizer_files(tmp_path, {"tokenizer.ggml.model": "bert"})
+    gpt2 = {"model": "gpt2", "pre": "mystery", "tokens": [], "token_type": [], "merges": []}
     with pytest.raises(CheckpointError, match="pre-tokenizer 'mystery'; supported are gpt-2"):
-        tokenizer_files(
-            tmp_path, {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "mystery", "tokenizer.ggml.tokens": []}
-        )
+        tokenizer_files(tmp_path, {f"tokenizer.ggml.{key}": value for key, value in gpt2.items()})
+    for missing in ("tokens", "token_type", "scores"):
+        fields = spm_fields(PIECES)
+        del fields[f"tokenizer.ggml.{missing}"]
+        with pytest.raises(CheckpointError, match=rf"lacks tokenizer\.ggml\.{missing}"):
+            tokenizer_files(tmp_path, fields)
