@@ -115,9 +115,9 @@ def _check_groups(geometry: Geometry, groups: int, checkpoint: Checkpoint) -> No
             f"(the K/V heads to keep) must divide them; choose one of {legal}."
         )
     slices = checkpoint.config.get("pretraining_tp") or 1
-    if slices > 1 and groups * geometry.head_dim % slices:
+    if type(slices) is not int or slices < 1 or groups * geometry.head_dim % slices:
         raise CheckpointError(
-            f"config.json has pretraining_tp = {slices}, which does not divide {groups} x {geometry.head_dim} rows; "
+            f"config.json has pretraining_tp = {slices!r}, which does not divide {groups} x {geometry.head_dim} rows; "
             "set it to 1 (it only changes how products are split)."
         )
 

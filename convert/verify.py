@@ -47,10 +47,10 @@ def verify(source: Checkpoint, out_path: Path, progress: Callable[[int], None], 
     Raises CheckpointError if either cannot be read at all or OUT does not say how it was made.
     """
     record = provenance.read(out_path)
-    if record.get("method") not in METHODS or type(record.get("seed")) is not int:
+    if record["method"] not in METHODS or type(record["seed"]) is not int or record["seed"] < 0:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     with open_checkpoint(out_path) as out:
-        plan = make_plan(source, record.get("groups", 0), record["method"], record["seed"], None)
+        plan = make_plan(source, record["groups"], record["method"], record["seed"], None)
         findings = Findings()
         same_names = _compare_names(plan, out, findings)
         checks = [partial(_compare_tensor, source, out, plan, name) for name in same_names]

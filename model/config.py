@@ -53,7 +53,7 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     n_heads = _positive(config, "num_attention_heads")
     hidden_size = _positive(config, "hidden_size")
     layers = _attention_tensors(family, checkpoint.tensors)
-    if sorted(layers) != list(range(n_layers)):
+    if len(layers) != n_layers or max(layers) >= n_layers:
         raise CheckpointError(
             f"config.json says num_hidden_layers = {n_layers}, but the weights hold attention for {len(layers)} "
             f"layers{_gaps(layers, n_layers)}; they do not belong together."
@@ -109,11 +109,10 @@ def _attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[in
 
 
 def _gaps(layers: Mapping[int, object], n_layers: int) -> str:
-    missing = sorted(set(range(n_layers)) - set(layers))
-    extra = sorted(set(layers) - set(range(n_layers)))
-    if missing:
-        return f" (layer {missing[0]} is missing)"
-    return f" (layer {extra[0]} is one too many)" if extra else ""
+    first_missing = next(layer for layer in range(len(layers) + 1) if layer not in layers)
+    if first_missing < n_layers:
+        return f" (layer {first_missing} is missing)"
+    return f" (layer {max(layers)} is one too many)"
 
 
 def _checked_head_dim(config: Mapping[str, Any], found: int, implied: int, q: Tensor) -> int:
@@ -169,7 +168,7 @@ def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, f
             family.absent_n_kv_heads,
             f"no {key}, which {family.model_type} takes as {family.absent_n_kv_heads}",
         )
-    if stated != found:
+    if type(stated) is not int or stated != found:
         raise CheckpointError(
             f"config.json says {how}, but the weights hold {found} K/V heads; set {key} to what is true."
         )

@@ -288,7 +288,10 @@ def test_unsupported_model_type(refuse, source, model_type):
         ({"head_dim": 8}, ("head_dim = 8", "means 4")),
         ({"model_type": "mistral", "num_key_value_heads": 4}, ("num_key_value_heads = 4",)),
         ({"model_type": "qwen2", "num_key_value_heads": ...}, ("no num_key_value_heads", "takes as 32")),
+        ({"num_key_value_heads": 8.0}, ("num_key_value_heads = 8.0",)),
+        ({"num_hidden_layers": 10**30}, ("layer 2 is missing",)),
         ({"pretraining_tp": 3}, ("pretraining_tp = 3", "set it to 1")),
+        ({"pretraining_tp": "8"}, ("pretraining_tp = '8'", "set it to 1")),
     ],
 )
 def test_config_and_shapes_disagree(refuse, source, changes, words):
