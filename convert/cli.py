@@ -98,7 +98,7 @@ def _convert(
     from model.checkpoint import open_checkpoint
     from model.checkpoint.writer import parse_size
 
-    size = parse_size(max_shard_size) if max_shard_size else None
+    size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, groups, method, seed, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers), "left_out": checkpoint.left_out}

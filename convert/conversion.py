@@ -22,11 +22,15 @@ SPARE_BYTES = 16 << 20
 
 def check_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Path:
     """Return OUT's real path if a conversion may write there. Raises CheckpointError if not."""
-    source, out = checkpoint.path.resolve(), out.resolve()
+    source = checkpoint.path.resolve()
+    try:
+        out = out.resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
     if out == source or out.is_relative_to(source):
         raise CheckpointError(f"OUT ({out}) is SOURCE or lies inside it; choose a folder elsewhere.")
     inputs = [source, *(path.resolve() for path in checkpoint.weight_files)]
-    if any(path.is_relative_to(out) for path in inputs):
+    if any(path.is_relative_to(place) for path in inputs for place in (out, Staging(out).root)):
         raise CheckpointError(f"OUT ({out}) holds files of SOURCE, which replacing it would destroy; choose another.")
     if out.exists() and not overwrite:
         raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.")
@@ -87,12 +91,12 @@ def run(
                 raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
             record = _write_side_files(checkpoint, plan, staging)
             staging.publish()
-        except CheckpointError:
-            staging.discard()
-            raise
         except OSError as error:
             kept = f"what is finished is kept in {staging.root}, and the same command continues from there"
             raise OSError(f"{error}; {kept}.") from error
+        except Exception:
+            staging.discard()
+            raise
     return record
 
 

@@ -92,10 +92,12 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
         schema = content["schema"]
-        _ = content["method"], content["seed"], content["groups"]
-        _ = [(file["name"], file["sha256"]) for file in content["source"]["files"]]
-        _ = [entry["tensor"] for entry in content["merge_report"]]
-    except (ValueError, TypeError, KeyError) as error:
+        _ = content["method"], content["seed"]
+        if type(content["groups"]) is not int or type(schema) is not int:
+            raise TypeError("groups and schema must be whole numbers")
+        _ = {file["name"]: file["sha256"] for file in content["source"]["files"]}
+        _ = {entry["tensor"]: entry for entry in content["merge_report"]}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}.") from error
     if schema != SCHEMA:
         raise CheckpointError(f"{path} has schema {schema!r}; this version understands {SCHEMA}.")

@@ -90,7 +90,9 @@ class Staging:
         self.discard()
 
     def discard(self) -> None:
-        """Remove the staging area."""
+        """Remove the staging area. What a killed run took away and did not replace goes back to its place."""
+        if self._replaced.exists() and not self.out.exists():
+            self._replaced.rename(self.out)
         shutil.rmtree(self.root)
 
     def _remove_contents(self) -> None:

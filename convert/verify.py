@@ -65,7 +65,7 @@ def verify(source: Checkpoint, out_path: Path, progress: Callable[[int], None], 
         findings.n_merged = len(plan.merged.intersection(same_names))
         findings.n_copied = len(same_names) - findings.n_merged
         _compare_config(source, out, plan, findings)
-        _compare_files(source, out, findings)
+        _compare_files(source, out, plan, findings)
         _compare_index(out, findings)
         _compare_record(plan, record, findings)
     return findings
@@ -140,25 +140,34 @@ def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: F
     for key in sorted(expected.keys() | out.config.keys()):
         if key not in out.config:
             findings.differences.append(f"config.json lacks the key {key}")
-        elif key not in expected or out.config[key] != expected[key]:
+        elif key not in expected or json.dumps(out.config[key]) != json.dumps(expected[key]):
             findings.differences.append(
                 f"config.json has {key} = {out.config[key]!r}; it should be "
                 f"{repr(expected[key]) if key in expected else 'absent'}"
             )
 
 
-def _compare_files(source: Checkpoint, out: Checkpoint, findings: Findings) -> None:
+def _compare_files(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
     for name, content in source.side_files.items():
         expected = content.read_bytes() if isinstance(content, Path) else content
         path = out.path / name
         if not path.is_file():
             findings.differences.append(f"the file {name} is missing")
         elif name == "README.md":
-            if not path.read_bytes().startswith(expected.strip()):
-                findings.differences.append("README.md does not begin with the source's model card")
+            pass  # compared below, with the section that was added
         elif path.read_bytes() != expected:
             findings.differences.append(f"the file {name} differs from the source's")
         findings.n_files += 1
+    if out.side_files.get("README.md") is None or (out.path / "README.md").read_bytes() != provenance.model_card(
+        source, plan
+    ):
+        findings.differences.append("README.md is not the source's model card with the section on the conversion")
+    strange = out.side_files.keys() - source.side_files.keys() - {"README.md"}
+    for name in [*sorted(strange), *out.left_out]:
+        findings.differences.append(f"the file {name} is not the source's")
+    for shard in out.shards:
+        if shard.metadata.get("format") != "pt":
+            findings.differences.append(f"the metadata of {shard.name} lacks format: pt")
 
 
 def _compare_index(out: Checkpoint, findings: Findings) -> None:

@@ -99,7 +99,12 @@ def _attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[in
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name)
         if match and match["part"] in known:
-            layers[int(match["layer"])][match["part"]] = tensor
+            parts = layers[int(match["layer"])]
+            if match["part"] in parts:
+                raise CheckpointError(
+                    f"the tensors {parts[match['part']].name} and {name} claim the same place; remove one."
+                )
+            parts[match["part"]] = tensor
         elif match or re.search(r"attn\.|attention\.|[._](k|v|kv|qkv)_proj\.", name):
             raise CheckpointError(
                 f"the tensor {name} (shape {tensor.shape}) is attention in a layout that "
@@ -118,7 +123,7 @@ def _gaps(layers: Mapping[int, object], n_layers: int) -> str:
 def _checked_head_dim(config: Mapping[str, Any], found: int, implied: int, q: Tensor) -> int:
     stated = config.get("head_dim")
     expected = implied if stated is None else stated
-    if found != expected:
+    if type(expected) is not int or found != expected:
         source = "hidden_size / num_attention_heads" if stated is None else "head_dim"
         raise CheckpointError(
             f"config.json says {source} = {expected}, but {q.name} has shape {q.shape}, which means {found}; "

@@ -34,8 +34,10 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     text = path.read_bytes()
     try:
         config = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+        text.decode()
+        json.dumps(config, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON in UTF-8: {error}.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not a JSON object.")
     return text, config

@@ -54,11 +54,12 @@ class GGUFFile(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader = _open(path)
-        fields = {name: field.contents() for name, field in self._reader.fields.items()}
+        self._reader, fields = _open(path)
         self._metadata = _Metadata(path, fields)
         self._stored = {_hf_name(path, t.name): t for t in self._reader.tensors if t.name != ROPE_FACTORS}
-        self.tensors = {name: _describe(name, t) for name, t in sorted(self._stored.items())}
+        self.tensors = {name: _describe(path, name, t) for name, t in sorted(self._stored.items())}
+        if "model.embed_tokens.weight" not in self.tensors:
+            raise CheckpointError(f"{path} lacks the tensor token_embd.weight; the file is incomplete.")
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         self.weight_files = (path,)
         self.config = self._build_config()
@@ -192,7 +193,10 @@ class _Metadata:
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a float32 field as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""
-        return float(str(np.float32(self._get(key, default))))
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+            raise CheckpointError(f"{self.path} has llama.{key} = {value!r}; it must be a number.")
+        return float(str(np.float32(value)))
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.fields.get(f"llama.{key}", default)
@@ -209,7 +213,8 @@ def read(path: Path) -> Checkpoint:
     return GGUFFile(path)
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the gguf package's reader, and the file's metadata."""
     import gguf
 
     with path.open("rb") as file:
@@ -217,8 +222,9 @@ def _open(path: Path) -> Any:
     if start == LFS_POINTER:
         raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder.")
     try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        reader = gguf.GGUFReader(path)
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise CheckpointError(f"{path} is not a GGUF file, or is truncated or damaged: {error}.") from error
 
 
@@ -234,7 +240,9 @@ def _is_quantised(stored: Any) -> bool:
     return stored.tensor_type.name not in TORCH_DTYPES
 
 
-def _describe(name: str, stored: Any) -> Tensor:
+def _describe(path: Path, name: str, stored: Any) -> Tensor:
+    if stored.tensor_type.name in ("I8", "I16", "I32", "I64", "F64"):
+        raise CheckpointError(f"{path} holds {name} as {stored.tensor_type.name}, which is not supported.")
     dtype = "F32" if _is_quantised(stored) else stored.tensor_type.name
     return Tensor(name, dtype, tuple(int(n) for n in reversed(stored.shape)))
 
@@ -247,7 +255,7 @@ def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> 
     factor, low, high, context = float(str(np.float32(factors.max()))), 1.0, 4.0, 8192
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
-    if not np.allclose(factors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-5):
+    if factors.shape != smooth.shape or not np.allclose(factors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-5):
         raise CheckpointError(f"{path} has {ROPE_FACTORS} that are not Llama 3.1's; this RoPE is not supported.")
     return {
         "rope_type": "llama3",

@@ -44,9 +44,27 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
         if not isinstance(fields.get(f"tokenizer.ggml.{key}"), list):
             raise CheckpointError(f"{path} lacks tokenizer.ggml.{key}; without it the tokenizer cannot be rebuilt.")
     vocabulary: list[str] = fields["tokenizer.ggml.tokens"]
+    _check(path, fields, vocabulary)
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **build(path, fields, vocabulary)}
     config = _tokenizer_config(fields, vocabulary)
     return {"tokenizer.json": _json(tokenizer), "tokenizer_config.json": _json(config)}
+
+
+def _check(path: Path, fields: dict[str, Any], vocabulary: list[str]) -> None:
+    """Refuse metadata from which a wrong tokenizer would be built."""
+    size, types = len(vocabulary), fields["tokenizer.ggml.token_type"]
+    ids = {key: fields[key] for key in fields if key.startswith("tokenizer.ggml.") and key.endswith("_token_id")}
+    problem = None
+    if len({token for token in vocabulary if isinstance(token, str)}) != size:
+        problem = "tokens that are not text, or occur twice"
+    elif len(types) != size or not all(isinstance(kind, int) for kind in types):
+        problem = "token types that do not fit its tokens"
+    elif not all(isinstance(merge, str) and " " in merge for merge in fields.get("tokenizer.ggml.merges", ())):
+        problem = "merges that are not pairs"
+    elif wrong := [key for key, i in ids.items() if not isinstance(i, int) or not 0 <= i < size]:
+        problem = f"{wrong[0]} = {ids[wrong[0]]!r}, outside its vocabulary"
+    if problem:
+        raise CheckpointError(f"{path} has {problem}; the tokenizer cannot be rebuilt.")
 
 
 def _byte_level_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]) -> dict[str, Any]:

@@ -79,6 +79,9 @@ def _parse(entries: dict[str, Any], metadata: dict[str, str], data_start: int) -
         if not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"tensor {name!r} has the impossible shape {shape}")
         tensor = Tensor(name, dtype, shape)
+        if type(begin) is not int or type(end) is not int:
+            raise ValueError(f"tensor {name!r} has offsets that are not whole numbers")
+        name.encode()  # refuses names that no file can hold
         if begin != position or end - begin != tensor.nbytes or prod(shape) * BITS[dtype] % 8:
             raise ValueError(
                 f"tensor {name!r} lies at bytes {begin} to {end}, which does not fit its shape or neighbours"
@@ -153,7 +156,7 @@ def read(path: Path) -> Checkpoint:
 
 def _weight_file_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
     """Return the weight files' names in order, and the index's tensor → file table where there is an index."""
-    has_single, has_index = (path / SINGLE).exists(), (path / INDEX).exists()
+    has_single, has_index = (path / SINGLE).is_file(), (path / INDEX).is_file()
     if not has_index:
         _refuse_dangling(path / SINGLE)
         if not has_single:
@@ -166,8 +169,10 @@ def _weight_file_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
     for name in names:
         if Path(name).name != name or name in (".", ".."):
             raise CheckpointError(f"{path / INDEX} names {name!r}, which is a path outside the folder; refused.")
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path / INDEX} names {name!r}, which is not a .safetensors file; refused.")
         _refuse_dangling(path / name)
-        if not (path / name).exists():
+        if not (path / name).is_file():
             raise CheckpointError(f"{path / INDEX} names the shard {name}, which is missing; download it again.")
     return names, table
 

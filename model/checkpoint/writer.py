@@ -142,7 +142,7 @@ def parse_size(text: str) -> int:
     """Parse `5GB`, `500MB`, `2GiB` or a number of bytes. Raises CheckpointError on anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     size = 0
-    if match:
+    if match and len(text) < 30:
         number, unit, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
     if size <= 0:

@@ -16,7 +16,7 @@ class Family:
     """What the class assumes where `num_key_value_heads` is absent; None means as many as query heads.
 
     (A `null` means as many as query heads in every class.)"""
-    attention: str = r"(?:model\.)?layers\.(?P<layer>\d+)\.self_attn\.(?P<part>.+)"
+    attention: str = r"(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.self_attn\.(?P<part>.+)"
     """Pattern of the names of all attention tensors; `part` is the rest of the name."""
     query: str = "q_proj"
     key: str = "k_proj"

@@ -83,7 +83,14 @@ def test_no_config(refuse, source):
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("{", "not valid JSON"), ("[]", "not a JSON object"), ("\xff", "valid JSON")]
+    ("text", "word"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        ("\xff", "valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"a": "\\ud800"}', "not valid JSON"),
+    ],
 )
 def test_damaged_config(refuse, source, text, word):
     (source / "config.json").write_text(text, encoding="latin-1")
@@ -195,6 +202,18 @@ def test_index_names_a_path_outside_the_folder(refuse, source, name):
     refuse(name, "outside the folder")
 
 
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "x.SAFETENSORS"])
+def test_index_names_a_file_of_another_kind(refuse, source, name):
+    shard = next(source.glob("model-00002*"))
+    shard.rename(source / name)
+
+    def rename(index):
+        index["weight_map"] = {t: name if f == shard.name else f for t, f in index["weight_map"].items()}
+
+    edit_index(source, rename)
+    refuse(name, "not a .safetensors file")
+
+
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
 def test_damaged_index(refuse, source, text):
     (source / "model.safetensors.index.json").write_text(text)
@@ -234,6 +253,7 @@ HEADERS = {
     "wrong length": {"a": entry(shape=[3])},
     "hole": {"a": entry(data_offsets=[4, 12])},
     "overlap": {"a": entry(), "b": entry(data_offsets=[4, 12])},
+    "offsets in fractions": {"a": entry(data_offsets=[0.0, 8.0])},
     "no offsets": {"a": {"dtype": "F32", "shape": [2]}},
     "metadata": {"__metadata__": {"a": 1}},
     "twice": b'{"a":%s,"a":%s}' % ((b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',) * 2),
@@ -313,6 +333,13 @@ def test_unknown_attention_tensors(refuse, source, name):
     refuse(name, "refused rather than guessed")
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_two_tensors_for_one_place(refuse, source, prefix):
+    name = f"{prefix}layers.{'0' if not prefix else '00'}.self_attn.k_proj.weight"
+    rewrite(source, lambda tensors: tensors.update({name: torch.zeros(32, 32)}))
+    refuse(name, "claim the same place" if not prefix else "refused rather than guessed")
+
+
 def test_missing_attention_tensor(refuse, source):
     rewrite(source, lambda tensors: tensors.pop("model.layers.1.self_attn.v_proj.weight"))
     refuse("layer 1 has no v_proj.weight")
@@ -365,6 +392,31 @@ def test_source_in_out(convert, source, tmp_path):
     shutil.copytree(source, holder / "source")
     convert("mha-to-mqa", holder / "source", holder, "--overwrite").refused("holds files of SOURCE")
     assert (holder / "source/config.json").exists()
+
+
+def test_source_in_the_staging_area_of_out(convert, source, tmp_path):
+    place = tmp_path / ".elsewhere.groupwise/replaced"
+    shutil.copytree(source, place)
+    convert("mha-to-mqa", place, tmp_path / "elsewhere").refused("holds files of SOURCE")
+    assert (place / "config.json").exists()
+    shutil.rmtree(place.parent)
+
+
+def test_a_refusal_gives_back_what_a_killed_run_took_away(convert, source, tmp_path):
+    """Killed between the two renames of --overwrite; then the source turns out to be damaged."""
+    old = tiny.save(tiny.build(seed=1), tmp_path / ".there.groupwise/replaced")
+    before = tiny.snapshot(old)
+    rewrite(source, lambda t: t["model.layers.0.self_attn.k_proj.weight"].fill_(float("nan")))
+    convert("mha-to-mqa", source, tmp_path / "there", "--overwrite").refused("NaN or infinite")
+    assert tiny.snapshot(tmp_path / "there") == before
+
+
+def test_odd_targets(convert, source, tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    convert("mha-to-mqa", source, loop).refused("OUT")
+    convert("mha-to-mqa", source, tmp_path / "x", "--max-shard-size", "9" * 400 + "GB").refused("is not a size")
+    convert("mha-to-mqa", source, tmp_path / "x", "--max-shard-size", "").refused("is not a size")
 
 
 def test_linked_weights_in_out(convert, source, tmp_path):

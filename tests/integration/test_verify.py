@@ -82,7 +82,32 @@ def test_missing_and_changed_files(convert, source, out):
     assert result.code == 3
     assert "the file tokenizer.json is missing" in result.err
     assert "the file LICENSE differs" in result.err
-    assert "README.md does not begin with" in result.err
+    assert "README.md is not the source's model card with the section" in result.err
+
+
+def test_added_files_and_a_shortened_card(convert, source, out):
+    card = (out / "README.md").read_bytes()
+    (out / "README.md").write_bytes(card[: card.index(b"<!-- groupwise")])
+    (out / "modeling_evil.py").write_text("import os")
+    (out / "pytorch_model.bin").write_text("")
+    result = convert("verify", source, out)
+    assert result.code == 3
+    for words in ("README.md is not", "modeling_evil.py is not the source's", "pytorch_model.bin is not the source's"):
+        assert words in result.err
+
+
+def test_types_in_the_config_and_the_shards_metadata_count(convert, source, out):
+    from safetensors.torch import save_file
+
+    tiny.edit_config(out, vocab_size=67.0)
+    shard = next(out.glob("model-00001*"))
+    from safetensors.torch import load_file
+
+    save_file(load_file(shard), shard)
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert "vocab_size = 67.0; it should be 67" in result.err
+    assert "lacks format: pt" in result.err
 
 
 def test_stray_weights_and_wrong_index(convert, source, out):
