@@ -92,7 +92,7 @@ def _convert(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    from convert import conversion
+    from convert import conversion, show
     from convert.execute import total_bytes
     from convert.plan import make_plan
     from model.checkpoint import open_checkpoint
@@ -104,14 +104,12 @@ def _convert(
         summary = {"source": str(source), "out": str(out), **plan.summary(workers), "left_out": checkpoint.left_out}
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
-            _print(summary, as_json, "plan")
+            (_print_json if as_json else show.plan)(summary)
             return
-        from convert import show
-
         with show.progress_bar("Converting", total_bytes(checkpoint, plan), quiet=as_json) as progress:
             record = conversion.run(checkpoint, plan, out, overwrite, workers, progress)
     if as_json:
-        _print({**summary, "merge_report": record["merge_report"]}, as_json, "plan")
+        _print_json({**summary, "merge_report": record["merge_report"]})
     else:
         show.merges(record["merge_report"])
         show.plan(summary)
@@ -123,11 +121,12 @@ def _convert(
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def inspect(source: Path, as_json: bool) -> None:
     """Show the geometry of SOURCE, and what each possible number of groups would bring."""
+    from convert import show
     from convert.inspection import inspect
     from model.checkpoint import open_checkpoint
 
     with open_checkpoint(source) as checkpoint:
-        _print(inspect(checkpoint), as_json, "inspection")
+        (_print_json if as_json else show.inspection)(inspect(checkpoint))
 
 
 @cli.command()
@@ -148,7 +147,7 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
         with show.progress_bar("Verifying", total, quiet=as_json) as progress:
             findings = verify(checkpoint, out, progress, WORKERS)
     if as_json:
-        _print({"ok": findings.ok, **vars(findings)}, as_json, "")
+        _print_json({"ok": findings.ok, **vars(findings)})
     elif findings.ok:
         click.echo(
             f"OK: {findings.n_merged} merged tensors recomputed, {findings.n_copied} other tensors, the config and "
@@ -160,13 +159,8 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
     sys.exit(0 if findings.ok else DIFFERENT)
 
 
-def _print(result: dict[str, Any], as_json: bool, table: str) -> None:
-    if as_json:
-        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
-        return
-    from convert import show
-
-    getattr(show, table)(result)
+def _print_json(result: dict[str, Any]) -> None:
+    click.echo(json.dumps(result, indent=2, ensure_ascii=False))
 
 
 def main() -> None:

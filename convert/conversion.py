@@ -1,6 +1,5 @@
 """The whole of a conversion: open, plan, check the target, execute, publish."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,11 +10,11 @@ from convert.execute import Progress, execute
 from convert.plan import Plan, fingerprint
 from convert.staging import Staging, sync_file, sync_folder, write_file
 from model.checkpoint import Checkpoint
+from model.checkpoint.folder import INDEX, json_text
 from model.checkpoint.writer import index_text
 from model.config import with_n_kv_heads
 from model.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
 SPARE_BYTES = 16 << 20
 """Room for what is not weights and not counted: config, journal, folders."""
 
@@ -70,6 +69,7 @@ def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Sta
     """Raise CheckpointError for everything that can be known to be wrong before writing."""
     staging = Staging(check_target(checkpoint, out, overwrite))
     check_space(plan, checkpoint, staging)
+    provenance.earlier_conversion(checkpoint)
     return staging
 
 
@@ -110,7 +110,7 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
     if index is not None:
         write_file(folder / INDEX, index)
     record = provenance.build(checkpoint, plan, staging)
-    write_file(folder / provenance.FILE, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+    write_file(folder / provenance.FILE, json_text(record))
     write_file(folder / "README.md", provenance.model_card(checkpoint, plan))
     for path in folder.rglob("*"):  # all written first, so that they reach the disk together
         if path.is_dir():

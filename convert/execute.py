@@ -175,11 +175,8 @@ class _ShardJob:
     def _write(self, name: str) -> int:
         """Write a tensor that the source stores in another form than the output, a few rows at a time."""
         tensor = self._plan.tensors[name]
-        rows = tensor.shape[0]
-        step = max(1, ROWS_PIECE * rows // max(tensor.nbytes, 1))
-        for start in range(0, rows, step):
-            values = self._checkpoint.rows(name, start, min(rows, start + step))
-            self._output().write_rows(name, start, values)
+        for start, stop in tensor.row_blocks(ROWS_PIECE):
+            self._output().write_rows(name, start, self._checkpoint.rows(name, start, stop))
         return tensor.nbytes
 
 

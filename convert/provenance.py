@@ -34,7 +34,7 @@ def build(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any
             {"name": path.name, "bytes": path.stat().st_size, "sha256": checksums[path.name]}
             for path in checkpoint.weight_files
         ],
-        "groupwise": _earlier_conversion(checkpoint),
+        "groupwise": earlier_conversion(checkpoint),
     }
     return {
         "schema": SCHEMA,
@@ -78,7 +78,7 @@ def base_model(checkpoint: Checkpoint) -> tuple[str, str | None]:
     return path.name, None
 
 
-def _earlier_conversion(checkpoint: Checkpoint) -> Any:
+def earlier_conversion(checkpoint: Checkpoint) -> Any:
     """Return the source's own `groupwise.json`, if it was converted before."""
     path = checkpoint.path / FILE
     return read(checkpoint.path) if checkpoint.path.is_dir() and path.exists() else None

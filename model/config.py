@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, Tensor
+from model.checkpoint.folder import json_text
 from model.errors import CheckpointError
 from model.families import Family, find_family
 
@@ -198,4 +199,4 @@ def with_n_kv_heads(config_text: bytes, n_kv_heads: int) -> bytes:
     if config.get("num_key_value_heads") == n_kv_heads:
         return config_text
     config["num_key_value_heads"] = n_kv_heads
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return json_text(config)

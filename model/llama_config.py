@@ -7,7 +7,7 @@ from typing import Any
 from model.errors import CheckpointError
 from model.rope import Rope, read_rope
 
-FAMILIES = ("llama", "mistral", "qwen2")
+NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,10 @@ class LlamaConfig:
 def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Read `config.json`. Raises CheckpointError for what the code does not implement, by name."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise CheckpointError(f"model_type {model_type!r} has no native code; implemented are: {', '.join(FAMILIES)}.")
+    if model_type not in NATIVE_FAMILIES:
+        raise CheckpointError(
+            f"model_type {model_type!r} has no native code; implemented are: {', '.join(NATIVE_FAMILIES)}."
+        )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"the activation {activation!r} is not implemented; silu (SwiGLU) is.")

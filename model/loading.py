@@ -14,7 +14,7 @@ from model.config import read_geometry
 from model.errors import CheckpointError
 from model.foreign import ForeignModel, load_foreign
 from model.llama import LlamaForCausalLM
-from model.llama_config import FAMILIES, read_llama_config
+from model.llama_config import NATIVE_FAMILIES, read_llama_config
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -29,7 +29,7 @@ def load_model(
     tensors, by name.
     """
     with open_checkpoint(Path(folder)) as checkpoint:
-        if checkpoint.config.get("model_type") in FAMILIES:
+        if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
             return load_llama(checkpoint, dtype, device)
     return load_foreign(Path(folder), dtype, device)
 

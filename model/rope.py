@@ -45,11 +45,11 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     if partial != 1.0:
         raise CheckpointError(f"partial_rotary_factor = {partial} is not implemented; only a full rotation is.")
     rope = Rope(kind, float(theta), head_dim, config.get("max_position_embeddings") or 2048, scaling)
-    _check(rope, config)
+    _check(rope)
     return rope
 
 
-def _check(rope: Rope, config: Mapping[str, Any]) -> None:
+def _check(rope: Rope) -> None:
     needed = {
         "default": (),
         "linear": ("factor",),

@@ -11,6 +11,8 @@ from typing import Any
 
 from model.errors import CheckpointError
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 # Weights in any format, and what training leaves behind. None of it describes the converted model.
 LEFT_OUT_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot",
@@ -46,6 +48,11 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
 def _look_elsewhere(folder: Path) -> str:
     gguf = sorted(folder.glob("*.gguf"))
     return f" To convert a GGUF model, name the file itself: {gguf[0]}" if gguf else ""
+
+
+def json_text(value: Any) -> bytes:
+    """Return JSON as the files of such a folder have it."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def refuse_adapter(folder: Path) -> None:

@@ -5,7 +5,6 @@ llama.cpp stores the rows of Q and K in the order its rotary embedding wants (pa
 halves); that permutation is undone (llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`).
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from model.checkpoint.checkpoint import Checkpoint, Shard
+from model.checkpoint.folder import json_text
 from model.checkpoint.gguf_tokenizer import tokenizer_files
 from model.checkpoint.safetensors import LFS_POINTER
 from model.checkpoint.tensor import Array, Span, Tensor
@@ -63,10 +63,10 @@ class GGUFFile(Checkpoint):
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         self.weight_files = (path,)
         self.config = self._build_config()
-        self.config_text = _json(self.config)
+        self.config_text = json_text(self.config)
         self.side_files = {
             **tokenizer_files(path, fields),
-            "generation_config.json": _json({"_from_model_config": True, **self._special_tokens()}),
+            "generation_config.json": json_text({"_from_model_config": True, **self._special_tokens()}),
             "README.md": _card(fields),
         }
         self._heads = {
@@ -272,7 +272,3 @@ def _card(fields: dict[str, Any]) -> bytes:
     licence = [f"license: {fields['general.license']}"] if "general.license" in fields else []
     header = ["---", *licence, "library_name: transformers", "tags: [groupwise, gqa]", "---"]
     return "\n".join([*header, "", f"# {name}", ""]).encode()
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -5,10 +5,10 @@ and only names the pre-tokenizer. We know the ones below; a name we do not know 
 so it is refused (llama.cpp, `llama-vocab.cpp`, has the list).
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.folder import json_text
 from model.errors import CheckpointError
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
@@ -47,7 +47,7 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
     _check(path, fields, vocabulary)
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **build(path, fields, vocabulary)}
     config = _tokenizer_config(fields, vocabulary)
-    return {"tokenizer.json": _json(tokenizer), "tokenizer_config.json": _json(config)}
+    return {"tokenizer.json": json_text(tokenizer), "tokenizer_config.json": json_text(config)}
 
 
 def _check(path: Path, fields: dict[str, Any], vocabulary: list[str]) -> None:
@@ -193,7 +193,3 @@ def _tokenizer_config(fields: dict[str, Any], vocabulary: list[str]) -> dict[str
     if "tokenizer.chat_template" in fields:
         config["chat_template"] = fields["tokenizer.chat_template"]
     return config
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -16,11 +16,10 @@ import numpy as np
 
 from model.checkpoint import folder
 from model.checkpoint.checkpoint import Checkpoint, Shard
+from model.checkpoint.folder import INDEX, SINGLE
 from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span, Tensor
 from model.errors import CheckpointError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
 LFS_POINTER = b"version https://git-lfs"
 OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated.*", "*.gguf", "*.safetensors", "tf_model.h5", "flax_model.msgpack")

@@ -3,6 +3,7 @@
 Dtypes are named as in the safetensors format (`BF16`, `F32`, …), whatever format the tensor comes from.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -43,6 +44,13 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         return (prod(self.shape) * BITS[self.dtype] + 7) // 8
+
+    def row_blocks(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of rows that are at most about `nbytes` together, one row at least."""
+        n_rows = self.shape[0]
+        step = max(1, nbytes * n_rows // max(self.nbytes, 1))
+        for start in range(0, n_rows, step):
+            yield start, min(start + step, n_rows)
 
 
 @dataclass(frozen=True)

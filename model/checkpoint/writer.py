@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from model.checkpoint.checkpoint import Shard
+from model.checkpoint.folder import SINGLE, json_text
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.errors import CheckpointError
 
@@ -44,10 +45,10 @@ class ShardFile:
     def __init__(self, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:
         start = header_bytes(tensors, metadata)
         self._offsets = {}
-        self.size = len(start)
+        position = len(start)
         for tensor in tensors:
-            self._offsets[tensor.name] = self.size
-            self.size += tensor.nbytes
+            self._offsets[tensor.name] = position
+            position += tensor.nbytes
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         _write_all(self._descriptor, start, 0)
 
@@ -124,18 +125,18 @@ def divide(tensors: Iterable[Tensor], max_shard_size: int) -> list[list[Tensor]]
 def name_shards(groups: Sequence[Sequence[Tensor]], metadata: Mapping[str, str]) -> tuple[Shard, ...]:
     """Name shards as transformers does: `model.safetensors`, or `model-00001-of-00003.safetensors`."""
     n = len(groups)
-    names = ["model.safetensors"] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     return tuple(Shard(name, tuple(t.name for t in group), metadata) for name, group in zip(names, groups, strict=True))
 
 
 def index_text(shards: Sequence[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
     """Return `model.safetensors.index.json`, or None for a single `model.safetensors`, which must not have one."""
-    if [shard.name for shard in shards] == ["model.safetensors"]:
+    if [shard.name for shard in shards] == [SINGLE]:
         return None
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     total = sum(tensors[name].nbytes for name in weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return json_text(index)
 
 
 def parse_size(text: str) -> int:

@@ -70,6 +70,11 @@ def test_source_is_a_file_of_another_kind(refuse, source):
     refuse("unknown kind", ".gguf", path=source / "config.json")
 
 
+def test_damaged_record_of_an_earlier_conversion(refuse, source):
+    (source / "groupwise.json").write_text("[" * 100_000)
+    refuse("groupwise.json", "damaged", options=("--dry-run",))
+
+
 def test_dangling_source(refuse, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     refuse("dangling symlink", path=tmp_path / "link")
