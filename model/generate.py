@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.cache import KVCache
 from model.errors import CheckpointError
+from model.linear import linear
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
 
@@ -34,18 +34,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Te
 def prefill(model: LlamaForCausalLM, ids_BT: Tensor, cache: KVCache) -> Tensor:
     """Put the prompts into the cache, and return the logits of the token after them, [B, V]."""
     hidden_BTM = model.model(ids_BT, cache=cache)
-    return last_logits(hidden_BTM[:, -1], model.head_weight)
-
-
-def last_logits(hidden_BM: Tensor, weight_VM: Tensor) -> Tensor:
-    """Return hidden · weightᵀ in float32, [B, V].
-
-    For a few rows in float32 the BLAS of CPUs is faster the other way round (1.4 x at 8 rows, MKL). It is less exact,
-    too, which this one product can afford and a whole network could not.
-    """
-    if hidden_BM.is_cpu and hidden_BM.dtype == torch.float32 and 2 <= len(hidden_BM) <= 32:
-        return (weight_VM @ hidden_BM.T).T
-    return F.linear(hidden_BM, weight_VM).float()
+    return linear(hidden_BTM[:, -1:], model.head_weight)[:, 0].float()
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from model.attention import Mask, attend
 from model.cache import KVCache, LayerCache
+from model.linear import Linear, linear
 from model.llama_config import LlamaConfig
 from model.loss import IGNORED, chunked_cross_entropy
 from model.masks import document_mask, document_positions, text_mask
@@ -41,10 +42,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         query, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=config.o_bias)
+        self.q_proj = Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x_BTM: Tensor, rotation: Rotation, mask: Mask, cache: LayerCache | None, start: int) -> Tensor:
         heads = (*x_BTM.shape[:2], -1, self.head_dim)
@@ -64,9 +65,9 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         wide, narrow = config.intermediate_size, config.hidden_size
-        self.gate_proj = nn.Linear(narrow, wide, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(narrow, wide, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(wide, narrow, bias=config.mlp_bias)
+        self.gate_proj = Linear(narrow, wide, bias=config.mlp_bias)
+        self.up_proj = Linear(narrow, wide, bias=config.mlp_bias)
+        self.down_proj = Linear(wide, narrow, bias=config.mlp_bias)
 
     def forward(self, x_BTM: Tensor) -> Tensor:
         out_BTM: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTM)) * self.up_proj(x_BTM))
@@ -147,7 +148,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def head_weight(self) -> Tensor:
@@ -174,7 +175,7 @@ class LlamaForCausalLM(nn.Module):
         _check_ids(ids_BT, self.config.vocab_size)
         hidden_BTM = self.model(ids_BT, documents_BT, cache)
         if labels_BT is None:
-            return F.linear(hidden_BTM, self.head_weight).float()
+            return linear(hidden_BTM, self.head_weight).float()
         targets_BT = labels_BT[:, 1:]
         if documents_BT is not None:
             targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)
