@@ -4,7 +4,6 @@ Exit codes: 0 success; 1 reading or writing failed midway (the same command cont
 3 `verify` found a difference.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,10 @@ from typing import Any, TypeVar
 import click
 
 from convert.methods import METHODS
+from model import terminal
+from model.terminal import print_json
 
-FAILED, BAD_INPUT, DIFFERENT = 1, 2, 3
+DIFFERENT = 3
 WORKERS = 4
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -104,12 +105,12 @@ def _convert(
         summary = {"source": str(source), "out": str(out), **plan.summary(workers), "left_out": checkpoint.left_out}
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
-            (_print_json if as_json else show.plan)(summary)
+            (print_json if as_json else show.plan)(summary)
             return
-        with show.progress_bar("Converting", total_bytes(checkpoint, plan), quiet=as_json) as progress:
+        with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet=as_json) as progress:
             record = conversion.run(checkpoint, plan, out, overwrite, workers, progress)
     if as_json:
-        _print_json({**summary, "merge_report": record["merge_report"]})
+        print_json({**summary, "merge_report": record["merge_report"]})
     else:
         show.merges(record["merge_report"])
         show.plan(summary)
@@ -126,7 +127,7 @@ def inspect(source: Path, as_json: bool) -> None:
     from model.checkpoint import open_checkpoint
 
     with open_checkpoint(source) as checkpoint:
-        (_print_json if as_json else show.inspection)(inspect(checkpoint))
+        (print_json if as_json else show.inspection)(inspect(checkpoint))
 
 
 @cli.command()
@@ -138,16 +139,15 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
 
     Exit code 0 if all agree, 3 if anything differs.
     """
-    from convert import show
     from convert.verify import verify
     from model.checkpoint import open_checkpoint
 
     with open_checkpoint(source) as checkpoint:
         total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        with show.progress_bar("Verifying", total, quiet=as_json) as progress:
+        with terminal.progress_bar("Verifying", total, quiet=as_json) as progress:
             findings = verify(checkpoint, out, progress, WORKERS)
     if as_json:
-        _print_json({"ok": findings.ok, **vars(findings)})
+        print_json({"ok": findings.ok, **vars(findings)})
     elif findings.ok:
         click.echo(
             f"OK: {findings.n_merged} merged tensors recomputed, {findings.n_copied} other tensors, the config and "
@@ -159,31 +159,6 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
     sys.exit(0 if findings.ok else DIFFERENT)
 
 
-def _print_json(result: dict[str, Any]) -> None:
-    click.echo(json.dumps(result, indent=2, ensure_ascii=False))
-
-
 def main() -> None:
-    """Run the command line; errors are one line on stderr and an exit code, never a traceback."""
-    from model.errors import CheckpointError
-
-    try:
-        sys.exit(cli.main(standalone_mode=False))
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
-        sys.exit(BAD_INPUT)
-    except click.ClickException as error:
-        _fail(error.format_message(), BAD_INPUT)
-    except CheckpointError as error:
-        _fail(str(error), BAD_INPUT)
-    except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; the same command continues where this one stopped.", FAILED)
-    except OSError as error:
-        _fail(str(error), FAILED)
-
-
-def _fail(message: str, code: int) -> None:
-    click.echo(f"Error: {' '.join(message.split())}", err=True)
-    sys.exit(code)
+    """Run the command line."""
+    terminal.run(cli)

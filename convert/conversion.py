@@ -8,12 +8,12 @@ from typing import Any
 from convert import provenance
 from convert.execute import Progress, execute
 from convert.plan import Plan, fingerprint
-from convert.staging import Staging, sync_file, sync_folder, write_file
 from model.checkpoint import Checkpoint
 from model.checkpoint.folder import INDEX, json_text
 from model.checkpoint.writer import index_text
 from model.config import with_n_kv_heads
 from model.errors import CheckpointError
+from model.staging import Staging, sync_file, sync_folder, write_file
 
 SPARE_BYTES = 16 << 20
 """Room for what is not weights and not counted: config, journal, folders."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from convert.merge import merge_groups
 from convert.plan import Plan
-from convert.staging import Staging
 from model.checkpoint import Checkpoint, Shard, Span
 from model.checkpoint.writer import ShardFile
+from model.staging import Staging
 
 COPY_PIECE = 64 << 20
 ROWS_PIECE = 8 << 20

@@ -12,9 +12,9 @@ from typing import Any
 
 from convert.execute import checksum_key, merge_reports
 from convert.plan import Plan
-from convert.staging import Staging
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
+from model.staging import Staging
 
 FILE = "groupwise.json"
 SCHEMA = 1

@@ -1,51 +1,11 @@
-"""Results for people: tables and the progress bar, with rich. Machines get JSON instead (`--json`)."""
+"""Results for people: tables, with rich. Machines get JSON instead (`--json`)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
-
-def size(n: float) -> str:
-    """Write a number of bytes in decimal units, as disks and the hub do."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
-        n /= 1000
-    return f"{n:.4g} TB"
-
-
-@contextmanager
-def progress_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar by bytes on stderr; nothing where that is no terminal, or when `quiet`."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda n: None
-        return
-    columns = (TextColumn(label), BarColumn(), TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task(label, total=total)
-        yield lambda n: progress.advance(task, n)
-
-
-def facts(title: str, rows: list[tuple[str, str]]) -> None:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+from model.terminal import facts, size
 
 
 def inspection(found: dict[str, Any]) -> None:

@@ -27,10 +27,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
         wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        weight_dtype = weight_VD.dtype
         device = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
         grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight_VD) if wants_weight else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         with torch.autocast(device, enabled=False):
             hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
@@ -47,11 +48,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 )
                 if grad_hidden is not None:
                     grad_hidden[chunk] = (grad_CV @ weight_VD) * counts_C1
-                if grad_weight is not None and grad_weight.dtype == dtype:
+                if grad_weight is not None and dtype == torch.float32:
                     grad_weight.addmm_(grad_CV.T, hidden_CD * counts_C1)
                 elif grad_weight is not None:
                     grad_weight += grad_CV.T @ (hidden_CD * counts_C1)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_dtype))
         return loss
 
     @staticmethod

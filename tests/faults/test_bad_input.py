@@ -450,10 +450,10 @@ def test_not_enough_disk(refuse, monkeypatch):
 
 
 def test_second_conversion_at_the_same_time(convert, source, tmp_path):
-    from convert.staging import Staging
+    from model.staging import Staging
 
     with Staging(tmp_path / "out") as held:
-        convert("mha-to-mqa", source, tmp_path / "out").refused("another conversion", "is running")
+        convert("mha-to-mqa", source, tmp_path / "out").refused("something else is writing")
     held.discard()
 
 

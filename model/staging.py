@@ -45,7 +45,7 @@ class Staging:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.__exit__()
-            raise CheckpointError(f"another conversion to {self.out} is running; wait for it or stop it.") from error
+            raise CheckpointError(f"something else is writing {self.out}; wait for it or stop it.") from error
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,0 +1,88 @@
+"""What the command lines of `convert` and `uptrain` share: errors as one line, progress bars, tables, JSON.
+
+Exit codes: 0 success; 1 it failed midway (the same command continues); 2 the input is not acceptable.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from model.errors import InputError
+
+FAILED, BAD_INPUT = 1, 2
+
+
+def run(cli: click.Group) -> None:
+    """Run a command line; errors are one line on stderr and an exit code, never a traceback."""
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        sys.exit(BAD_INPUT)
+    except click.ClickException as error:
+        _fail(error.format_message(), BAD_INPUT)
+    except InputError as error:
+        _fail(str(error), BAD_INPUT)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted; the same command continues where this one stopped.", FAILED)
+    except OSError as error:
+        _fail(str(error), FAILED)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"Error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+def print_json(result: Any) -> None:
+    click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+
+
+def size(n: float) -> str:
+    """Write a number of bytes in decimal units, as disks and the hub do."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
+        n /= 1000
+    return f"{n:.4g} TB"
+
+
+@contextmanager
+def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Callable[[float], None]]:
+    """Show a bar on stderr; nothing where that is no terminal, or when `quiet`."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda n: None
+        return
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    columns = (TextColumn(label), BarColumn(), TaskProgressColumn(), *amounts, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda n: progress.advance(task, n)
+
+
+def facts(title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
