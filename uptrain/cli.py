@@ -1,10 +1,31 @@
-"""The command line of `uptrain`. Its commands come with the training loop, which this version does not have yet."""
+"""The command line of `uptrain`: one file per command in `uptrain/commands/`.
+
+Exit codes: 0 success, also of a run that a signal or `--max-minutes` stopped after saving (`run_state.json` says
+which); 1 it failed midway, or halted over non-finite gradients (`uptrain resume RUN` continues from the last
+checkpoint); 2 the input is not acceptable.
+"""
+
+import importlib
 
 import click
 
+from model import terminal
+from uptrain.commands import COMMANDS
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="groupwise", prog_name="uptrain")
+def cli() -> None:
+    """Uptrain a converted checkpoint: continue its pre-training for a small share α of the original steps.
+
+    CACHE is a token cache that `uptrain prepare` makes; RUN is the folder of a run; models are Hugging Face folders.
+    """
+
+
+for _name in COMMANDS:
+    cli.add_command(importlib.import_module(f"uptrain.commands.{_name}").command)
+
+
 def main() -> None:
-    """Uptrain a converted checkpoint: not part of this version yet. `convert` works."""
-    raise click.ClickException("uptraining is not part of this version yet; only `convert` is.")
+    """Run the command line."""
+    terminal.run(cli)

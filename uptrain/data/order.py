@@ -1,0 +1,52 @@
+"""Which windows a step trains on: a pure function of the seed and the step.
+
+Every epoch visits each window once, in an order of its own. The order is never stored: a keyed permutation (a Feistel
+network, walked until it stays in range; Black and Rogaway 2002) gives any place of it at once, so that step 500 000
+costs what step 0 costs, and the number of processes plays no part.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from uptrain.data.cache import Integers
+
+_ROUNDS = 6
+Words = npt.NDArray[np.uint64]
+
+
+def windows_of_step(step: int, n_windows: int, global_batch: int, seed: int) -> Integers:
+    """Return the windows of one step, [global_batch]. Epochs follow one another within a step, too."""
+    places = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
+    epochs = places // n_windows
+    windows = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        windows[chosen] = permute(places[chosen] % n_windows, n_windows, seed, int(epoch))
+    return windows
+
+
+def permute(indices: Integers, n: int, seed: int, epoch: int) -> Integers:
+    """Return where a permutation of 0 … n − 1, keyed by seed and epoch, sends `indices`."""
+    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    keys = np.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+    out = _feistel(indices.astype(np.uint64), half_bits, keys)
+    while (outside := out >= n).any():
+        out[outside] = _feistel(out[outside], half_bits, keys)
+    return out.astype(np.int64)
+
+
+def _feistel(x: Words, half_bits: np.uint64, keys: Words) -> Words:
+    """Permute numbers of 2 · half_bits bits."""
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = x >> half_bits, x & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) & mask)
+    mixed: Words = (left << half_bits) | right
+    return mixed
+
+
+def _mix(x: Words) -> Words:
+    """Spread every bit over the word (the finaliser of SplitMix64; Steele, Lea and Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

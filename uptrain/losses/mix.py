@@ -1,0 +1,22 @@
+"""Half next-token cross-entropy, half distillation."""
+
+import torch
+from torch import Tensor
+
+from model.loss import IGNORED, chunked_cross_entropy
+from uptrain.data.batch import Batch
+from uptrain.language_model import LanguageModel
+from uptrain.losses.distill import chunked_kl
+
+
+def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
+    """Return Σ (−log p(next token) + KL(teacher ‖ student)) / 2, in nats. The student runs once for both."""
+    assert teacher is not None
+    with torch.no_grad():
+        teacher_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+    student_NM = student.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+    targets_N = batch.labels_BT[:, 1:].flatten()
+    next_token, _ = chunked_cross_entropy(student_NM, student.head_weight, targets_N)
+    weight_VM = teacher.head_weight.detach()
+    kl = chunked_kl(student_NM, student.head_weight, teacher_NM, weight_VM, targets_N != IGNORED)
+    return (next_token + kl) / 2

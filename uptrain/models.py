@@ -1,0 +1,89 @@
+"""Students and teachers: read from a checkpoint, drawn at random, or empty until a training checkpoint fills them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.checkpoint.folder import read_config
+from model.errors import InputError
+from model.foreign import ForeignModel
+from model.llama import LlamaForCausalLM
+from model.llama_config import NATIVE_FAMILIES, read_llama_config
+from model.loading import load_model
+from uptrain.language_model import LanguageModel
+
+
+def load_student(folder: Path) -> LanguageModel:
+    """Read a model to be trained, as float32 masters."""
+    return load_model(folder, torch.float32)
+
+
+def load_teacher(folder: Path, precision: str, device: torch.device) -> LanguageModel:
+    """Read a model to learn from; it has no gradients."""
+    teacher = load_model(folder, torch.bfloat16 if precision == "bf16" else torch.float32, str(device))
+    return teacher.requires_grad_(False)
+
+
+def empty_student(folder: Path) -> LanguageModel:
+    """Return the model of a folder's config.json with undefined weights."""
+    _, config = read_config(folder)
+    if config.get("model_type") in NATIVE_FAMILIES:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(read_llama_config(config))
+        return model.to_empty(device="cpu").eval()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    foreign_config = AutoConfig.from_pretrained(folder)
+    return ForeignModel(AutoModelForCausalLM.from_config(foreign_config, dtype=torch.float32))  # type: ignore[no-untyped-call]
+
+
+def random_student(folder: Path, seed: int) -> LanguageModel:
+    """Return the model of a folder's config.json with weights drawn anew, as GPT-2 and Llama begin.
+
+    Normal with `initializer_range` (0.02 if config.json names none); what is added to the stream is divided by
+    √(2 · layers), so that the stream does not grow with depth (Radford et al. 2019). Norms are 1, biases 0.
+    """
+    _, config = read_config(folder)
+    student = empty_student(folder)
+    if not isinstance(student, LlamaForCausalLM):
+        raise InputError(f"--init: model_type {config.get('model_type')!r} has no native code; use a Llama config.")
+    std = float(config.get("initializer_range", 0.02))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = (2 * student.config.n_layers) ** -0.5 if to_stream else 1.0
+                parameter.normal_(std=std * scale, generator=generator)
+    return student
+
+
+def block_names(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the class names of a model's layers, which are sharded one by one."""
+    if config.get("model_type") in NATIVE_FAMILIES:
+        return ("Block",)
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(**config))]
+    return tuple(model_class._no_split_modules or ())
+
+
+def recompute_activations(layers: list[nn.Module]) -> None:
+    """Let the backward pass compute each layer anew instead of keeping what it computed."""
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def n_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,111 @@
+"""Processes: what `accelerate launch` has set up, checked, and how the model is spread over them.
+
+One process, DDP, or FSDP2 (sharded parameters, gradients and optimizer states). Letters are those of `model.llama`.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
+from torch import Tensor, nn
+
+from model.errors import InputError
+
+T = TypeVar("T")
+
+
+def make_accelerator(
+    precision: str, block_names: Sequence[str], track: Sequence[str] = (), folder: Path | None = None
+) -> Accelerator:
+    """Join the processes that the launcher started.
+
+    Raises InputError where they did not find one another, or sharding was asked for and is not to be had: accelerate
+    would go on without a word, as several trainings in one folder, or unsharded.
+    """
+    wants_sharding = _is_set("ACCELERATE_USE_FSDP")
+    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+        raise InputError("DeepSpeed is not supported by this version; use scripts/accelerate/fsdp2.yaml or ddp.yaml.")
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        fsdp_plugin=_sharding(precision, block_names) if wants_sharding else None,
+        log_with=list(track) or None,
+        project_dir=folder if track else None,
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise InputError(
+            f"the launcher started {launched} processes, but accelerate sees {accelerator.num_processes}; without GPUs "
+            "set ACCELERATE_USE_CPU=true, and start with `accelerate launch` or torchrun."
+        )
+    if wants_sharding and accelerator.distributed_type != DistributedType.FSDP:
+        raise InputError(
+            f"sharding (FSDP) was asked for, but accelerate dropped it on this device and chose "
+            f"{accelerator.distributed_type.value}; use scripts/accelerate/ddp.yaml here."
+        )
+    return accelerator
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1")
+
+
+def _sharding(precision: str, block_names: Sequence[str]) -> FullyShardedDataParallelPlugin:
+    """Return FSDP2's settings, in full: accelerate's own would sum gradients and round the loss in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    half = torch.bfloat16 if precision == "bf16" else None
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=list(block_names),
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, output_dtype=None),
+    )
+
+
+def shard_teacher(accelerator: Accelerator, blocks: Sequence[nn.Module]) -> None:
+    """Spread a teacher's layers over the processes, where the student's are; its embedding and head stay whole."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in blocks:
+            fully_shard(block)
+
+
+def add_up(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """Return the sum over all processes."""
+    if accelerator.num_processes > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def gather(accelerator: Accelerator, value: T) -> list[T]:
+    """Return every process' value, in the order of ranks."""
+    if accelerator.num_processes == 1:
+        return [value]
+    found: list[T] = gather_object([value])
+    return found
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """Let the main process do something, and give all its result, or its InputError."""
+    outcome: list[tuple[T | None, str | None]] = [(None, None)]
+    if accelerator.is_main_process:
+        try:
+            outcome = [(work(), None)]
+        except (InputError, OSError) as error:
+            outcome = [(None, str(error))]
+    if accelerator.num_processes > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    result, message = outcome[0]
+    if message is not None:
+        raise InputError(message)
+    return result  # type: ignore[return-value]

@@ -1,0 +1,38 @@
+"""Stopping on request: SIGTERM, SIGINT and SIGUSR1 ask for a save and an end; a second one ends at once.
+
+The handlers only take note. The loop reads it where all processes can agree, once a step.
+"""
+
+import os
+import signal
+import time
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SAME_REQUEST_SECONDS = 1.0
+"""A launcher may pass on what the terminal has sent already; within this time it is one request."""
+KILLED = 130
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by what."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._first = 0.0
+
+    def install(self) -> None:
+        """Take over the signals. Do so before slow imports: until then a signal kills."""
+        for number in _SIGNALS:
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.reason and now - self._first > _SAME_REQUEST_SECONDS:
+            os.write(2, b"stopped by a second signal, without saving.\n")
+            os._exit(KILLED)
+        if not self.reason:
+            self.reason, self._first = signal.Signals(number).name, now
+
+
+stop_request = StopRequest()
