@@ -11,3 +11,7 @@ class InputError(ValueError):
 
 class CheckpointError(InputError):
     """A checkpoint, or what was asked of it, is not acceptable."""
+
+
+class Failure(Exception):
+    """Work stopped midway, for a reason that the message tells in one line. The command line exits with code 1."""

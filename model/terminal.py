@@ -4,6 +4,7 @@ Exit codes: 0 success; 1 it failed midway (the same command continues); 2 the in
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from model.errors import InputError
+from model.errors import Failure, InputError
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -43,12 +44,13 @@ def run(cli: click.Group) -> None:
         _fail(str(error), BAD_INPUT)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted; the same command continues where this one stopped.", FAILED)
-    except OSError as error:
+    except (Failure, OSError) as error:
         _fail(str(error), FAILED)
 
 
 def _fail(message: str, code: int) -> None:
-    click.echo(f"Error: {' '.join(message.split())}", err=True)
+    if os.environ.get("RANK", "0") == "0":  # of many processes, which all meet the same error, one says it
+        click.echo(f"Error: {' '.join(message.split())}", err=True)
     sys.exit(code)
 
 

@@ -32,19 +32,33 @@ class Result:
             assert word in self.err, self.err
 
 
-@pytest.fixture
-def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Run the command line in this process."""
-    from convert.cli import main
-
+def command_line(
+    name: str, main: Callable[[], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
     def run(*arguments: object) -> Result:
         capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             main()
         return Result(int(stop.value.code or 0), *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run the command line in this process."""
+    from convert.cli import main
+
+    return command_line("convert", main, capsys, monkeypatch)
+
+
+@pytest.fixture
+def uptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run the command line in this process."""
+    from uptrain.cli import main
+
+    return command_line("uptrain", main, capsys, monkeypatch)
 
 
 @pytest.fixture

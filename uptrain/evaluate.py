@@ -1,16 +1,26 @@
 """Evaluation on held-out windows: every target counts once, however many processes share the work."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
-from uptrain.data.batch import Batch, micro_batches
+from model import terminal
+from model.checkpoint.folder import read_config
+from model.errors import InputError
+from uptrain.data.batch import MICRO_BATCH_TOKENS, Batch, micro_batches
 from uptrain.data.cache import Cache
+from uptrain.fitting import check_tokenizer, check_vocabulary
 from uptrain.measures import Measures
-from uptrain.parallel import add_up
+from uptrain.models import block_names, load_student, load_teacher
+from uptrain.parallel import add_up, make_accelerator
+from uptrain.trainee import Trainee
 
 
 class Stopped(Exception):
@@ -50,3 +60,24 @@ def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterat
     yield from micro_batches(cache, mine, micro_batch, accelerator.device)
     for _ in range(n_batches - -(-len(mine) // micro_batch)):
         yield Batch.ignored(cache.seq_len, accelerator.device)
+
+
+def evaluate_folder(
+    model: Path, *, data: Path, teacher: Path | None, precision: str | None, micro_batch: int | None, quiet: bool
+) -> dict[str, Any]:
+    """Measure a checkpoint folder on a cache; return `Measures` and perplexity, ready for JSON."""
+    cache = Cache.open(data)
+    check_tokenizer(cache, data, model)
+    precision = precision or ("bf16" if torch.accelerator.is_available() else "fp32")
+    _, config = read_config(model)
+    accelerator = make_accelerator(precision, block_names(config))
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
+    student = load_student(model)
+    check_vocabulary(cache, student.head_weight.shape[0], str(data))
+    parent = load_teacher(teacher, precision, accelerator.device) if teacher else None
+    trainee = accelerator.prepare(Trainee(student, "next-token", parent))
+    size = micro_batch or max(1, MICRO_BATCH_TOKENS // cache.seq_len)
+    with terminal.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:
+        found = evaluate(trainee, cache, size, accelerator, parent is not None, advance=advance)
+    return {**{k: v for k, v in asdict(found).items() if v is not None}, "perplexity": found.perplexity}

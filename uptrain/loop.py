@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from model.errors import Failure
 from uptrain.data.batch import micro_batches
 from uptrain.data.cache import Cache, Integers
 from uptrain.data.order import windows_of_step
@@ -73,7 +74,7 @@ class Training:
     """The step of the newest checkpoint."""
 
 
-class Halted(Exception):
+class Halted(Failure):
     """Too many updates had to be left out."""
 
 

@@ -28,7 +28,7 @@ class Metrics:
         """Cut away what a run going on from `step` will write anew: later steps, and evaluations from there on."""
         kept = [r for r in read_metrics(self.path) if "event" in r or r["step"] < step + ("evaluation" not in r)]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        write_metrics(temporary, kept)
         temporary.replace(self.path)
 
 
@@ -36,3 +36,7 @@ def read_metrics(path: Path) -> list[Record]:
     """Return all whole lines; a kill may have cut the last."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_metrics(path: Path, records: list[Record]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -25,6 +25,7 @@ from model.checkpoint.folder import json_text, list_files, read_config
 from model.errors import InputError
 from model.staging import sync_file, sync_folder
 from uptrain.data.cache import Cache
+from uptrain.fitting import check_batch, check_teacher, check_vocabulary
 from uptrain.loop import Halted, Progress, Training, train
 from uptrain.metrics import Metrics
 from uptrain.models import (
@@ -84,7 +85,7 @@ def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, d
     """
     _, config = read_config(config_folder)
     accelerator = make_accelerator(s.precision, block_names(config), s.track, out)
-    check_batch(s, accelerator.num_processes)
+    check_batch(s.global_batch, accelerator.num_processes)
     on_main(accelerator, lambda: make_folder(s, budget, config_folder, out))
     return execute(out, accelerator, None, deadline, show)
 
@@ -94,22 +95,20 @@ def resume(folder: Path, deadline: float, show: Show) -> str:
     run = Run.read(folder)
     _, config = read_config(folder / MODEL)
     accelerator = make_accelerator(run.settings.precision, block_names(config), run.settings.track, folder)
-    check_batch(run.settings, accelerator.num_processes)
+    check_batch(run.settings.global_batch, accelerator.num_processes)
     checkpoints = Checkpoints(folder / CHECKPOINTS, accelerator, run.settings.keep_last)
     return execute(folder, accelerator, checkpoints.newest(), deadline, show)
 
 
-def check_batch(s: Settings, n_processes: int) -> None:
-    if s.global_batch % n_processes:
-        divisors = [n for n in range(1, s.global_batch + 1) if s.global_batch % n == 0]
-        raise InputError(
-            f"a global batch of {s.global_batch} windows cannot be shared evenly by {n_processes} processes; it can by "
-            f"{', '.join(map(str, divisors))}. Change --global-batch-tokens or the number of processes."
-        )
-
-
-def make_folder(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, parent: Any = None) -> None:
-    """Write a run's folder, all at once."""
+def make_folder(
+    s: Settings,
+    budget: dict[str, Any],
+    config_folder: Path,
+    out: Path,
+    parent: dict[str, Any] | None = None,
+    fill: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write a run's folder, all at once; `fill` may add to it before it appears."""
     if out.exists():
         hint = f"`uptrain resume {out}` goes on with it" if (out / RUN).exists() else "choose another --out"
         raise InputError(f"{out} exists already; {hint}.")
@@ -133,6 +132,7 @@ def make_folder(s: Settings, budget: dict[str, Any], config_folder: Path, out: P
         versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
         parent=parent,
     )
+    fill(unfinished)
     (unfinished / RUN).write_bytes(json_text(asdict(run)))
     sync_file(unfinished / RUN)
     sync_folder(unfinished)
@@ -188,11 +188,7 @@ def build(
     teacher = None
     if s.teacher:
         teacher = load_teacher(Path(s.teacher), s.precision, accelerator.device)
-        if teacher.head_weight.shape[0] != student.head_weight.shape[0]:
-            raise InputError(
-                f"the teacher {s.teacher} has {teacher.head_weight.shape[0]} tokens, the student "
-                f"{student.head_weight.shape[0]}; distillation needs the same vocabulary."
-            )
+        check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], s.teacher)
         shard_teacher(accelerator, blocks(teacher))
     trainee = Trainee(student, s.loss, teacher)
     optimizer = make_optimizer(s.optimizer, trainee, s.weight_decay)
@@ -225,14 +221,6 @@ def open_caches(run: Run) -> tuple[Cache, Cache | None]:
             f"{run.cache_sha256[:12]}); bring that cache back, or start a new run."
         )
     return cache, Cache.open(Path(s.eval_data)) if s.eval_data else None
-
-
-def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
-    if cache.manifest.vocab_size > vocab_size:
-        raise InputError(
-            f"{name} was made with a tokenizer of {cache.manifest.vocab_size} tokens, but the model knows "
-            f"{vocab_size}; prepare the data with the model's own tokenizer."
-        )
 
 
 def _announce(training: Training, progress: Progress, found: Found | None) -> None:

@@ -12,7 +12,10 @@ leaves the last complete checkpoint, and what is left of an unfinished one is sw
 
 import json
 import shutil
+import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,8 +221,8 @@ def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Opti
     if optimizer.state:  # none yet if every step so far was skipped
         tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
     try:
-        writer = FileSystemWriter(folder, sync_files=True)
-        save_tensors(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        with _quiet():
+            save_tensors(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=_is_alone())
     except CheckpointException as error:
         return "; ".join(str(failure[0]) for failure in error.failures.values())
     except OSError as error:
@@ -234,7 +237,20 @@ def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> 
     has_optimizer = any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata)
     if has_optimizer:
         tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
-    load_tensors(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    with _quiet():
+        load_tensors(tensors, storage_reader=reader, no_dist=_is_alone())
     set_model_state_dict(trainee, tensors["model"])
     if has_optimizer:
         set_optimizer_state_dict(trainee, optimizer, tensors["optimizer"])
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the warning that a single process has no process group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield

@@ -1,0 +1,109 @@
+"""The files that start many processes: keys that accelerate knows, shells that parse, and arguments passed on whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CONFIGS = sorted((SCRIPTS / "accelerate").glob("*.yaml"))
+KINDS = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
+SHELLS = {"uptrain_multi_gpu.sh": "sh", "slurm/uptrain.sbatch": "bash"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key(path):
+    config = load_config_from_file(str(path))
+    assert config.distributed_type == KINDS[path.stem]
+    options = launch_command_parser().parse_args(["--config_file", str(path), "--num_processes", "2", "script.py"])
+    for key in config.fsdp_config:
+        assert hasattr(options, key), key
+
+
+def test_fsdp2_reaches_the_processes():
+    arguments = ["--config_file", str(SCRIPTS / "accelerate/fsdp2.yaml"), "--num_processes", "2", "script.py"]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    assert (options.use_fsdp, options.fsdp_version, options.num_processes) == (True, 2, 2)
+    assert (options.fsdp_reshard_after_forward, options.fsdp_cpu_ram_efficient_loading) == (True, False)
+
+
+def test_single_starts_uptrain():
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    arguments = ["--config_file", str(SCRIPTS / "accelerate/single.yaml"), "--cpu", "-m", "uptrain", "plan", "--help"]
+    result = subprocess.run([*launch, *arguments], capture_output=True, text=True, check=False)
+    assert "Usage: python -m uptrain plan" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_shells_parse(name):
+    subprocess.run([SHELLS[name], "-n", SCRIPTS / name], check=True)
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Run a script where the programs it calls are stand-ins that print how they were called, an argument a line."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+
+    def stand_in(name: str, text: str) -> None:
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+
+    stand_in("accelerate", 'echo "accelerate $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; printf "%s\\n" "$@"')
+    stand_in("srun", 'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; exit 1')
+    stand_in("scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi')
+    stand_in("nvidia-smi", 'printf "GPU 0\\nGPU 1\\nGPU 2\\n"')
+
+    def run(name: str, *arguments: object, **variables: str) -> tuple[int, list[str]]:
+        environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **variables}
+        command = [SHELLS[name], SCRIPTS / name, *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return result.returncode, result.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("variables", "layout", "gpus"),
+    [
+        ({}, "fsdp2", "3"), ({"GPUS": "8"}, "fsdp2", "8"), ({"LAYOUT": "ddp"}, "ddp", "3"),
+        ({"GPUS": "1"}, "single", "1"), ({"GPUS": "1", "LAYOUT": "ddp"}, "single", "1"),
+    ],
+)  # fmt: skip
+def test_multi_gpu(shell, variables, layout, gpus):
+    code, lines = shell("uptrain_multi_gpu.sh", "run", "my model", "--alpha", "0.05", **variables)
+    assert code == 0
+    assert lines[:3] == ["accelerate 600", "launch", "--config_file"]
+    assert Path(lines[3]) == SCRIPTS / f"accelerate/{layout}.yaml"
+    assert lines[4:] == [
+        "--num_processes", gpus, "--main_process_port", "0", "-m", "uptrain", "run", "my model", "--alpha", "0.05"
+    ]  # fmt: skip
+
+
+JOB = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "after"), [("preempted", 0, ["scontrol requeue 42"]), ("finished", 1, []), ("failed", 1, [])]
+)
+def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, code, after):
+    run = tmp_path / "a run"
+    run.mkdir()
+    (run / "run_state.json").write_text(f'{{\n  "status": "{status}",\n  "step": 3\n}}\n')
+    (run / "run.json").write_text("{}")
+    found, lines = shell("slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB)
+    assert found == code
+    assert lines[:4] == ["srun true", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
+    assert "--rdzv-endpoint=node7:29500" in lines
+    assert lines[lines.index("-m") :] == ["-m", "uptrain", "resume", str(run), *after]
+
+
+def test_slurm_starts_a_new_run(shell, tmp_path):
+    code, lines = shell("slurm/uptrain.sbatch", tmp_path / "run", "MODEL", "--alpha", "0.05", **JOB)
+    assert code == 1
+    start = lines.index("uptrain")
+    assert lines[start:] == ["uptrain", "run", "MODEL", "--alpha", "0.05", "--out", str(tmp_path / "run")]

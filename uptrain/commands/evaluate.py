@@ -1,0 +1,37 @@
+"""`uptrain evaluate`: measure a model on held-out text."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from model import terminal
+
+FOLDER = click.Path(path_type=Path)
+
+
+@click.command("evaluate")
+@click.argument("model", type=FOLDER)
+@click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="Held-out windows.")
+@click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The parent, to compare with.")
+@click.option("--precision", type=click.Choice(("bf16", "fp32")), help="[default: bf16 on a GPU, fp32 on a CPU]")
+@click.option("--micro-batch", type=click.IntRange(min=1), metavar="N", help="[default: as many as make 8192 tokens]")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+def command(model: Path, as_json: bool, **options: Any) -> None:
+    """Measure MODEL's loss and perplexity on CACHE, exactly: every predicted token counts once.
+
+    With --teacher also the teacher's loss, the KL divergence from it, and how often both choose the same token.
+    """
+    from uptrain.evaluate import evaluate_folder
+
+    found = evaluate_folder(model, quiet=as_json, **options)
+    if as_json:
+        terminal.print_json({"model": str(model), "data": str(options["data"]), **found})
+        return
+    rows = [("targets", f"{found['targets']:,}"), ("loss", f"{found['loss']:.4f} nats per token")]
+    rows.append(("perplexity", f"{found['perplexity']:.4g}"))
+    if "kl" in found:
+        rows.append(("teacher's loss", f"{found['teacher_loss']:.4f}"))
+        rows.append(("KL to the teacher", f"{found['kl']:.4f}"))
+        rows.append(("same choice", f"{found['agreement']:.1%} of tokens"))
+    terminal.facts(str(model), rows)

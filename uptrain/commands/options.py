@@ -1,0 +1,66 @@
+"""Options that several commands take."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import click
+
+from model.errors import InputError
+from uptrain.budget import Request
+from uptrain.counts import parse_count
+from uptrain.schedule import SCHEDULES
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def count_option(name: str, help: str) -> Callable[[Command], Command]:
+    """Return an option that takes a count like 50B."""
+    return click.option(name, callback=_parse_count, metavar="N", help=help)
+
+
+def _parse_count(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_count(value)
+    except InputError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+
+
+def budget_options(command: Command) -> Command:
+    """Add how long to train."""
+    return _add(
+        command,
+        click.option("--alpha", type=float, metavar="SHARE",
+                     help="Train for this share of the original pre-training: 0.05 is the GQA paper's."),
+        count_option("--tokens", "Train on this many tokens, e.g. 50B."),
+        count_option("--steps", "Train for this many optimizer steps."),
+        click.option("--original", metavar="NAME",
+                     help="The checkpoint's name in the table of known originals.  [default: by shape and source]"),
+        count_option("--original-tokens", "Tokens of the original pre-training, e.g. 2T.  [default: from the table]"),
+        count_option("--global-batch-tokens",
+                     "Tokens of one optimizer step, over all processes.  [default: the original's]"),
+    )  # fmt: skip
+
+
+def schedule_options(command: Command) -> Command:
+    """Add the learning rate and its schedule."""
+    return _add(
+        command,
+        click.option("--lr", type=float, metavar="LR",
+                     help="Peak learning rate.  [default: a third of the original's]"),
+        click.option("--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
+                     help="wsd falls to 0 over the last fifth, cosine to a tenth; inverse-sqrt is the GQA paper's."),
+        click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N",
+                     help="Steps of linear warm-up.  [default: 5 %, at least 100 or a quarter]"),
+    )  # fmt: skip
+
+
+def request_from(options: dict[str, Any]) -> Request:
+    """Take the options that make a Request out of `options`."""
+    return Request(**{field.name: options.pop(field.name) for field in fields(Request)})
+
+
+def _add(command: Command, *options: Callable[[Command], Command]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,110 @@
+"""The tokenizer of a Hugging Face folder: its identity, and the ids it gives a document.
+
+A document's ids are what the tokenizer itself gives its text, with the special tokens it adds by itself, and the
+end-of-sequence token last, if there is one and it is not there yet.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from model.errors import InputError
+
+WHOLE = "tokenizer.json"
+"""Holds a fast tokenizer entirely; where it is, the vocabularies of slow ones beside it are not read."""
+VOCABULARIES = (
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
+    "added_tokens.json",
+)  # fmt: skip
+CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+SETTINGS = (
+    "tokenizer_class", "bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space",
+    "legacy", "do_lower_case", "split_special_tokens", "added_tokens_decoder", "additional_special_tokens",
+    "extra_special_tokens",
+)  # fmt: skip
+"""What in CONFIGS can change ids; chat templates, lengths, names and padding cannot."""
+
+
+def tokenizer_sha256(folder: Path) -> str:
+    """Return the identity of a folder's tokenizer: a hash of the files and settings that decide which ids it gives.
+
+    Equal files have equal identities, whatever else is in their folders. The reverse does not hold: the same tokenizer
+    saved anew by another version of transformers may be written otherwise. Raises InputError if there is none.
+    """
+    names = [WHOLE] if (folder / WHOLE).is_file() else [name for name in VOCABULARIES if (folder / name).is_file()]
+    if not names:
+        raise InputError(f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); give a Hugging Face folder.")
+    files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    merged = {key: value for name in CONFIGS for key, value in _read_config(folder / name).items()}
+    settings = {name: merged[name] for name in SETTINGS if merged.get(name) is not None}
+    return hashlib.sha256(json.dumps([files, settings], sort_keys=True).encode()).hexdigest()
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error}); fetch the tokenizer anew.") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path} is not a JSON object; fetch the tokenizer anew.")
+    return config
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer as a few plain values, which every worker process makes its own encoder of."""
+
+    backend: str
+    """The fast tokenizer as JSON, after all that transformers makes of the folder."""
+    splits_special: bool
+    """Whether a special token that is written out in a text is text like any other."""
+    eos_id: int | None
+    vocab_size: int
+    """One more than the highest id."""
+    sha256: str
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Read a folder's tokenizer with transformers, from local files alone. Raises InputError if it cannot be used."""
+    identity = tokenizer_sha256(folder)
+    from transformers import AutoTokenizer
+
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InputError(f"transformers cannot load the tokenizer of {folder}: {error}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise InputError(
+            f"{folder} has a tokenizer written in Python ({type(loaded).__name__}); give one with a {WHOLE}."
+        )
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return Tokenizer(
+        backend.to_str(), bool(loaded.split_special_tokens), loaded.eos_token_id, max(vocabulary.values()) + 1, identity
+    )
+
+
+class Encoder:
+    """Gives documents their ids."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = Backend.from_str(tokenizer.backend)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = tokenizer.splits_special
+        self._eos_id = tokenizer.eos_id
+
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text, which may be none."""
+        found = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
+        if self._eos_id is not None:
+            for ids in found:
+                if not ids or ids[-1] != self._eos_id:
+                    ids.append(self._eos_id)
+        return found

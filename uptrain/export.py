@@ -1,0 +1,164 @@
+"""From a training checkpoint to an ordinary Hugging Face folder, a tensor at a time."""
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from model.checkpoint import open_checkpoint
+from model.checkpoint.folder import INDEX, SINGLE, json_text, list_files, read_config
+from model.checkpoint.tensor import Tensor
+from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
+from model.errors import InputError
+from model.staging import Staging, sync_file, sync_folder, write_file
+from uptrain.card import model_card
+from uptrain.metrics import read_metrics
+from uptrain.run import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.trainee import STUDENT
+from uptrain.training_checkpoint import STATE, TENSORS, complete, damage, folder_name
+
+DTYPES = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
+MAX_SHARD_SIZE = 5 * 10**9
+RECORD = "uptraining.json"
+_PREFIX = re.compile(rf"model\.{re.escape(STUDENT)}(?:theirs\.)?")
+Progress = Callable[[float], None]
+
+
+def export(run_folder: Path, out: Path, step: int | None, dtype: str, progress: Progress) -> dict[str, Any]:
+    """Write the model of a run's checkpoint to the folder `out`, which appears complete or not at all.
+
+    `step` None takes the newest checkpoint that is whole; returns the record that `uptraining.json` then holds. Config,
+    tokenizer and other files are those of the model the run began with, byte for byte, but for the dtype's name.
+    """
+    run = Run.read(run_folder)
+    if out.exists():
+        raise InputError(f"{out} exists already; choose another OUT.")
+    checkpoint = find_checkpoint(run_folder, step)
+    record = make_record(run, run_folder, checkpoint)
+    with Staging(out) as staging:
+        staging.open("")  # an interrupted export starts anew: reading back is all the work there is
+        try:
+            _write_weights(checkpoint / TENSORS, staging.folder, _is_tied(run_folder), dtype, progress)
+            _write_files(run_folder / MODEL, staging.folder, record, dtype)
+            staging.publish()
+        except BaseException:
+            staging.discard()
+            raise
+    with open_checkpoint(out):
+        return record
+
+
+def find_checkpoint(run_folder: Path, step: int | None) -> Path:
+    """Return a checkpoint whose files are whole: that of `step`, or the newest."""
+    folder = run_folder / CHECKPOINTS
+    found = sorted(complete(folder), reverse=True)
+    if step is not None:
+        wanted = folder / folder_name(step)
+        if wanted not in found:
+            steps = ", ".join(str(int(p.name.removeprefix("step-"))) for p in reversed(found)) or "none"
+            raise InputError(f"{run_folder} has no checkpoint of step {step}; it has those of: {steps}.")
+        found = [wanted]
+    if not found:
+        raise InputError(f"{run_folder} has no checkpoint yet; `uptrain resume {run_folder}` trains on.")
+    problem = damage(found[0])
+    if problem:
+        raise InputError(f"{problem}; choose another checkpoint with --step.")
+    return found[0]
+
+
+def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Return what is to be known of how a model was trained; no paths, so that the same run gives the same bytes."""
+    state = json.loads((checkpoint / STATE).read_bytes())
+    settings = vars(run.settings) | {"model": _name(run.settings.model), "teacher": _name(run.settings.teacher)}
+    evaluations = [r for r in read_metrics(run_folder / METRICS) if "evaluation" in r and r["step"] <= state["step"]]
+    return {
+        "schema": 1,
+        "step": state["step"],
+        "tokens": state["tokens"],
+        "skipped_steps": state["skipped"],
+        "budget": run.budget,
+        "settings": {k: v for k, v in settings.items() if k not in ("data", "eval_data", "track")},
+        "data_sha256": run.cache_sha256,
+        "evaluations": [{"step": r["step"], **r["evaluation"]} for r in evaluations],
+        "versions": run.versions,
+    }
+
+
+def _name(path: str) -> str:
+    return Path(path).name if path else ""
+
+
+def _is_tied(run_folder: Path) -> bool:
+    _, config = read_config(run_folder / MODEL)
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def _write_weights(source: Path, folder: Path, tied: bool, dtype: str, progress: Progress) -> None:
+    short, torch_dtype = DTYPES[dtype]
+    reader = FileSystemReader(source)
+    stored = {
+        _PREFIX.sub("", name): (name, entry)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if _PREFIX.match(name) and isinstance(entry, TensorStorageMetadata)
+    }
+    if tied:
+        stored.pop("lm_head.weight", None)
+    tensors = {name: Tensor(name, short, tuple(entry.size)) for name, (_, entry) in stored.items()}
+    groups = divide(tensors.values(), MAX_SHARD_SIZE)
+    shards = name_shards(groups, {})
+    for shard, group in zip(shards, groups, strict=True):
+        file = ShardFile(folder / shard.name, group, shard.metadata)
+        try:
+            for tensor in group:
+                value = _load_one(reader, *stored[tensor.name]).to(torch_dtype)
+                file.write_rows(tensor.name, 0, _bits(value))
+                progress(tensor.nbytes)
+        finally:
+            file.finish()
+    index = index_text(shards, tensors)
+    if index is not None:
+        write_file(folder / INDEX, index)
+
+
+def _load_one(reader: FileSystemReader, name: str, entry: TensorStorageMetadata) -> torch.Tensor:
+    """Read one tensor whole, from however many shards it is in."""
+    value = torch.empty(entry.size, dtype=entry.properties.dtype)
+    key, _, rest = name.partition(".")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is the point
+        load({key: {rest: value}}, storage_reader=reader, no_dist=True)
+    return value
+
+
+def _bits(value: torch.Tensor) -> Any:
+    return value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
+
+
+def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str) -> None:
+    side_files, _ = list_files(source)
+    files: dict[str, Path | bytes] = {**side_files, "config.json": config_text(source, dtype)}
+    files[RECORD] = json_text(record)
+    files["README.md"] = model_card(source, record)
+    if (source / "groupwise.json").is_file():
+        files["groupwise.json"] = source / "groupwise.json"
+    for name, content in files.items():
+        write_file(folder / name, content.read_bytes() if isinstance(content, Path) else content)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.name != SINGLE:
+            sync_file(path)
+
+
+def config_text(folder: Path, dtype: str) -> bytes:
+    """Return config.json as it is, or with the dtype's name changed if it names another."""
+    text, config = read_config(folder)
+    named = "dtype" if "dtype" in config else "torch_dtype"
+    return text if config.get(named) == dtype else json_text({**config, named: dtype})

@@ -1,0 +1,44 @@
+"""Whether data, model and processes fit together; if not, which to change."""
+
+from pathlib import Path
+
+from model.errors import InputError
+from uptrain.data.cache import Cache
+from uptrain.data.tokenizer import tokenizer_sha256
+
+
+def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
+    """Refuse data made with another tokenizer than the model's."""
+    wanted = cache.manifest.tokenizer_sha256
+    if wanted and tokenizer_sha256(folder) != wanted:
+        raise InputError(
+            f"{path} was made with another tokenizer than that of {folder}; prepare it with --tokenizer {folder}."
+        )
+
+
+def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
+    """Refuse data with ids that the model does not know."""
+    if cache.manifest.vocab_size > vocab_size:
+        raise InputError(
+            f"{name} was made with a tokenizer of {cache.manifest.vocab_size} tokens, but the model knows "
+            f"{vocab_size}; prepare the data with the model's own tokenizer."
+        )
+
+
+def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
+    """Refuse a teacher whose distribution is over other tokens."""
+    if teacher_vocab_size != vocab_size:
+        raise InputError(
+            f"the teacher {name} has {teacher_vocab_size} tokens, the student {vocab_size}; "
+            "distillation needs the same vocabulary."
+        )
+
+
+def check_batch(global_batch: int, n_processes: int) -> None:
+    """Refuse a global batch that processes cannot share evenly."""
+    if global_batch % n_processes:
+        divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        raise InputError(
+            f"a global batch of {global_batch} windows cannot be shared evenly by {n_processes} processes; it can by "
+            f"{', '.join(map(str, divisors))}. Change --global-batch-tokens or the number of processes."
+        )

@@ -1,0 +1,179 @@
+"""From the options of `uptrain run`, `resume` and `extend` to a training under way."""
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from accelerate import PartialState
+
+from model.checkpoint.folder import read_config
+from model.errors import InputError
+from uptrain.budget import Budget, Request, make_budget, make_schedule
+from uptrain.data.batch import MICRO_BATCH_TOKENS
+from uptrain.data.cache import Cache
+from uptrain.fitting import check_tokenizer
+from uptrain.metrics import read_metrics, write_metrics
+from uptrain.recognise import source_names
+from uptrain.run import CHECKPOINTS, METRICS, MODEL, Run, make_folder, resume, schedule_of, start
+from uptrain.schedule import decay_start
+from uptrain.settings import Settings
+from uptrain.show import Show, training_bar
+from uptrain.training_checkpoint import complete, damage, folder_name
+
+SHARES = 10
+"""A run saves and evaluates this often unless told otherwise."""
+
+
+def launch_new(
+    request: Request, *, model: Path | None, init: Path | None, out: Path, max_minutes: float | None, **options: Any
+) -> None:
+    """Start a run. Raises InputError for everything that can be known before training."""
+    if (model is None) == (init is None):
+        raise InputError("give either MODEL, or --init FOLDER to train from nothing.")
+    folder = model or init
+    assert folder is not None
+    settings, budget = make_settings(request, folder, is_new=init is not None, **options)
+    _watch(settings.steps, out, lambda show: start(settings, budget, folder, out, _deadline(max_minutes), show))
+
+
+def launch_resumed(run: Path, max_minutes: float | None) -> None:
+    """Go on with a run."""
+    steps = Run.read(run).settings.steps
+    _watch(steps, run, lambda show: resume(run, _deadline(max_minutes), show))
+
+
+def launch_extended(
+    run: Path, out: Path, alpha: float | None, tokens: int | None, steps: int | None, max_minutes: float | None
+) -> None:
+    """Make a longer run of one that is there, and go on with it."""
+    total = extended_steps(Run.read(run), alpha, tokens, steps)
+    if PartialState(cpu=not torch.accelerator.is_available()).is_main_process:
+        extend(run, out, total)
+    PartialState().wait_for_everyone()
+    launch_resumed(out, max_minutes)
+
+
+def _watch(steps: int, out: Path, work: Callable[[Show], str]) -> None:
+    """Show a run while it goes on, and say how it ended."""
+    with training_bar(steps) as show:
+        status = work(show)
+    if PartialState().is_main_process:
+        if status == "finished":
+            click.echo(f"Finished {out}. Export it with: uptrain export {out} FOLDER")
+        else:
+            click.echo(f"Saved and stopped. Go on with: uptrain resume {out}")
+
+
+def _deadline(max_minutes: float | None) -> float:
+    return math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+
+
+def make_settings(
+    request: Request,
+    folder: Path,
+    *,
+    is_new: bool,
+    data: Path,
+    eval_data: Path | None,
+    teacher: Path | None,
+    loss: str | None,
+    schedule: str,
+    warmup_steps: int | None,
+    precision: str | None,
+    micro_batch: int | None,
+    save_every_steps: int | None,
+    eval_every: int | None,
+    **same: Any,
+) -> tuple[Settings, dict[str, Any]]:
+    """Resolve every default, and return the settings and where the number of steps comes from."""
+    loss = loss or ("distill" if teacher else "next-token")
+    if loss != "next-token" and teacher is None:
+        raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
+    cache = Cache.open(data)
+    for path, opened in ((data, cache), *([(eval_data, Cache.open(eval_data))] if eval_data else [])):
+        check_tokenizer(opened, path, folder)
+    known = ({}, ()) if is_new else (read_config(folder)[1], source_names(folder))
+    budget = make_budget(request, *known, cache.seq_len)
+    plan = make_schedule(budget, schedule, warmup_steps)
+    often = max(1, budget.steps // SHARES)
+    settings = Settings(
+        model="" if is_new else str(folder.resolve()),
+        data=str(data.resolve()),
+        eval_data=str(eval_data.resolve()) if eval_data else "",
+        teacher=str(teacher.resolve()) if teacher else "",
+        loss=loss,
+        steps=budget.steps,
+        global_batch=budget.global_batch_tokens // cache.seq_len,
+        micro_batch=micro_batch or max(1, MICRO_BATCH_TOKENS // cache.seq_len),
+        schedule=plan.kind,
+        lr=plan.peak,
+        warmup_steps=plan.warmup_steps,
+        decay_fraction=plan.decay_fraction,
+        original_steps=plan.original_steps,
+        precision=precision or ("bf16" if torch.accelerator.is_available() else "fp32"),
+        save_every=save_every_steps or often,
+        eval_every=eval_every or often,
+        **same,
+    )
+    return settings, describe_budget(budget)
+
+
+def describe_budget(budget: Budget) -> dict[str, Any]:
+    original = budget.original.name if budget.original else None
+    return {**asdict(budget), "original": original, "tokens": budget.tokens}
+
+
+def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
+    """Return how many steps a longer run shall have; α counts from the same original."""
+    s, batch = run.settings, run.budget["global_batch_tokens"]
+    original = run.budget["original_tokens"]
+    request = Request(alpha, tokens, steps, original, None, batch, s.lr)
+    total = make_budget(request, {}, (), batch).steps
+    if total <= s.steps:
+        raise InputError(f"the run has {s.steps} steps already; {total} would not extend it.")
+    return total
+
+
+def extend(folder: Path, out: Path, steps: int) -> None:
+    """Make the folder of a longer run, with the checkpoint it goes on from and what was measured up to there."""
+    run = Run.read(folder)
+    longer = replace(run.settings, steps=steps)
+    branch = branch_step(folder, run)
+    first_decay = decay_start(schedule_of(longer))
+    assert first_decay is None or first_decay >= branch
+    source = folder / CHECKPOINTS / folder_name(branch)
+    if problem := damage(source):
+        raise InputError(f"the checkpoint to go on from is not whole: {problem}.")
+    parent = {"run": str(folder.resolve()), "step": branch}
+    budget = {**run.budget, "steps": steps, "tokens": steps * run.budget["global_batch_tokens"], "alpha": None}
+    if run.budget["original_tokens"]:
+        budget["alpha"] = budget["tokens"] / run.budget["original_tokens"]
+
+    def fill(unfinished: Path) -> None:
+        shutil.copytree(source, unfinished / CHECKPOINTS / source.name)
+        kept = [line for line in read_metrics(folder / METRICS) if line["step"] <= branch]
+        write_metrics(unfinished / METRICS, kept)
+
+    make_folder(longer, budget, folder / MODEL, out, parent, fill)
+
+
+def branch_step(folder: Path, run: Run) -> int:
+    """Return the step from which a run can be made longer: the last whose learning rate the longer run shares."""
+    schedule = schedule_of(run.settings)
+    if schedule.kind == "cosine":
+        raise InputError(
+            f"{folder} has a cosine schedule, whose every step depends on its length; it cannot be extended. "
+            "Start a new run, with --schedule wsd to extend it later."
+        )
+    decay = decay_start(schedule)
+    found = [int(path.name.removeprefix("step-")) for path in complete(folder / CHECKPOINTS)]
+    usable = [step for step in found if decay is None or step <= decay]
+    if not usable:
+        raise InputError(f"{folder} has no checkpoint from before its learning rate decays; `uptrain resume` it first.")
+    return max(usable)
