@@ -14,7 +14,7 @@ _init = AcceleratorState.__init__
 def _init_sharded(self: AcceleratorState, *arguments: Any, **options: Any) -> None:
     _init(self, *arguments, **options)
     plugin = options.get("fsdp_plugin")
-    if plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+    if plugin is not None and self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         self.fsdp_plugin = plugin
 

@@ -1,0 +1,65 @@
+"""A run that was stopped and resumed is the run uninterrupted."""
+
+import pytest
+from training import arguments, assert_same_run, drive, make_inputs, steps
+
+LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
+CELLS = [
+    pytest.param(layout, precision, loss, marks=() if (layout, precision, loss) in FAST else pytest.mark.slow)
+    for FAST in [{("one process", "fp32", "next-token"), ("FSDP2 x 2", "bf16", "distill")}]
+    for layout in LAYOUTS
+    for precision in ("fp32", "bf16")
+    for loss in ("next-token", "distill")
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize(("layout", "precision", "loss"), CELLS)
+def test_stopped_three_times_is_bit_equal(inputs, tmp_path, layout, precision, loss):
+    """Stopped twice in the first epoch (steps 0 to 5) and once in the second."""
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    more = ("--precision", precision, "--eval-data", inputs["held_out"], "--eval-every", 4)
+    resume = {"arguments": ["resume", str(pieces)]}
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more, loss=loss)},
+        {"arguments": arguments(inputs, pieces, *more, loss=loss), "stop_in": 1},
+        {**resume, "stop_in": 3},
+        {**resume, "stop_in": 7},
+        resume,
+    ]
+    drive(jobs, *LAYOUTS[layout])
+    assert len(steps(whole)) == 12
+    assert_same_run(whole, pieces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_any_number_of_processes_sees_the_same_samples(inputs, tmp_path, sharded):
+    """2 → 1 → 4 → 2 processes, against one."""
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    drive([{"arguments": arguments(inputs, whole)}])
+    resume = {"arguments": ["resume", str(pieces)]}
+    drive([{"arguments": arguments(inputs, pieces), "stop_in": 2}], 2, sharded)
+    drive([{**resume, "stop_in": 4}], 1)
+    drive([{**resume, "stop_in": 8}], 4, sharded)
+    drive([resume], 2, sharded)
+    assert steps(pieces, "windows", "learning_rate", "tokens") == steps(whole, "windows", "learning_rate", "tokens")
+    for (step, loss), (_, expected) in zip(steps(pieces, "loss"), steps(whole, "loss"), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5), step
+
+
+def test_extended_run_is_the_longer_run_up_to_the_decay(inputs, tmp_path):
+    """12 steps extended to 20: the same as 20 from the beginning, all the way, since the branch is before any decay."""
+    short, longer, straight = tmp_path / "short", tmp_path / "longer", tmp_path / "straight"
+    drive(
+        [
+            {"arguments": arguments(inputs, short, steps=12)},
+            {"arguments": ["extend", str(short), "--out", str(longer), "--steps", "20"]},
+            {"arguments": arguments(inputs, straight, steps=20)},
+        ]
+    )
+    assert_same_run(longer, straight)

@@ -1,0 +1,114 @@
+"""Runs to compare: a tiny model, data, processes, and what a run has written."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import caches
+import numpy as np
+import tiny
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+HERE = Path(__file__).parent
+VOCAB = 257
+"""A prime: shards of FSDP are of unequal size."""
+
+
+def make_inputs(folder: Path) -> dict[str, Path]:
+    """Write a GQA model, its MHA parent, and two caches of windows of 32 tokens in documents of uneven length."""
+    rng = np.random.default_rng(0)
+
+    def documents(n: int) -> list[list[int]]:
+        return [rng.integers(0, VOCAB, rng.integers(1, 60)).tolist() for _ in range(n)]
+
+    return {
+        "model": tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2), folder / "model"),
+        "parent": tiny.save(tiny.build(vocab_size=VOCAB), folder / "parent"),
+        "data": caches.write_cache(folder / "data", [documents(30), documents(12)], 32, VOCAB),
+        "held_out": caches.write_cache(folder / "held-out", [documents(9)], 32, VOCAB),
+    }
+
+
+def arguments(
+    inputs: dict[str, Path], out: Path, *more: object, loss: str = "next-token", steps: int = 12
+) -> list[str]:
+    """Return the arguments of a run: 8 windows a step, so that an epoch is about five steps."""
+    fixed = ["run", inputs["model"], "--data", inputs["data"], "--out", out, "--steps", steps, "--lr", 1e-3]
+    fixed += ["--global-batch-tokens", 256, "--micro-batch", 3, "--warmup-steps", 3]
+    teacher = ["--teacher", inputs["parent"], "--loss", loss] if loss != "next-token" else []
+    return [str(x) for x in (*fixed, *teacher, *more)]
+
+
+def environment(sharded: bool = False) -> dict[str, str]:
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    settings |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
+    return {**os.environ, "PYTHONPATH": str(HERE), **settings}
+
+
+def command(script: list[str], n_processes: int) -> list[str]:
+    """Return how to start a Python script with its arguments in some processes."""
+    if n_processes == 1:
+        return [sys.executable, *script]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [f"--nproc-per-node={n_processes}", f"--master-port={port}"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *script]
+
+
+def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = False) -> None:
+    """Run commands one after the other in the same processes; see `drive_training.py`."""
+    script = [str(HERE / "drive_training.py"), json.dumps(jobs)]
+    result = subprocess.run(
+        command(script, n_processes), env=environment(sharded), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def steps(run: Path, *keys: str) -> list[tuple[Any, ...]]:
+    """Return what was written down of each step."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [tuple(r[key] for key in ("step", *keys)) for r in records if "loss" in r]
+
+
+def evaluations(run: Path) -> list[Any]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(r["step"], r["evaluation"]) for r in records if "evaluation" in r]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of a training checkpoint, weights and optimizer states."""
+    reader = FileSystemReader(checkpoint / "tensors")
+    entries = reader.read_metadata().state_dict_metadata
+    found = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items() if _is_tensor(e)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        load(found, storage_reader=reader, no_dist=True)
+    assert any(name.startswith("model.") for name in found)
+    assert any(name.startswith("optimizer.state.") for name in found)
+    return found
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, TensorStorageMetadata)
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """Check that two runs are the same to the last bit: what they logged, and where they ended."""
+    keys = ("loss", "grad_norm", "learning_rate", "tokens", "windows")
+    assert steps(run, *keys) == steps(other, *keys)
+    assert evaluations(run) == evaluations(other)
+    ends = [max((r / "checkpoints").glob("step-*")) for r in (run, other)]
+    assert ends[0].name == ends[1].name
+    first, second = map(tensors, ends)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
