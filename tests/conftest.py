@@ -37,6 +37,7 @@ def command_line(
 ) -> Callable[..., Result]:
     def run(*arguments: object) -> Result:
         capsys.readouterr()
+        monkeypatch.setenv("COLUMNS", "300")  # no folding of long paths
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             main()

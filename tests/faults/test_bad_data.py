@@ -1,0 +1,490 @@
+"""Bad data gets one clear line with its place; a build that is killed, stopped or refused goes on where it was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiny
+from tokenizers_ import make_tokenizer
+
+from model.errors import InputError
+from model.staging import Staging
+from uptrain.data import build, units
+from uptrain.data.cache import Cache
+from uptrain.data.sources import find_sources
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def prepare(uptrain, tmp_path, tokenizer):
+    """Prepare tmp_path/out; with `ids=True`, from data that is tokenised already."""
+
+    def run(*data, ids=False, options=()):
+        arguments = [word for path in data for word in ("--data", path)]
+        arguments += ["--vocab-size", 300] if ids else ["--tokenizer", tokenizer]
+        return uptrain("prepare", *arguments, "--seq-len", 8, "--out", tmp_path / "out", "--workers", 1, *options)
+
+    return run
+
+
+def line(text="good"):
+    return json.dumps({"text": text}).encode() + b"\n"
+
+
+# Bad records, with their places
+
+BAD = {
+    "corrupt": (b'{"text": "a\n', "not valid JSON (Unterminated string starting at at column 10)"),
+    "NUL": (b'{"text": "a\0"}\n', "not valid JSON: the line holds NUL bytes, the first at byte 12"),
+    "UTF-8": (b'{"text": "\xe9t\xe9"}\n', "not valid UTF-8 at byte 11 of the line"),
+    "no object": (b"[1, 2]\n", "a list instead of an object"),
+    "no column": (b'{"body": "a"}\n', "no field 'text' among 'body'; --text-column names another"),
+    "type": (b'{"text": 5}\n', "field 'text' is a number, not a string"),
+    "id too high": (
+        b'{"input_ids": [1, 299, 300]}\n', "token id 300 at position 2 of 'input_ids', outside the vocabulary of 300",
+    ),
+    "id negative": (
+        b'{"input_ids": [-1]}\n', "token id -1 at position 0 of 'input_ids', outside the vocabulary of 300",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("unit_bytes", [64, 1 << 20])
+def test_bad_line_in_the_middle(prepare, tmp_path, monkeypatch, kind, unit_bytes):
+    monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
+    bad, reason = BAD[kind]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 16 + bad + line() * 16)
+    result = prepare(path)
+    hint = "put it right, or leave such records out with --on-bad-record skip."
+    result.refused(f"Error: {path}:17: {reason}; {hint}")
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.groupwise").exists() == (unit_bytes == 64) == ("(What is finished is kept" in result.err)
+
+
+def test_bad_last_line(prepare, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 3 + b'{"text": "cut of')
+    prepare(path).refused(f"{path}:4: not valid JSON: the last line is cut off (Unterminated string")
+
+
+def test_utf16_file(prepare, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((line() * 3).decode().encode("utf-16"))
+    prepare(path).refused(f"{path}:1: not valid UTF-8 at byte 1 of the line")
+
+
+def test_good_in_spite_of_bom_crlf_length_and_a_missing_newline(prepare, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + line("a")[:-1] + b"\r\n" + line("ab" * 5_000_000) + line("b")[:-1])
+    assert prepare(path).code == 0
+    assert Cache.open(tmp_path / "out").manifest.n_documents == 3
+
+
+def test_place_in_other_formats(prepare, tmp_path):
+    pq.write_table(pa.table({"input_ids": [[1], [2], [300]]}), tmp_path / "a.parquet", row_group_size=1)
+    prepare(tmp_path / "a.parquet", ids=True).refused(f"{tmp_path}/a.parquet:row 3: token id 300 at position 0")
+    (tmp_path / "a.txt").write_bytes(b"a\xff")
+    prepare(tmp_path / "a.txt").refused(f"{tmp_path}/a.txt: not valid UTF-8 at byte 2")
+
+
+def test_text_without_a_tokenizer(prepare, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    prepare(tmp_path / "a.jsonl", ids=True).refused("a.jsonl:1: a text, but no --tokenizer to tokenise it with")
+
+
+def test_damaged_file_is_refused_even_when_skipping(prepare, tmp_path):
+    pq.write_table(pa.table({"text": ["a"] * 1000}), tmp_path / "a.parquet")
+    os.truncate(tmp_path / "a.parquet", 100)
+    prepare(tmp_path / "a.parquet", options=("--on-bad-record", "skip")).refused("a.parquet is damaged or cut off")
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b\x08")
+    prepare(tmp_path / "a.jsonl.gz", options=("--on-bad-record", "skip")).refused(
+        "a.jsonl.gz:1: the compressed data is cut off"
+    )
+
+
+# Skipping them
+
+SKIP = ("--on-bad-record", "skip")
+
+
+def test_skipped_records_are_counted(prepare, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 500 + b"{\n" + line() * 1499)
+    result = prepare(path, options=SKIP)
+    assert result.code == 0
+    assert "1 bad" in result.out
+    manifest = Cache.open(tmp_path / "out").manifest
+    assert manifest.n_documents == 1999
+    assert manifest.sources[0]["skipped"] == 1
+
+
+@pytest.mark.parametrize("unit_bytes", [1000, 1 << 20])
+def test_more_than_a_thousandth_is_too_many(prepare, tmp_path, monkeypatch, unit_bytes):
+    monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 500 + b"{\n" + line() * 1000 + b"3\n" + line() * 497)
+    prepare(path, options=SKIP).refused(
+        "2 of 1,999 records are bad, more than the 0.1% that may be skipped; "
+        f"the first is {path}:501: not valid JSON (Expecting property name enclosed in double quotes at column 2)."
+    )
+
+
+def test_too_many_bad_records_stop_before_the_end(prepare, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(build, "SKIPPED_RECORDS", 200)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"{\n" * 2 + line() * 5000)
+    prepare(path, options=SKIP).refused("2 of 2", "records are bad", f"the first is {path}:1: ")
+    (staging,) = tmp_path.glob(".out.groupwise")
+    assert 0 < len(list((staging / "folder").glob("tokens*.bin"))) < 10
+
+
+def test_a_corrected_file_is_all_that_is_done_anew(prepare, tmp_path):
+    for name, content in (("a", line("a") * 9), ("b", line("b") * 9 + b"{\n"), ("c", line("c") * 9)):
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    sources = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    prepare(*sources).refused("b.jsonl:10", "is finished is kept", ".out.groupwise")
+    kept = tmp_path / ".out.groupwise/folder/tokens-00000.bin"
+    inode = kept.stat().st_ino
+    sources[1].write_bytes(line("b") * 9)
+    assert prepare(*sources).code == 0
+    assert (tmp_path / "out" / kept.name).stat().st_ino == inode
+    assert Cache.open(tmp_path / "out").manifest.n_documents == 27
+
+
+def test_units_with_skipped_records_are_not_taken_over_by_a_strict_build(prepare, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 20 + b"{\n" + line() * 500)
+    prepare(path, options=SKIP).refused("1 of 521 records are bad")
+    prepare(path).refused(f"{path}:21: not valid JSON", "--on-bad-record skip")
+
+
+def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
+    """It is never an error, however many workers read ahead."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 100 + b"{\n" + line() * 100)
+    assert prepare(path, options=("--tokens", 200, "--workers", 3)).code == 0
+
+
+# Sources
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("nowhere", ["no such file or folder"]),
+        ("nowhere=0.5", ["no such file or folder"]),
+        ("nowhere=much", ["no such file, and 'much' is no weight such as 0.7"]),
+        ("a.jsonl=0", ["a weight must be above 0"]),
+        ("a.jsonl=-1", ["a weight must be above 0"]),
+        ("a.jsonl=1/0", ["'1/0' is no weight"]),
+        ("a.csv", ["a.csv: not a known format; known are .jsonl, .jsonl.gz, .jsonl.xz, .jsonl.zst, .parquet, .txt"]),
+        ("empty", ["no file of a known format"]),
+        ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "give each its own --data"]),
+        ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
+        ("torn", ["state.json is damaged"]),
+        ("missing", ["missing/data.arrow cannot be read: it is missing"]),
+    ],
+)
+def test_sources_that_are_not_clear(prepare, tmp_path, data, words):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    (tmp_path / "a.csv").write_text("text\na\n")
+    for name, files in {
+        "empty": {"README.md": ""},
+        "mixed": {"a.jsonl": "", "b.txt": ""},
+        "dict": {"dataset_dict.json": '{"splits": ["train", "test"]}'},
+        "torn": {"state.json": "{"},
+        "missing": {"state.json": '{"_data_files": [{"filename": "data.arrow"}]}'},
+    }.items():
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            (tmp_path / name / file).write_text(content)
+    prepare(tmp_path / data).refused(str(tmp_path / data).split("=")[0], *words)
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_some_sources_weighted_and_some_not(prepare, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    (tmp_path / "b.jsonl").write_bytes(line())
+    prepare(f"{tmp_path}/a.jsonl=1", tmp_path / "b.jsonl").refused("b.jsonl has no weight, but others have")
+
+
+def test_hub_without_network(prepare):
+    prepare("hub:nobody/nothing:train").refused(
+        "hub:nobody/nothing:train cannot be loaded (", "hf download --repo-type dataset nobody/nothing"
+    )
+    prepare("hub:a:b:c:d").refused("hub:a:b:c:d is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT")
+
+
+def test_too_few_tokens(prepare, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"input_ids": [1, 2, 3]}\n' * 10)
+    (tmp_path / "b.jsonl").write_bytes(b'{"input_ids": [1, 2, 3]}\n' * 100)
+    paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    prepare(*paths, ids=True, options=("--tokens", 331)).refused(
+        "the sources have 330 tokens, fewer than --tokens 331; add --data or lower it"
+    )
+    weighted = [f"{path}=0.5" for path in paths]
+    prepare(*weighted, ids=True, options=("--tokens", 100)).refused(
+        f"--data {paths[0]} has 30 tokens, fewer than its 0.5 of --tokens 100, which is 50; "
+        "lower --tokens to 60 or less"
+    )
+    assert prepare(*weighted, ids=True, options=("--tokens", 60)).code == 0
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_no_tokens_at_all(prepare, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n')
+    prepare(tmp_path / "a.jsonl").refused("no tokens in it; every record was dropped")
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    prepare(tmp_path / "a.jsonl").refused("no tokens in it")
+
+
+# Options
+
+
+def test_options(prepare, uptrain, tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    data = ("--data", tmp_path / "a.jsonl", "--seq-len", 8, "--out", tmp_path / "out")
+    uptrain("prepare", *data).refused("give either --tokenizer FOLDER, or --vocab-size")
+    uptrain("prepare", *data, "--vocab-size", 9, "--tokenizer", tokenizer).refused("either --tokenizer")
+    prepare(tmp_path / "a.jsonl", options=("--tokens", "some")).refused("'some' is no count")
+    for share in ("0/2", "3/2", "1", "a/b"):
+        prepare(tmp_path / "a.jsonl", options=("--shard", share)).refused("--shard", share, "1/4")
+    (tmp_path / "out").mkdir()
+    prepare(tmp_path / "a.jsonl").refused("out exists, and is no token cache; choose another --out")
+
+
+def test_tokenizer_that_is_none(uptrain, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    folder = tmp_path / "tokenizer"
+    arguments = ("prepare", "--data", tmp_path / "a.jsonl", "--seq-len", 8, "--out", tmp_path / "out", "--tokenizer")
+    uptrain(*arguments, folder).refused("--tokenizer", "does not exist")
+    folder.mkdir()
+    uptrain(*arguments, folder).refused(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model)")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("[]")
+    uptrain(*arguments, folder).refused("tokenizer_config.json is not a JSON object")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    uptrain(*arguments, folder).refused(f"transformers cannot load the tokenizer of {folder}")
+    assert not list(tmp_path.glob(".out*"))
+
+
+# Changing sources
+
+
+def test_source_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 10)
+    run = build.Build.run
+
+    def run_and_touch(self, quiet):
+        run(self, quiet)
+        os.utime(path, ns=(1, 1))
+
+    monkeypatch.setattr(build.Build, "run", run_and_touch)
+    prepare(path).refused(f"{path} changed while it was read; start again when it is at rest")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert prepare(path).code == 0
+
+
+def test_source_that_changes_under_a_worker(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 10)
+    (unit,) = units.make_units(find_sources((str(path),)))
+    before = unit.identity()
+    units.check_unchanged(unit, before)
+    path.write_bytes(line() * 11)
+    with pytest.raises(InputError, match="changed while it was read"):
+        units.check_unchanged(unit, before)
+    path.unlink()
+    with pytest.raises(InputError, match="changed while it was read"):
+        units.check_unchanged(unit, before)
+
+
+# Kills
+
+# Runs the command line with small units, and kills itself just before the nth time it sees something to the disk.
+KILL_AT = """
+import os, signal, sys
+count, target = 0, int(sys.argv.pop(1))
+def dying(real):
+    def call(*arguments, **options):
+        global count
+        count += 1
+        if count == target:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+    return call
+os.fsync, os.rename, os.truncate = map(dying, (os.fsync, os.rename, os.truncate))
+from uptrain.data import units
+units.UNIT_BYTES = 1000
+from uptrain.cli import main
+main()
+"""
+
+
+def start(code, *arguments):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def processes_of(session):
+    """Return the processes of a session that still run."""
+    found = []
+    for stat in (p / "stat" for p in Path("/proc").iterdir() if p.name.isdecimal()):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def ids_source(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": rng.integers(300, size=20).tolist()}) + "\n" for _ in range(40)))
+    return path
+
+
+@pytest.mark.parametrize("share", [(), ("--shard", "2/2")])
+def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_source, share):
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    arguments = ("prepare", "--data", ids_source, "--vocab-size", 300, "--seq-len", 8, "--tokens", 700, "--workers", 2)
+    assert uptrain(*arguments, "--out", tmp_path / "expected").code == 0
+    expected = tiny.snapshot(tmp_path / "expected")
+    killed = 0
+    for n in range(1, 100):
+        out = tmp_path / f"out{n}"
+        process = start(KILL_AT, n, *arguments, "--out", out, *share)
+        process.communicate()
+        if process.returncode != -signal.SIGKILL:
+            break
+        killed += 1
+        wait_until(lambda process=process: not processes_of(process.pid))
+        assert not out.exists() or tiny.snapshot(out) == expected, n
+        assert uptrain(*arguments, "--out", out).code == 0
+        assert tiny.snapshot(out) == expected, n
+    assert process.returncode == 0
+    assert killed >= (2 if share else 8)
+
+
+SLOW = """
+import sys
+from uptrain.data import units
+units.UNIT_BYTES = 200_000
+from uptrain.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals, whole_group):
+    monkeypatch.setattr(units, "UNIT_BYTES", 200_000)
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)  # 8 MB, some seconds
+    arguments = ("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1, "--out", out)
+    process = start(SLOW, *arguments)
+    journal = tmp_path / ".out.groupwise/journal.jsonl"
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
+    for number in signals:
+        (os.killpg if whole_group else os.kill)(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.strip() == "Error: interrupted; the same command continues where this one stopped."
+    wait_until(lambda: not processes_of(process.pid))
+    assert not out.exists()
+    finished = {path.name: path.stat().st_ino for path in (tmp_path / ".out.groupwise/folder").glob("*.bin")}
+    assert finished
+    assert uptrain(*arguments).code == 0
+    assert {name: (out / name).stat().st_ino for name in finished} == finished
+    assert uptrain(*arguments[:-1], tmp_path / "expected").code == 0
+    assert tiny.snapshot(out) == tiny.snapshot(tmp_path / "expected")
+
+
+def test_killed_worker(tmp_path, tokenizer):
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)
+    process = start(SLOW, "prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1,
+                    "--out", tmp_path / "out")  # fmt: skip
+    journal = tmp_path / ".out.groupwise/journal.jsonl"
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
+    workers = [pid for pid in processes_of(process.pid) if b"spawn_main" in command_line(pid)]
+    (worker,) = workers
+    os.kill(worker, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.count("\n") == 1
+    assert err.startswith(
+        "Error: a worker process was killed, for want of memory perhaps: try fewer --workers; what is"
+    )
+    assert "the same command goes on from there" in err
+
+
+def command_line(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_two_builds_of_one_cache(prepare, tmp_path, ids_source):
+    with Staging(tmp_path / "out"):
+        prepare(ids_source, ids=True).refused("something else is writing", "out")
+    (tmp_path / ".out.groupwise/lock").unlink()
+    (tmp_path / ".out.groupwise").rmdir()
+    assert prepare(ids_source, ids=True, options=("--shard", "1/2")).code == 0
+    with Staging(tmp_path / "out.shard-1-of-2"):
+        prepare(ids_source, ids=True).refused("something else is writing", "out.shard-1-of-2")
+    assert prepare(ids_source, ids=True).code == 0
+
+
+def test_share_made_with_another_tokenizer(prepare, tmp_path, ids_source):
+    assert prepare(ids_source, ids=True, options=("--shard", "1/2")).code == 0
+    prepare(ids_source).refused(".out.shard-1-of-2.groupwise was made with another tokenizer")
+
+
+def test_full_disk(prepare, tmp_path, ids_source, monkeypatch):
+    def full(self, name, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Staging, "record_file", full)
+    result = prepare(ids_source, ids=True)
+    assert result.code == 1
+    assert "No space left on device; what is finished is kept in" in result.err
+    monkeypatch.undo()
+    assert prepare(ids_source, ids=True).code == 0
+
+
+# The cache afterwards
+
+
+def test_truncated_cache(prepare, tmp_path, ids_source):
+    assert prepare(ids_source, ids=True).code == 0
+    os.truncate(tmp_path / "out/tokens-00000.bin", 100)
+    with pytest.raises(InputError, match=r"tokens-00000\.bin has 100 bytes where the manifest says 1600; prepare"):
+        Cache.open(tmp_path / "out")

@@ -1,0 +1,143 @@
+"""`uptrain prepare`: texts → token cache."""
+
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from model import terminal
+
+if TYPE_CHECKING:
+    from uptrain.data.prepare import Request
+    from uptrain.data.shares import Share
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command("prepare")
+@click.option(
+    "--data",
+    multiple=True,
+    required=True,
+    metavar="PATH[=WEIGHT]",
+    help="A file, a folder of files, or hub:NAME[:[CONFIG:]SPLIT]; give it once for each source. With "
+    "weights, each source brings its share of the tokens.",
+)
+@click.option("--tokenizer", type=FOLDER, metavar="FOLDER", help="Hugging Face folder of the model, for its tokenizer.")
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="For data that is tokenised already (column input_ids), in place of --tokenizer.",
+)
+@click.option("--seq-len", type=click.IntRange(min=2), required=True, metavar="N", help="Tokens in a window.")
+@click.option(
+    "--tokens", default="all", show_default=True, metavar="N|all", help="The first N tokens, e.g. 50M or 1.5B."
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="CACHE", help="The cache to make.")
+@click.option("--text-column", default="text", show_default=True, metavar="NAME", help="Where records have their text.")
+@click.option(
+    "--on-bad-record",
+    type=click.Choice(["stop", "skip"]),
+    default="stop",
+    show_default=True,
+    help="Stop at the first, or leave up to 0.1 % of all records out and count them.",
+)
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes.  [default: one per core]")
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Tokenise only the I-th of N parts, on one of several machines that share the folder of CACHE. The "
+    "same command without --shard then joins them.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+def command(**options: Any) -> None:
+    """Tokenise texts once, into a token cache that training maps into memory.
+
+    Formats: .jsonl (also .gz, .xz, .zst), .parquet, .txt (a document a file), folders of `datasets.save_to_disk`. A
+    record is a document: its text, or its token ids where it has input_ids instead, which are taken as they are. A
+    killed build leaves no CACHE; the same command continues it.
+    """
+    from uptrain.data.prepare import prepare
+
+    as_json = options.pop("as_json")
+    with _ended_by_sigterm():
+        result = prepare(_request(**options), quiet=as_json)
+    if as_json:
+        terminal.print_json(result)
+    else:
+        _show(result)
+
+
+def _request(*, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any) -> "Request":
+    from uptrain.counts import parse_count
+    from uptrain.data.prepare import Request
+
+    return Request(
+        n_tokens=None if tokens == "all" else parse_count(tokens),
+        skip_bad=on_bad_record == "skip",
+        workers=workers or len(os.sched_getaffinity(0)),
+        share=None if shard is None else _share(shard),
+        **options,
+    )
+
+
+def _share(text: str) -> "Share":
+    from uptrain.data.shares import Share
+
+    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise click.BadParameter(f"{text!r} is not I/N with I from 1 to N, such as 1/4.", param_hint="--shard")
+    return Share(int(match[1]), int(match[2]))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, so that workers are stopped and the message is the same."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show(result: dict[str, Any]) -> None:
+    if "share" in result:
+        click.echo(
+            f"Share {result['share']} is done: {result['units']:,} units, {result['documents']:,} documents, "
+            f"{result['tokens']:,} tokens. When all are, the same command without --shard joins them."
+        )
+        return
+    if result["was_complete"]:
+        click.echo(f"{result['out']} was complete already, with the same data and options.\n")
+    rows = [
+        ("documents", f"{result['documents']:,}"),
+        ("tokens", f"{result['tokens']:,}, {result['dtype']}, of a vocabulary of {result['vocab_size']:,}"),
+        ("windows", f"{result['windows']:,} of {result['seq_len']:,} tokens"),
+        ("dropped", _dropped(result["sources"])),
+        *((source["path"], _described(source)) for source in result["sources"]),
+        *(("ignored", f"{file}: not a known format") for file in result["ignored"]),
+    ]
+    terminal.facts(f"Token cache {result['out']}", rows)
+
+
+def _dropped(sources: list[dict[str, Any]]) -> str:
+    """List how many records are not in the cache, by reason."""
+    counts = sum((Counter({**source["dropped"], "bad": source["skipped"]}) for source in sources), Counter[str]())
+    return ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.items())) or "none"
+
+
+def _described(source: dict[str, Any]) -> str:
+    weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
+    return f"{source['documents']:,} documents, {source['tokens']:,} tokens, {source['files']} file(s){weight}"

@@ -1,0 +1,86 @@
+"""Documents from Arrow columns, which parquet files and folders of `save_to_disk` share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from model.errors import InputError
+from uptrain.data.readers.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem, Read, some
+
+
+@contextmanager
+def refusing_damage(path: str) -> Iterator[None]:
+    """Turn Arrow's errors about a file into an InputError."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(
+            f"{path} is damaged or cut off ({str(error).splitlines()[0]}); fetch the file anew."
+        ) from error
+
+
+def choose(schema: Any, text_column: str, path: str) -> str:
+    """Return the name of the column with the texts, else of that with token ids. Raises InputError if neither fits."""
+    if text_column in schema.names:
+        type_ = schema.field(text_column).type
+        if not _is_text(type_):
+            raise InputError(f"{path}: column {text_column!r} is {type_}, not text; --text-column names another.")
+        return text_column
+    if TOKEN_IDS not in schema.names:
+        raise InputError(f"{path}: no column {text_column!r} among {some(schema.names)}; --text-column names another.")
+    type_ = schema.field(TOKEN_IDS).type
+    if not _is_list_of_integers(type_):
+        raise InputError(f"{path}: column {TOKEN_IDS!r} is {type_}, not lists of whole numbers.")
+    return TOKEN_IDS
+
+
+def _is_text(type_: Any) -> bool:
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
+
+
+def _is_list_of_integers(type_: Any) -> bool:
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(type_) for is_kind in kinds) and bool(pa.types.is_integer(type_.value_type))
+
+
+def read(piece: Piece, name: str, batches: Iterator[Any], n_rows: int) -> Iterator[Read]:
+    """Yield the records of a piece's batches, from the column of this name."""
+    row = 0
+    with refusing_damage(piece.path):
+        for batch in batches:
+            for found in documents(batch.column(name)):
+                row += 1
+                yield Read(row, piece.nbytes * row // n_rows, found)
+
+
+def documents(column: Any) -> Iterator[Document]:
+    """Yield the documents of an array of texts or of lists of token ids."""
+    if not _is_text(column.type):
+        yield from (_token_ids(value) for value in column)
+        return
+    try:
+        texts = column.to_pylist()
+    except UnicodeDecodeError:
+        texts = [_text(value) for value in column]
+    for text in texts:
+        yield NULL if text is None else text or EMPTY
+
+
+def _text(value: Any) -> str | Problem | None:
+    try:
+        text: str | None = value.as_py()
+    except UnicodeDecodeError as error:
+        return Problem(f"not valid UTF-8 at byte {error.start + 1} of the text")
+    return text
+
+
+def _token_ids(value: Any) -> Document:
+    if not value.is_valid:
+        return NULL
+    if value.values.null_count:
+        return Problem(f"nulls among the numbers of {TOKEN_IDS!r}")
+    ids = value.values.to_numpy(zero_copy_only=False)
+    return ids.astype(np.int64, copy=False) if ids.size else EMPTY

@@ -1,0 +1,95 @@
+"""JSON Lines, one object a line: plain, gzip, xz or zstd. Lines end with LF or CRLF; a file may begin with a BOM.
+
+Read with our own loop, since libraries stop at a bad line without saying which it is.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from uptrain.data.readers import compression
+from uptrain.data.readers.record import BLANK, Document, Piece, Problem, Read, document
+
+SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in compression.SUFFIXES))
+BOM = b"\xef\xbb\xbf"
+COUNT_BYTES = 1 << 20
+
+
+def split(path: str, piece_bytes: int) -> list[Piece]:
+    """Divide a plain file by bytes; a line belongs to the piece in which it begins. A compressed one is one piece."""
+    size = Path(path).stat().st_size
+    if compression.is_compressed(path):
+        return [Piece(path, 0, size, size)]
+    begins = range(0, max(size, 1), piece_bytes)
+    return [Piece(path, begin, min(begin + piece_bytes, size), min(piece_bytes, size - begin)) for begin in begins]
+
+
+def read(piece: Piece, text_column: str) -> Iterator[Read]:
+    lines = compression.lines(piece.path) if compression.is_compressed(piece.path) else _plain_lines(piece)
+    for row, (bytes_read, line) in enumerate(lines, 1):
+        if row == 1 and piece.begin == 0:
+            line = line.removeprefix(BOM)
+        yield Read(row, bytes_read, parse(line, text_column))
+
+
+def place(piece: Piece, row: int) -> str:
+    return f"{piece.path}:{_lines_before(piece) + row}"
+
+
+def _plain_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    with Path(piece.path).open("rb", buffering=COUNT_BYTES) as file:
+        position = _seek_to_first_line(file, piece)
+        while position < piece.end:
+            line = file.readline()
+            position += len(line)
+            if not line:  # the file has become shorter, which the planner notices
+                return
+            yield position - piece.begin, line
+
+
+def _seek_to_first_line(file: Any, piece: Piece) -> int:
+    """Go to the first line that begins in the piece, and return its offset."""
+    if piece.begin:
+        file.seek(piece.begin - 1)
+        file.readline()
+    return int(file.tell())
+
+
+def _lines_before(piece: Piece) -> int:
+    """Count the lines before a piece; done only when a message needs it."""
+    with Path(piece.path).open("rb", buffering=COUNT_BYTES) as file:
+        left, count = _seek_to_first_line(file, piece), 0
+        file.seek(0)
+        while left > 0:
+            block = file.read(min(left, COUNT_BYTES))
+            count, left = count + block.count(b"\n"), left - len(block)
+    return count
+
+
+def parse(line: bytes, text_column: str) -> Document:
+    """Return the document of one line, or what is wrong with it."""
+    if not line.strip():
+        return BLANK
+    try:
+        found = document(json.loads(line.rstrip(b"\r\n").decode()), text_column)
+        if isinstance(found, str) and b"\\u" in line:
+            found.encode()
+    except UnicodeDecodeError as error:
+        return Problem(f"not valid UTF-8 at byte {error.start + 1} of the line")
+    except UnicodeEncodeError as error:
+        return Problem(f"half of a surrogate pair in field {text_column!r} at character {error.start + 1}")
+    except RecursionError:
+        return Problem("not valid JSON: nested too deeply")
+    except ValueError as error:
+        return Problem(_why_not_json(line, error))
+    return found
+
+
+def _why_not_json(line: bytes, error: ValueError) -> str:
+    detail = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    if b"\0" in line:
+        return f"not valid JSON: the line holds NUL bytes, the first at byte {line.index(0) + 1}"
+    if not line.endswith(b"\n"):
+        return f"not valid JSON: the last line is cut off ({detail})"
+    return f"not valid JSON ({detail})"

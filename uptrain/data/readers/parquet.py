@@ -1,0 +1,38 @@
+"""Parquet files, read by row groups."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from uptrain.data.readers import columns
+from uptrain.data.readers.record import Piece, Read, group
+
+SUFFIXES = (".parquet",)
+BATCH_ROWS = 1024
+
+
+def _open(path: str) -> Any:
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    with columns.refusing_damage(path):
+        return pyarrow.parquet.ParquetFile(path)
+
+
+def split(path: str, piece_bytes: int) -> list[Piece]:
+    with _open(path) as file:
+        sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+    return group(path, sizes, piece_bytes)
+
+
+def read(piece: Piece, text_column: str) -> Iterator[Read]:
+    with _open(piece.path) as file:
+        groups = range(piece.begin, piece.end)
+        n_rows = sum(file.metadata.row_group(i).num_rows for i in groups)
+        name = columns.choose(file.schema_arrow, text_column, piece.path)
+        batches = file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[name])
+        yield from columns.read(piece, name, batches, n_rows)
+
+
+def place(piece: Piece, row: int) -> str:
+    with _open(piece.path) as file:
+        before = sum(file.metadata.row_group(i).num_rows for i in range(piece.begin))
+    return f"{piece.path}:row {before + row}"

@@ -1,0 +1,25 @@
+"""Plain text, one document a file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from uptrain.data.readers.record import EMPTY, Piece, Problem, Read
+
+SUFFIXES = (".txt",)
+
+
+def split(path: str, piece_bytes: int) -> list[Piece]:
+    size = Path(path).stat().st_size
+    return [Piece(path, 0, size, size)]
+
+
+def read(piece: Piece, text_column: str) -> Iterator[Read]:
+    try:
+        document = Path(piece.path).read_bytes().decode("utf-8-sig") or EMPTY
+    except UnicodeDecodeError as error:
+        document = Problem(f"not valid UTF-8 at byte {error.start + 1}")
+    yield Read(1, piece.nbytes, document)
+
+
+def place(piece: Piece, row: int) -> str:
+    return piece.path
