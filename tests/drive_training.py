@@ -1,9 +1,10 @@
 """Runs several `uptrain` commands in one process (of however many torchrun started), each perhaps stopped on the way.
 
-    python drive_training.py '[{"arguments": ["run", …], "stop_in": 7}, …]'
+    python drive_training.py '[{"arguments": ["run", …], "stop_in": 7, "gradient": "FILE"}, …]'
 
 `stop_in` is the step during which a stop is asked for, as a signal would. Tests use this to prove that a run stopped
-and resumed is the run uninterrupted; starting processes anew for each of them would take minutes.
+and resumed is the run uninterrupted; starting processes anew for each of them would take minutes. `gradient` is the
+file for the gradient of the last step, before it is clipped.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.state import AcceleratorState
 
 if os.environ.get("ACCELERATE_USE_FSDP"):
@@ -22,7 +24,9 @@ from uptrain.cli import cli
 from uptrain.signals import stop_request
 
 _windows_of_step = uptrain.loop.windows_of_step
+_clip_grad_norm = accelerate.Accelerator.clip_grad_norm_
 _stop_in: int | None = None
+_gradient: str | None = None
 
 
 def _windows(step: int, *arguments: Any) -> Any:
@@ -31,13 +35,27 @@ def _windows(step: int, *arguments: Any) -> Any:
     return _windows_of_step(step, *arguments)
 
 
+def _clip(self: accelerate.Accelerator, parameters: Any, max_norm: float) -> Any:
+    if _gradient is not None:
+        model = self.unwrap_model(self._models[-1])
+        gradients = {name: _whole(p.grad) for name, p in model.student.named_parameters()}
+        if self.is_main_process:
+            torch.save(gradients, _gradient)
+    return _clip_grad_norm(self, parameters, max_norm)
+
+
+def _whole(gradient: Any) -> torch.Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
 def main() -> None:
-    global _stop_in
+    global _stop_in, _gradient
     uptrain.loop.windows_of_step = _windows
+    accelerate.Accelerator.clip_grad_norm_ = _clip
     accelerate.Accelerator.end_training = lambda self: None  # the next command goes on with these processes
     for job in json.loads(sys.argv[1]):
         AcceleratorState._reset_state()
-        stop_request.reason, _stop_in = "", job.get("stop_in")
+        stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")
         cli.main(job["arguments"], standalone_mode=False)
 
 

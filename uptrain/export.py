@@ -31,17 +31,16 @@ _PREFIX = re.compile(rf"model\.{re.escape(STUDENT)}(?:theirs\.)?")
 Progress = Callable[[float], None]
 
 
-def export(run_folder: Path, out: Path, step: int | None, dtype: str, progress: Progress) -> dict[str, Any]:
+def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: Progress) -> dict[str, Any]:
     """Write the model of a run's checkpoint to the folder `out`, which appears complete or not at all.
 
-    `step` None takes the newest checkpoint that is whole; returns the record that `uptraining.json` then holds. Config,
-    tokenizer and other files are those of the model the run began with, byte for byte, but for the dtype's name.
+    Returns the record that `uptraining.json` then holds. Config, tokenizer and other files are those of the model the
+    run began with, byte for byte, but for the dtype's name. `progress` is told of bytes read, as `checkpoint_size`
+    counts them. Raises InputError if `out` exists.
     """
-    run = Run.read(run_folder)
     if out.exists():
         raise InputError(f"{out} exists already; choose another OUT.")
-    checkpoint = find_checkpoint(run_folder, step)
-    record = make_record(run, run_folder, checkpoint)
+    record = make_record(Run.read(run_folder), run_folder, checkpoint)
     with Staging(out) as staging:
         staging.open("")  # an interrupted export starts anew: reading back is all the work there is
         try:
@@ -56,7 +55,11 @@ def export(run_folder: Path, out: Path, step: int | None, dtype: str, progress: 
 
 
 def find_checkpoint(run_folder: Path, step: int | None) -> Path:
-    """Return a checkpoint whose files are whole: that of `step`, or the newest."""
+    """Return a checkpoint whose files are whole: that of `step`, or the newest.
+
+    Raises InputError if the folder is no run, has no such checkpoint, or if it is damaged.
+    """
+    Run.read(run_folder)
     folder = run_folder / CHECKPOINTS
     found = sorted(complete(folder), reverse=True)
     if step is not None:
@@ -71,6 +74,11 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
     if problem:
         raise InputError(f"{problem}; choose another checkpoint with --step.")
     return found[0]
+
+
+def checkpoint_size(checkpoint: Path) -> int:
+    """Return the bytes of a checkpoint's weights in float32."""
+    return sum(4 * entry.size.numel() for _, entry in _stored_weights(FileSystemReader(checkpoint / TENSORS)).values())
 
 
 def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
@@ -103,11 +111,7 @@ def _is_tied(run_folder: Path) -> bool:
 def _write_weights(source: Path, folder: Path, tied: bool, dtype: str, progress: Progress) -> None:
     short, torch_dtype = DTYPES[dtype]
     reader = FileSystemReader(source)
-    stored = {
-        _PREFIX.sub("", name): (name, entry)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if _PREFIX.match(name) and isinstance(entry, TensorStorageMetadata)
-    }
+    stored = _stored_weights(reader)
     if tied:
         stored.pop("lm_head.weight", None)
     tensors = {name: Tensor(name, short, tuple(entry.size)) for name, (_, entry) in stored.items()}
@@ -119,12 +123,21 @@ def _write_weights(source: Path, folder: Path, tied: bool, dtype: str, progress:
             for tensor in group:
                 value = _load_one(reader, *stored[tensor.name]).to(torch_dtype)
                 file.write_rows(tensor.name, 0, _bits(value))
-                progress(tensor.nbytes)
+                progress(4 * value.numel())
         finally:
             file.finish()
     index = index_text(shards, tensors)
     if index is not None:
         write_file(folder / INDEX, index)
+
+
+def _stored_weights(reader: FileSystemReader) -> dict[str, tuple[str, TensorStorageMetadata]]:
+    """Return the weights by their names in the model: the names in the checkpoint, and what is stored there."""
+    return {
+        _PREFIX.sub("", name): (name, entry)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if _PREFIX.match(name) and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _load_one(reader: FileSystemReader, name: str, entry: TensorStorageMetadata) -> torch.Tensor:

@@ -17,11 +17,11 @@ FOLDER = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print the record of the training as JSON.")
 def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -> None:
     """Write the model that RUN has trained to OUT, an ordinary Hugging Face folder."""
-    from uptrain.export import export, find_checkpoint
+    from uptrain.export import checkpoint_size, export, find_checkpoint
 
-    size = sum(f.stat().st_size for f in find_checkpoint(run, step).rglob("*.distcp")) / 3
-    with terminal.progress_bar("Exporting", size * (0.5 if dtype == "bfloat16" else 1), quiet=as_json) as progress:
-        record = export(run, out, step, dtype, progress)
+    checkpoint = find_checkpoint(run, step)
+    with terminal.progress_bar("Exporting", checkpoint_size(checkpoint), quiet=as_json) as progress:
+        record = export(run, checkpoint, out, dtype, progress)
     if as_json:
         terminal.print_json(record)
     else:

@@ -1,0 +1,67 @@
+"""The chunked KL divergence against the plain formula in float64."""
+
+import pytest
+import torch
+
+from uptrain.losses import LOSSES, distill, find_loss
+
+N, V, M, TEACHER_M = 50, 67, 16, 24
+
+
+def inputs(dtype=torch.float32):
+    torch.manual_seed(0)
+    shapes = ((N, M), (V, M), (N, TEACHER_M), (V, TEACHER_M))
+    student, weight, teacher, teacher_weight = (torch.randn(shape).to(dtype) for shape in shapes)
+    return student.requires_grad_(), weight.requires_grad_(), teacher, teacher_weight, torch.rand(N) < 0.7
+
+
+def plain_kl(student, weight, teacher, teacher_weight, counts):
+    p = (student @ weight.T).log_softmax(1)
+    q = (teacher @ teacher_weight.T).log_softmax(1)
+    return torch.nn.functional.kl_div(p, q, reduction="none", log_target=True)[counts].sum()
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 7 * V, 1 << 22])
+def test_value_and_gradients(monkeypatch, chunk_logits):
+    monkeypatch.setattr(distill, "_CHUNK_LOGITS", chunk_logits)
+    ours, exact = inputs(), inputs(torch.float64)
+    loss = distill.chunked_kl(*ours)
+    wanted = plain_kl(*exact)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(wanted.item(), rel=2e-6)
+    (loss * 0.3).backward()
+    (wanted * 0.3).backward()
+    for found, reference in zip(ours[:2], exact[:2], strict=True):
+        assert (found.grad - reference.grad).norm() <= 1e-5 * reference.grad.norm()
+
+
+def test_of_a_model_with_itself_is_zero_with_zero_gradient():
+    student, weight, _, _, counts = inputs()
+    loss = distill.chunked_kl(student, weight, student.detach(), weight.detach(), counts)
+    loss.backward()
+    assert loss.abs() <= 1e-5
+    assert student.grad.abs().max() <= 1e-6
+
+
+def test_frozen_head_gets_no_gradient():
+    student, weight, teacher, teacher_weight, counts = inputs()
+    weight.requires_grad_(False)
+    distill.chunked_kl(student, weight, teacher, teacher_weight, counts).backward()
+    assert weight.grad is None
+    assert student.grad is not None
+
+
+def test_half_precision_accumulates_in_float32():
+    """Many chunks of bf16 products: the weight's gradient is no worse than one big bf16 product."""
+    student, weight, teacher, teacher_weight, counts = inputs()
+    exact = inputs(torch.float64)
+    plain_kl(*exact).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = distill.chunked_kl(student, weight, teacher, teacher_weight, counts)
+    loss.backward()
+    assert (weight.grad - exact[1].grad).norm() <= 0.02 * exact[1].grad.norm()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_found(name):
+    assert callable(find_loss(name))
