@@ -66,3 +66,16 @@ def uptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 def source(tmp_path: Path) -> Path:
     """Return a plain MHA Llama folder in two shards of bfloat16."""
     return tiny.save(tiny.build(), tmp_path / "source", "bfloat16", max_shard_size="40KB")
+
+
+@pytest.fixture(scope="session")
+def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a finished run: 12 steps of distillation, evaluated every 4, stopped and resumed after 6."""
+    from training import arguments, drive, make_inputs
+
+    folder = tmp_path_factory.mktemp("distilled")
+    inputs, run = make_inputs(folder), folder / "run"
+    more = ("--eval-data", inputs["held_out"], "--eval-every", 4, "--save-every-steps", 4)
+    resume = {"arguments": ["resume", str(run)]}
+    drive([{"arguments": arguments(inputs, run, *more, loss="distill"), "stop_in": 5}, resume])
+    return run

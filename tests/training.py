@@ -73,15 +73,48 @@ def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = Fals
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def records(run: Path) -> list[dict[str, Any]]:
+    """Read the metrics as strict parsers do, to which NaN is no number."""
+    return [json.loads(line, parse_constant=_refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
 def steps(run: Path, *keys: str) -> list[tuple[Any, ...]]:
     """Return what was written down of each step."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [tuple(r[key] for key in ("step", *keys)) for r in records if "loss" in r]
+    return [tuple(r[key] for key in ("step", *keys)) for r in records(run) if "loss" in r]
 
 
 def evaluations(run: Path) -> list[Any]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(r["step"], r["evaluation"]) for r in records if "evaluation" in r]
+    return [(r["step"], r["evaluation"]) for r in records(run) if "evaluation" in r]
+
+
+def events(run: Path, name: str) -> list[dict[str, Any]]:
+    return [r for r in records(run) if r.get("event") == name]
+
+
+def state(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "run_state.json").read_text())
+    return found
+
+
+def status(run: Path) -> tuple[str, int]:
+    return state(run)["status"], state(run)["step"]
+
+
+def checkpoints(run: Path) -> list[str]:
+    """Return everything in the folder of checkpoints, hidden or not."""
+    return sorted(p.name for p in (run / "checkpoints").iterdir())
+
+
+def assert_each_is_whole(run: Path) -> None:
+    """Check that no checkpoint is there by its name whose files are not as they were written."""
+    from uptrain.training_checkpoint import complete, damage
+
+    for folder in complete(run / "checkpoints"):
+        assert not damage(folder)
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -108,7 +141,11 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert evaluations(run) == evaluations(other)
     ends = [max((r / "checkpoints").glob("step-*")) for r in (run, other)]
     assert ends[0].name == ends[1].name
-    first, second = map(tensors, ends)
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    assert differing_tensors(*ends) == []
+
+
+def differing_tensors(checkpoint: Path, other: Path) -> list[str]:
+    """Return the names of the tensors that two training checkpoints do not have in common to the last bit."""
+    first, second = tensors(checkpoint), tensors(other)
+    common = {name for name in first.keys() & second.keys() if torch.equal(first[name], second[name])}
+    return sorted((first.keys() | second.keys()) - common)

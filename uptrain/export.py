@@ -20,7 +20,7 @@ from model.errors import InputError
 from model.staging import Staging, sync_file, sync_folder, write_file
 from uptrain.card import model_card
 from uptrain.metrics import read_metrics
-from uptrain.run import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.trainee import STUDENT
 from uptrain.training_checkpoint import STATE, TENSORS, complete, damage, folder_name
 

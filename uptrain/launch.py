@@ -17,10 +17,12 @@ from model.errors import InputError
 from uptrain.budget import Budget, Request, make_budget, make_schedule
 from uptrain.data.batch import MICRO_BATCH_TOKENS
 from uptrain.data.cache import Cache
+from uptrain.data.texts import cache_of
 from uptrain.fitting import check_tokenizer
 from uptrain.metrics import read_metrics, write_metrics
 from uptrain.recognise import source_names
-from uptrain.run import CHECKPOINTS, METRICS, MODEL, Run, make_folder, resume, schedule_of, start
+from uptrain.run import make_folder, refuse_existing, resume, schedule_of, start
+from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.schedule import decay_start
 from uptrain.settings import Settings
 from uptrain.show import Show, training_bar
@@ -31,13 +33,29 @@ SHARES = 10
 
 
 def launch_new(
-    request: Request, *, model: Path | None, init: Path | None, out: Path, max_minutes: float | None, **options: Any
+    request: Request,
+    *,
+    model: Path | None,
+    init: Path | None,
+    data: tuple[str, ...],
+    eval_data: str | None,
+    seq_len: int | None,
+    out: Path,
+    max_minutes: float | None,
+    **options: Any,
 ) -> None:
     """Start a run. Raises InputError for everything that can be known before training."""
     if (model is None) == (init is None):
         raise InputError("give either MODEL, or --init FOLDER to train from nothing.")
     folder = model or init
     assert folder is not None
+    refuse_existing(out)
+    cache = cache_of(data, folder, seq_len, out.with_name(f"{out.name}.data"))
+    found = Cache.open(cache).seq_len
+    if seq_len not in (None, found):
+        raise InputError(f"{cache} has windows of {found} tokens, not {seq_len}; leave --seq-len out.")
+    eval_cache = cache_of([eval_data], folder, found, out.with_name(f"{out.name}.eval-data")) if eval_data else None
+    options |= {"data": cache, "eval_data": eval_cache}
     settings, budget = make_settings(request, folder, is_new=init is not None, **options)
     _watch(settings.steps, out, lambda show: start(settings, budget, folder, out, _deadline(max_minutes), show))
 

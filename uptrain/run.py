@@ -8,12 +8,11 @@ RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "hal
 """
 
 import hashlib
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ import torch
 from accelerate import Accelerator
 
 from model.checkpoint.folder import json_text, list_files, read_config
-from model.errors import InputError
+from model.errors import Failure, InputError
 from model.staging import sync_file, sync_folder
 from uptrain.data.cache import Cache
 from uptrain.fitting import check_batch, check_teacher, check_vocabulary
+from uptrain.language_model import LanguageModel
 from uptrain.loop import Halted, Progress, Training, train
 from uptrain.metrics import Metrics
 from uptrain.models import (
@@ -37,41 +37,15 @@ from uptrain.models import (
     recompute_activations,
 )
 from uptrain.optimizer import make_optimizer
-from uptrain.parallel import make_accelerator, on_main, shard_teacher
+from uptrain.parallel import is_lost_process, make_accelerator, on_main, shard_teacher
+from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run
 from uptrain.schedule import Schedule
 from uptrain.settings import Settings
 from uptrain.signals import stop_request
 from uptrain.trainee import Trainee, blocks, choose_trainable
-from uptrain.training_checkpoint import Checkpoints, Found, load
+from uptrain.training_checkpoint import Checkpoints, Found, SaveError, load
 
-RUN, MODEL, CHECKPOINTS, METRICS, STATE = "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json"
 Show = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What RUN/run.json holds."""
-
-    settings: Settings
-    budget: dict[str, Any]
-    """How many steps, and where the number comes from."""
-    cache_sha256: str
-    config_sha256: str
-    versions: dict[str, str]
-    parent: dict[str, Any] | None = None
-    """The run and step that this one goes on from, if it extends one."""
-
-    @classmethod
-    def read(cls, folder: Path) -> "Run":
-        path = folder / RUN
-        if not path.is_file():
-            raise InputError(f"{folder} is not a run: it has no {RUN}; `uptrain run … --out {folder}` makes one.")
-        try:
-            found = json.loads(path.read_bytes())
-            settings = found.pop("settings")
-            return cls(**found | {"settings": Settings(**settings | {"track": tuple(settings["track"])})})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} is damaged, or of another version of Groupwise ({error}).") from error
 
 
 def schedule_of(s: Settings) -> Schedule:
@@ -79,25 +53,36 @@ def schedule_of(s: Settings) -> Schedule:
 
 
 def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, deadline: float, show: Show) -> str:
-    """Make the folder of a new run, and train; return how it ended (see `execute`).
+    """Make the folder of a new run once everything given is open and fits, and train; return how it ended.
 
     `config_folder` has the config and tokenizer: the model's folder, or that of a model to be trained from nothing.
     """
     _, config = read_config(config_folder)
     accelerator = make_accelerator(s.precision, block_names(config), s.track, out)
     check_batch(s.global_batch, accelerator.num_processes)
+    on_main(accelerator, lambda: refuse_existing(out))
+    training = build(s, first_student(s, config_folder), accelerator, out, deadline, show)
     on_main(accelerator, lambda: make_folder(s, budget, config_folder, out))
-    return execute(out, accelerator, None, deadline, show)
+    return execute(out, s, training, Progress(), None)
 
 
 def resume(folder: Path, deadline: float, show: Show) -> str:
     """Train on from the newest whole checkpoint, with any number of processes; from the beginning if there is none."""
     run = Run.read(folder)
+    s = run.settings
     _, config = read_config(folder / MODEL)
-    accelerator = make_accelerator(run.settings.precision, block_names(config), run.settings.track, folder)
-    check_batch(run.settings.global_batch, accelerator.num_processes)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, accelerator, run.settings.keep_last)
-    return execute(folder, accelerator, checkpoints.newest(), deadline, show)
+    accelerator = make_accelerator(s.precision, block_names(config), s.track, folder)
+    check_batch(s.global_batch, accelerator.num_processes)
+    check_same_data(run)
+    found = Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last).newest()
+    student = first_student(s, folder / MODEL) if found is None else empty_student(folder / MODEL)
+    training = build(s, student, accelerator, folder, deadline, show)
+    progress = Progress()
+    if found is not None:
+        load(found.folder, training.trainee, training.optimizer)
+        progress = Progress(**{name: found.state[name] for name in vars(progress)})
+        training.saved_step = progress.step
+    return execute(folder, s, training, progress, found)
 
 
 def make_folder(
@@ -109,9 +94,7 @@ def make_folder(
     fill: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a run's folder, all at once; `fill` may add to it before it appears."""
-    if out.exists():
-        hint = f"`uptrain resume {out}` goes on with it" if (out / RUN).exists() else "choose another --out"
-        raise InputError(f"{out} exists already; {hint}.")
+    refuse_existing(out)
     unfinished = out.parent / f".{out.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     (unfinished / MODEL).mkdir(parents=True)
@@ -140,44 +123,68 @@ def make_folder(
     sync_folder(out.parent)
 
 
+def refuse_existing(out: Path) -> None:
+    """Raise InputError if there is something where a run is to be made."""
+    if out.exists():
+        hint = f"`uptrain resume {out}` goes on with it" if (out / RUN).exists() else "choose another --out"
+        raise InputError(f"{out} exists already; {hint}.")
+
+
 def _record_of(folder: Path) -> dict[str, Path]:
     path = folder / "groupwise.json"
     return {path.name: path} if path.is_file() else {}
 
 
-def execute(folder: Path, accelerator: Accelerator, found: Found | None, deadline: float, show: Show) -> str:
-    """Train a run from a checkpoint, or from its beginning; return its status as run_state.json then has it.
+def execute(folder: Path, s: Settings, training: Training, progress: Progress, found: Found | None) -> str:
+    """Train a run from where `progress` stands; return its status as run_state.json then has it.
 
-    Raises InputError for what does not fit together; Halted, SaveError and others as the loop does.
+    Raises Halted as the loop does, and Failure if the last checkpoint could not be written.
     """
-    run = Run.read(folder)
-    training = build(folder, run, accelerator, found, deadline, show)
-    progress = Progress()
-    if found is not None:
-        load(found.folder, training.trainee, training.optimizer)
-        progress = Progress(**{name: found.state[name] for name in vars(progress)})
-        training.saved_step = progress.step
+    accelerator = training.accelerator
+    training.checkpoints.sweep()
+    if s.track:
+        accelerator.init_trackers(folder.name, config={k: v for k, v in asdict(s).items() if k != "track"})
     if accelerator.is_main_process:
         _announce(training, progress, found)
         _write_state(folder, "running", progress.step)
     try:
         reason = train(training, progress)
-    except Halted as error:
-        _end(accelerator, folder, "halted", progress.step, str(error))
-        raise
+    except Exception as error:
+        failure = _explain(error, folder, progress.step)
+        if accelerator.is_main_process:
+            _write_state(folder, "halted" if isinstance(error, Halted) else "failed", progress.step, str(failure))
+        if failure is error:
+            raise
+        raise failure from error
     status = "finished" if reason == "finished" else "preempted"
-    _end(accelerator, folder, status, progress.step, reason)
+    if accelerator.is_main_process:
+        training.metrics.flush()
+        _write_state(folder, status, progress.step, reason)
+    accelerator.end_training()
     return status
 
 
+def _explain(error: Exception, folder: Path, step: int) -> Exception:
+    """Return an error as one line for the user if it is no error of the program's, else as it is."""
+    hint = f"`uptrain resume {folder}` goes on from the newest checkpoint"
+    if isinstance(error, SaveError):
+        return Failure(f"step {step}, where the run ends, could not be saved: {error}. Put that right, then {hint}.")
+    if is_lost_process(error):
+        return Failure(f"another process of the run has ended, and so this one does, after step {step}; {hint}.")
+    return error
+
+
 def build(
-    folder: Path, run: Run, accelerator: Accelerator, found: Found | None, deadline: float, show: Show
+    s: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path, deadline: float, show: Show
 ) -> Training:
-    """Open data and models, and spread them over the processes."""
-    s = run.settings
-    cache, eval_cache = open_caches(run)
-    student = _student(folder, s, found)
-    check_vocabulary(cache, student.head_weight.shape[0], s.data)
+    """Open data and teacher, and spread the models over the processes. Writes nothing into the run's folder.
+
+    Raises InputError for what does not fit together.
+    """
+    cache = Cache.open(Path(s.data))
+    eval_cache = Cache.open(Path(s.eval_data)) if s.eval_data else None
+    for opened in filter(None, (cache, eval_cache)):
+        check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
     choose_trainable(student, s.trainable)
     layers = blocks(student)
     if s.activation_checkpointing:
@@ -193,34 +200,28 @@ def build(
     trainee = Trainee(student, s.loss, teacher)
     optimizer = make_optimizer(s.optimizer, trainee, s.weight_decay)
     trainee, optimizer = accelerator.prepare(trainee, optimizer)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last)
-    checkpoints.sweep()
-    if s.track:
-        accelerator.init_trackers(folder.name, config={k: v for k, v in asdict(s).items() if k != "track"})
     return Training(
         trainee=trainee, optimizer=optimizer.optimizer, accelerator=accelerator, cache=cache,
-        schedule=schedule_of(s), checkpoints=checkpoints, metrics=Metrics(folder / METRICS), stop_request=stop_request,
+        schedule=schedule_of(s), checkpoints=Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last),
+        metrics=Metrics(folder / METRICS), stop_request=stop_request,
         global_batch=s.global_batch, micro_batch=s.micro_batch, seed=s.seed, save_every=s.save_every,
         eval_cache=eval_cache, eval_every=s.eval_every, spike_sigma=s.spike_sigma, deadline=deadline, show=show,
     )  # fmt: skip
 
 
-def _student(folder: Path, s: Settings, found: Found | None) -> Any:
-    if found is not None:
-        return empty_student(folder / MODEL)
-    return load_student(Path(s.model)) if s.model else random_student(folder / MODEL, s.seed)
+def first_student(s: Settings, config_folder: Path) -> LanguageModel:
+    """Return the model that a run begins with."""
+    return load_student(Path(s.model)) if s.model else random_student(config_folder, s.seed)
 
 
-def open_caches(run: Run) -> tuple[Cache, Cache | None]:
-    """Open the run's data; it must be what the run began with."""
-    s = run.settings
-    cache = Cache.open(Path(s.data))
-    if cache.manifest.sha256 != run.cache_sha256:
+def check_same_data(run: Run) -> None:
+    """Refuse to go on with other data than the run began with."""
+    data, found = run.settings.data, Cache.open(Path(run.settings.data)).manifest.sha256
+    if found != run.cache_sha256:
         raise InputError(
-            f"{s.data} holds other data than when the run began (sha256 {cache.manifest.sha256[:12]}, then "
-            f"{run.cache_sha256[:12]}); bring that cache back, or start a new run."
+            f"{data} holds other data than when the run began (sha256 {found[:12]}, then {run.cache_sha256[:12]}); "
+            "bring that cache back, or start a new run."
         )
-    return cache, Cache.open(Path(s.eval_data)) if s.eval_data else None
 
 
 def _announce(training: Training, progress: Progress, found: Found | None) -> None:
@@ -232,12 +233,6 @@ def _announce(training: Training, progress: Progress, found: Found | None) -> No
         event["passed_over"] = list(found.passed_over)
     training.metrics.write(event)
     training.show(event)
-
-
-def _end(accelerator: Accelerator, folder: Path, status: str, step: int, reason: str) -> None:
-    if accelerator.is_main_process:
-        _write_state(folder, status, step, reason)
-    accelerator.end_training()
 
 
 def _write_state(folder: Path, status: str, step: int, reason: str = "") -> None:

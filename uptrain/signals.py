@@ -6,6 +6,8 @@ The handlers only take note. The loop reads it where all processes can agree, on
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -36,3 +38,20 @@ class StopRequest:
 
 
 stop_request = StopRequest()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let each of the signals end what follows as Ctrl-C does: for work that has no steps and can be taken up again."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if stop_request.reason:
+        raise KeyboardInterrupt
+    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

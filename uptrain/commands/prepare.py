@@ -2,17 +2,14 @@
 
 import os
 import re
-import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from model import terminal
+from uptrain.signals import interruptible
 
 if TYPE_CHECKING:
     from uptrain.data.prepare import Request
@@ -68,7 +65,7 @@ def command(**options: Any) -> None:
     from uptrain.data.prepare import prepare
 
     as_json = options.pop("as_json")
-    with _ended_by_sigterm():
+    with interruptible():
         result = prepare(_request(**options), quiet=as_json)
     if as_json:
         terminal.print_json(result)
@@ -96,20 +93,6 @@ def _share(text: str) -> "Share":
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise click.BadParameter(f"{text!r} is not I/N with I from 1 to N, such as 1/4.", param_hint="--shard")
     return Share(int(match[1]), int(match[2]))
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does, so that workers are stopped and the message is the same."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -20,12 +20,14 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         found = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path} cannot be read: {error}", context, parameter) from error
-    known = {o.lstrip("-") for p in context.command.params for o in p.opts} - {"config"}
-    unknown = [name for name in found if name.replace("_", "-") not in known]
-    if unknown:
-        raise click.BadParameter(f"{path} sets {unknown[0]!r}, which is no option of this command.", context, parameter)
-    names = {o.lstrip("-"): p.name for p in context.command.params for o in p.opts}
-    context.default_map = {names[name.replace("_", "-")]: value for name, value in found.items()}
+    known = {o.lstrip("-"): p for p in context.command.params for o in p.opts if p is not parameter}
+    context.default_map = {}
+    for name, value in found.items():
+        option = known.get(name.replace("_", "-"))
+        if option is None or option.name is None:
+            raise click.BadParameter(f"{path} sets {name!r}, which is no option of this command.", context, parameter)
+        several = getattr(option, "multiple", False) and not isinstance(value, list)
+        context.default_map[option.name] = [value] if several else value
     return path
 
 
@@ -46,7 +48,20 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     metavar="FOLDER",
     help="Instead of MODEL: train from nothing what FOLDER/config.json describes.",
 )
-@click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="What to train on.")
+@click.option(
+    "--data",
+    multiple=True,
+    required=True,
+    metavar="CACHE|PATH[=WEIGHT]",
+    help="What to train on: a token cache, or texts as `uptrain prepare` takes them, once for each source, which are "
+    "tokenised into RUN.data first.",
+)
+@click.option(
+    "--seq-len",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Tokens in a window, for texts.  [default: the model's context, at most 4096]",
+)
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The run's folder, which must not exist.")
 @budget_options
 @schedule_options
@@ -97,7 +112,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     show_default=True,
     help="Checkpoints to keep, beside the one before the decay, from which `extend` goes on.",
 )
-@click.option("--eval-data", type=FOLDER, metavar="CACHE", help="Held-out windows.")
+@click.option("--eval-data", metavar="CACHE|PATH", help="Held-out text, to measure on.")
 @click.option("--eval-every", type=click.IntRange(min=1), metavar="N", help="[default: a tenth of the run]")
 @click.option(
     "--spike-sigma",
@@ -110,7 +125,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 @click.option("--track", type=click.Choice(("tensorboard", "wandb")), multiple=True, help="Also log there.")
 @click.option("--max-minutes", type=click.FloatRange(min=0), metavar="M", help="Then save and stop; resume goes on.")
 def command(**options: Any) -> None:
-    """Train MODEL on CACHE into the new folder RUN, by default all parameters on next-token prediction.
+    """Train MODEL on --data into the new folder RUN, by default all parameters on next-token prediction.
 
     Give one of --alpha, --tokens and --steps. Start it as it is, or with `accelerate launch -m uptrain run …` over many
     GPUs. Ctrl-C saves and stops; `uptrain resume RUN` goes on exactly where it stopped.

@@ -1,0 +1,27 @@
+"""`uptrain report`: what runs have done, as a page and a picture."""
+
+from pathlib import Path
+
+import click
+
+FILE = click.Path(path_type=Path)
+
+
+@click.command("report")
+@click.argument("runs", type=FILE, nargs=-1, required=True, metavar="RUN…")
+@click.option(
+    "--out",
+    type=FILE,
+    metavar="FILE.html",
+    help="Where the page goes; the picture comes beside it.  [default: RUN/report.html]",
+)
+def command(runs: tuple[Path, ...], out: Path | None) -> None:
+    """Write a page and a picture of what RUN did: losses, recovered fraction, learning rate, speed, events.
+
+    Several runs are compared in the same panels; then --out is needed. A report may be written while the run goes on,
+    and replaces the one before.
+    """
+    from uptrain.report import write_report
+
+    page, picture = write_report(runs, out)
+    click.echo(f"Wrote {page} and {picture}.")
