@@ -60,10 +60,10 @@ def _conversion_options(command: Command) -> Command:
 )  # fmt: skip
 @_conversion_options
 def mha_to_gqa(source: Path, out: Path, groups: int, **options: Any) -> None:
-    """Merge the K/V heads of SOURCE into G groups, and write the model to OUT.
+    """Merge the K/V heads of SOURCE into G groups.
 
-    G must divide the number of K/V heads SOURCE has; `convert inspect SOURCE` lists the possible values. A killed run
-    leaves no OUT; the same command continues it.
+    OUT becomes the merged model. G must divide the number of K/V heads SOURCE has; `convert inspect SOURCE` lists the
+    possible values. A killed run leaves no OUT; the same command continues it.
     """
     _convert(source, out, groups, **options)
 
@@ -73,9 +73,9 @@ def mha_to_gqa(source: Path, out: Path, groups: int, **options: Any) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @_conversion_options
 def mha_to_mqa(source: Path, out: Path, **options: Any) -> None:
-    """Merge all K/V heads of SOURCE into one (multi-query attention), and write the model to OUT.
+    """Merge all K/V heads of SOURCE into one.
 
-    The same as `mha-to-gqa --groups 1`.
+    That is multi-query attention, the same as `mha-to-gqa --groups 1`.
     """
     _convert(source, out, 1, **options)
 
@@ -121,7 +121,10 @@ def _convert(
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def inspect(source: Path, as_json: bool) -> None:
-    """Show the geometry of SOURCE, and what each possible number of groups would bring."""
+    """Show the geometry of SOURCE, and what --groups can be.
+
+    For each number of groups: the size, the KV cache, and the tensor-parallel sizes it allows.
+    """
     from convert import show
     from convert.inspection import inspect
     from model.checkpoint import open_checkpoint
@@ -135,9 +138,10 @@ def inspect(source: Path, as_json: bool) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
 def verify(source: Path, out: Path, as_json: bool) -> None:
-    """Check OUT against SOURCE: recompute every merged tensor, and compare every other byte, key and file.
+    """Check OUT against SOURCE.
 
-    Exit code 0 if all agree, 3 if anything differs.
+    Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
+    anything differs.
     """
     from convert.verify import verify
     from model.checkpoint import open_checkpoint

@@ -13,7 +13,14 @@ from model import terminal
 from uptrain.commands import COMMANDS
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _InOrder(click.Group):
+    """Lists the commands in the order in which they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=_InOrder, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="groupwise", prog_name="uptrain")
 def cli() -> None:
     """Uptrain a converted checkpoint: continue its pre-training for a small share α of the original steps.

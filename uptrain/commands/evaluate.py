@@ -18,9 +18,10 @@ FOLDER = click.Path(path_type=Path)
 @click.option("--micro-batch", type=click.IntRange(min=1), metavar="N", help="[default: as many as make 8192 tokens]")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
-    """Measure MODEL's loss and perplexity on CACHE, exactly: every predicted token counts once.
+    """Measure MODEL's loss and perplexity on the windows of CACHE.
 
-    With --teacher also the teacher's loss, the KL divergence from it, and how often both choose the same token.
+    Exactly: every predicted token counts once, whatever the batches. With --teacher also the teacher's loss, the KL
+    divergence from it, and how often both choose the same token.
     """
     from uptrain.evaluate import evaluate_folder
 

@@ -16,7 +16,11 @@ FOLDER = click.Path(path_type=Path)
 @click.option("--dtype", type=click.Choice(("bfloat16", "float32")), default="bfloat16", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the record of the training as JSON.")
 def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -> None:
-    """Write the model that RUN has trained to OUT, an ordinary Hugging Face folder."""
+    """Write the model that RUN has trained as a Hugging Face folder.
+
+    OUT holds the weights, the config, tokenizer and other files of the model the run began with, and a card of what was
+    done; `uptraining.json` has the details.
+    """
     from uptrain.export import checkpoint_size, export, find_checkpoint
 
     checkpoint = find_checkpoint(run, step)

@@ -18,9 +18,10 @@ from uptrain.signals import stop_request
 def command(
     run: Path, out: Path, alpha: float | None, tokens: int | None, steps: int | None, max_minutes: float | None
 ) -> None:
-    """Train RUN for longer, in a new folder, as if it had been planned so from the beginning.
+    """Train RUN for longer, in a new folder.
 
-    It goes on from the checkpoint before the learning rate's decay. The warm-up stays as long as it was.
+    As if it had been planned so from the beginning: it goes on from the checkpoint before the learning rate's decay.
+    The warm-up stays as long as it was.
     """
     stop_request.install()
     from uptrain.launch import launch_extended

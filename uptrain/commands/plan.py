@@ -24,7 +24,7 @@ CURVE_WIDTH = 48
 @click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Devices to train on.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
-    """Show steps, tokens, learning rates, memory and time of uptraining MODEL. Runs nothing.
+    """Show steps, learning rates, memory and time; run nothing.
 
     Give one of --alpha, --tokens and --steps. What a well-known original was trained with is looked up.
     """

@@ -56,11 +56,11 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
 def command(**options: Any) -> None:
-    """Tokenise texts once, into a token cache that training maps into memory.
+    """Tokenise texts once, into a token cache.
 
-    Formats: .jsonl (also .gz, .xz, .zst), .parquet, .txt (a document a file), folders of `datasets.save_to_disk`. A
-    record is a document: its text, or its token ids where it has input_ids instead, which are taken as they are. A
-    killed build leaves no CACHE; the same command continues it.
+    Training maps it into memory. Formats: .jsonl (also .gz, .xz, .zst), .parquet, .txt (a document a file), folders of
+    `datasets.save_to_disk`. A record is a document: its text, or its token ids where it has input_ids instead, which
+    are taken as they are. A killed build leaves no CACHE; the same command continues it.
     """
     from uptrain.data.prepare import prepare
 

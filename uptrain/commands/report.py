@@ -16,10 +16,10 @@ FILE = click.Path(path_type=Path)
     help="Where the page goes; the picture comes beside it.  [default: RUN/report.html]",
 )
 def command(runs: tuple[Path, ...], out: Path | None) -> None:
-    """Write a page and a picture of what RUN did: losses, recovered fraction, learning rate, speed, events.
+    """Write a page and a picture of what RUN did.
 
-    Several runs are compared in the same panels; then --out is needed. A report may be written while the run goes on,
-    and replaces the one before.
+    Losses, recovered fraction, learning rate, speed, events. Several runs are compared in the same panels; then --out
+    is needed. A report may be written while the run goes on, and replaces the one before.
     """
     from uptrain.report import write_report
 

@@ -11,9 +11,10 @@ from uptrain.signals import stop_request
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--max-minutes", type=click.FloatRange(min=0), metavar="M", help="Then save and stop again.")
 def command(run: Path, max_minutes: float | None) -> None:
-    """Train on from RUN's newest checkpoint whose files are whole, to the end.
+    """Go on with RUN, to its end.
 
-    Everything else is as it was when the run began; the number of processes may differ.
+    It goes on from the newest checkpoint whose files are as they were written. Everything else is as it was when the
+    run began; the number of processes may differ.
     """
     stop_request.install()
     from uptrain.launch import launch_resumed

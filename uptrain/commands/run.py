@@ -125,9 +125,10 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 @click.option("--track", type=click.Choice(("tensorboard", "wandb")), multiple=True, help="Also log there.")
 @click.option("--max-minutes", type=click.FloatRange(min=0), metavar="M", help="Then save and stop; resume goes on.")
 def command(**options: Any) -> None:
-    """Train MODEL on --data into the new folder RUN, by default all parameters on next-token prediction.
+    """Train MODEL on --data into the new folder RUN.
 
-    Give one of --alpha, --tokens and --steps. Start it as it is, or with `accelerate launch -m uptrain run …` over many
+    By default all parameters are trained on next-token prediction, with --teacher on the parent's distribution. Give
+    one of --alpha, --tokens and --steps. Start it as it is, or with `accelerate launch -m uptrain run …` over many
     GPUs. Ctrl-C saves and stops; `uptrain resume RUN` goes on exactly where it stopped.
     """
     stop_request.install()

@@ -14,7 +14,9 @@ from model.errors import Failure
 @click.option("--verify", is_flag=True, help="Also check every file of every checkpoint against its checksum.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status as JSON.")
 def command(run: Path, verify: bool, as_json: bool) -> None:
-    """Show where RUN stands: its steps, losses, speed, time left and checkpoints; also while it goes on.
+    """Show where RUN stands.
+
+    Its steps, losses, speed, time left and checkpoints; also while it goes on.
 
     Exit code 1 if --verify finds a damaged checkpoint.
     """
