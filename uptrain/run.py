@@ -160,7 +160,8 @@ def execute(folder: Path, s: Settings, training: Training, progress: Progress, f
     if accelerator.is_main_process:
         training.metrics.flush()
         _write_state(folder, status, progress.step, reason)
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     return status
 
 
@@ -170,7 +171,8 @@ def _explain(error: Exception, folder: Path, step: int) -> Exception:
     if isinstance(error, SaveError):
         return Failure(f"step {step}, where the run ends, could not be saved: {error}. Put that right, then {hint}.")
     if is_lost_process(error):
-        return Failure(f"another process of the run has ended, and so this one does, after step {step}; {hint}.")
+        said = " ".join(str(error).split())
+        return Failure(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {said}")
     return error
 
 

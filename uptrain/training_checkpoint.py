@@ -78,18 +78,22 @@ class Checkpoints:
             if path.name.startswith((UNFINISHED, REMOVED)):
                 shutil.rmtree(path)
 
-    def save(self, trainee: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> Path:
+    def save(self, trainee: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> str:
         """Write the checkpoint of `state["step"]`; `keep` exempts it from rotation.
 
-        Raises SaveError on all processes if any of them failed; then nothing has changed.
+        Return why an older one could not be removed, or an empty text. Raises SaveError on all processes if any of them
+        failed; then the checkpoints are what they were.
         """
         final = self.folder / folder_name(state["step"])
         unfinished = self.folder / (UNFINISHED + final.name)
-        self._agree(self._begin(unfinished))
-        self._agree(_write_tensors(unfinished / TENSORS, trainee, optimizer))
-        self._agree(self._finish(unfinished, final, {**state, "keep": keep}))
-        on_main(self._accelerator, self._rotate)
-        return final
+        try:
+            self._agree(self._begin(unfinished))
+            self._agree(_write_tensors(unfinished / TENSORS, trainee, optimizer))
+            self._agree(self._finish(unfinished, final, {**state, "keep": keep}))
+        except SaveError:
+            on_main(self._accelerator, lambda: shutil.rmtree(unfinished, ignore_errors=True))
+            raise
+        return on_main(self._accelerator, lambda: self._rotate(final))
 
     def _begin(self, unfinished: Path) -> str:
         if not self._accelerator.is_main_process:
@@ -135,14 +139,21 @@ class Checkpoints:
         if errors:
             raise SaveError(errors[0])
 
-    def _rotate(self) -> None:
-        """Remove all but the last few, and those to be kept. First a rename, so that none is ever half there."""
-        ours = sorted(complete(self.folder))
-        for path in ours[: -self._keep_last]:
-            if not json.loads((path / STATE).read_bytes())["keep"]:
-                removed = path.with_name(REMOVED + path.name)
-                path.rename(removed)
-                shutil.rmtree(removed)
+    def _rotate(self, newest: Path) -> str:
+        """Remove all but the last few, and those to be kept. First a rename, so that none is ever half there.
+
+        Later ones than the newest are damaged, and were passed over: they do not count. Return what failed, as where a
+        network's file system does not let go of a file that somebody reads; the next start sweeps it away.
+        """
+        try:
+            for path in sorted(p for p in complete(self.folder) if p <= newest)[: -self._keep_last]:
+                if not _is_kept(path):
+                    removed = path.with_name(REMOVED + path.name)
+                    path.rename(removed)
+                    shutil.rmtree(removed)
+        except OSError as error:
+            return str(error)
+        return ""
 
     def newest(self) -> Found | None:
         """Return the newest checkpoint whose files are all as they were written; None if there is none at all.
@@ -176,18 +187,30 @@ def complete(folder: Path) -> list[Path]:
     return [p for p in folder.glob("step-*") if p.is_dir()] if folder.is_dir() else []
 
 
+def _is_kept(folder: Path) -> bool:
+    """Say whether rotation must spare a checkpoint. One whose state cannot be read is of no use to anyone."""
+    try:
+        return bool(json.loads((folder / STATE).read_bytes())["keep"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
     """Compare a share of a checkpoint's files with its manifest; return what differs, or an empty text."""
+    path = folder / MANIFEST
     try:
-        files: dict[str, dict[str, int]] = json.loads((folder / MANIFEST).read_bytes())["files"]
+        files: dict[str, dict[str, int]] = json.loads(path.read_bytes())["files"]
         for name, wanted in sorted(files.items())[rank::world]:
-            found = (folder / name).stat().st_size
+            path = folder / name
+            found = path.stat().st_size
             if found != wanted["size"]:
-                return f"{folder / name} has {found} bytes instead of {wanted['size']}"
-            if _checksum(folder / name) != wanted:
-                return f"{folder / name} has other content than was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{folder}: {error}"
+                return f"{path} has {found} bytes instead of {wanted['size']}"
+            if _checksum(path) != wanted:
+                return f"{path} has other content than was written"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path} is damaged ({error!r})"
     return ""
 
 
@@ -221,7 +244,8 @@ def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Opti
     if optimizer.state:  # none yet if every step so far was skipped
         tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
     try:
-        with _quiet():
+        with _quiet(), _without_zip_checksums():
+            # One thread: what goes wrong in further ones, as a full disk, would be lost (torch 2.13).
             save_tensors(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=_is_alone())
     except CheckpointException as error:
         return "; ".join(str(failure[0]) for failure in error.failures.values())
@@ -246,6 +270,17 @@ def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def _is_alone() -> bool:
     return not dist.is_initialized()
+
+
+@contextmanager
+def _without_zip_checksums() -> Iterator[None]:
+    """Let torch leave out its own checksum of each tensor, a third of the time; the manifest has one of each file."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 @contextmanager
