@@ -1,6 +1,6 @@
 """The demo. First a well-known checkpoint is converted, verified, opened in transformers, and scored before and after.
 
-Then a small one with multi-head attention goes all the way: converted, uptrained for 5 % of its pre-training,
+Then a small one with multi-head attention goes all the way: converted, uptrained for 3 % of its pre-training,
 exported, opened in transformers, and scored at every stage.
 """
 
@@ -26,7 +26,7 @@ PARAGRAPH = (
 )
 WORK, PARENT = Path(".demo"), Path("assets/demo-mha")
 OPENING = "My fellow citizens, the state of our Union"
-PARENT_TOKENS = "7M"
+PARENT_TOKENS, ALPHA = "7M", 0.03
 HELD_OUT_SPEECHES = 5
 """Of the 20 there are, so that measuring takes seconds."""
 
@@ -65,7 +65,7 @@ def uptrain_small_model() -> None:
     run("convert", "mha-to-gqa", PARENT, converted, "--groups", "2")
     run(
         "uptrain", "run", converted, "--data", train, "--eval-data", held_out, "--seq-len", SEQ_LEN,
-        "--teacher", PARENT, "--alpha", "0.05", "--original-tokens", PARENT_TOKENS, "--global-batch-tokens", "8192",
+        "--teacher", PARENT, "--alpha", ALPHA, "--original-tokens", PARENT_TOKENS, "--global-batch-tokens", "4096",
         "--lr", "2e-3", "--eval-every", "1000", "--out", training,
     )  # fmt: skip
     run("uptrain", "export", training, exported)
@@ -73,9 +73,9 @@ def uptrain_small_model() -> None:
     lines = map(json.loads, (training / "metrics.jsonl").read_text().splitlines())
     first, last = (line["evaluation"] for line in lines if "evaluation" in line)
     stages = (
-        ("the parent: 8 K/V heads", PARENT, first["teacher_loss"]),
-        ("converted: 2 K/V heads", converted, first["loss"]),
-        ("uptrained for 5 %", exported, last["loss"]),
+        (f"the parent: 8 K/V heads, {PARENT_TOKENS} tokens", PARENT, first["teacher_loss"]),
+        ("converted to 2 K/V heads", converted, first["loss"]),
+        (f"uptrained for {ALPHA:.0%} of that", exported, last["loss"]),
     )
     recovered = (first["loss"] - last["loss"]) / (first["loss"] - first["teacher_loss"])
     show(
