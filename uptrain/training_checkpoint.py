@@ -3,7 +3,7 @@
     RUN/checkpoints/step-00000120/
         tensors/              weights and optimizer states, float32, sharded by torch.distributed.checkpoint
         state.json            where the run stands
-        manifest.json         every other file's size and CRC-32; written last
+        manifest.json         every other file's size and CRC-32, by blocks of 64 MB; written last
 
 Saving: all processes write into a folder of another name and see it to the disk; each says whether it could; then the
 main process alone writes the manifest and renames the folder. Only then do older checkpoints go. A kill at any moment
@@ -11,12 +11,15 @@ leaves the last complete checkpoint, and what is left of an unfinished one is sw
 """
 
 import json
+import re
 import shutil
 import warnings
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,10 @@ TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
 _SPARE = 1.2
 """Free space that a save asks for, over the size of the last one."""
+_BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
 State = dict[str, Any]
+Checksums = dict[str, dict[str, Any]]
+"""File → `size`, and `crc32` of each block."""
 
 
 class SaveError(OSError):
@@ -111,10 +117,10 @@ class Checkpoints:
         return ""
 
     def _finish(self, unfinished: Path, final: Path, state: State) -> str:
-        """Take the checksums, each process of its share; then write state and manifest, and rename."""
+        """See the files to the disk and take their checksums; then write state and manifest, and rename."""
         error, sums = "", {}
         try:
-            sums = self._checksums(unfinished)
+            sums = self._sync_and_sum(unfinished)
         except OSError as failure:
             error = str(failure)
         all_sums = gather(self._accelerator, sums)
@@ -128,10 +134,20 @@ class Checkpoints:
             return str(failure)
         return ""
 
-    def _checksums(self, folder: Path) -> dict[str, dict[str, int]]:
-        names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-        rank, world = self._accelerator.process_index, self._accelerator.num_processes
-        return {name: _checksum(folder / name) for name in names[rank::world]}
+    def _sync_and_sum(self, folder: Path) -> Checksums:
+        """Do so for the files that this process wrote, the two side by side: one waits for the disk, one computes."""
+        mine = re.compile(rf"__{self._accelerator.process_index}_\d+\.distcp")
+        others = re.compile(r"__\d+_\d+\.distcp")
+        paths = [
+            path for path in sorted(folder.rglob("*"))
+            if path.is_file()
+            and (mine.fullmatch(path.name) or (self._accelerator.is_main_process and not others.fullmatch(path.name)))
+        ]  # fmt: skip
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.map(sync_file, paths)
+            sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in paths}
+            list(synced)  # raises what went wrong there
+        return sums
 
     def _agree(self, error: str) -> None:
         """Raise SaveError on all processes if one of them met an error."""
@@ -199,7 +215,7 @@ def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
     """Compare a share of a checkpoint's files with its manifest; return what differs, or an empty text."""
     path = folder / MANIFEST
     try:
-        files: dict[str, dict[str, int]] = json.loads(path.read_bytes())["files"]
+        files: Checksums = json.loads(path.read_bytes())["files"]
         for name, wanted in sorted(files.items())[rank::world]:
             path = folder / name
             found = path.stat().st_size
@@ -214,15 +230,22 @@ def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
     return ""
 
 
-def _checksum(path: Path) -> dict[str, int]:
-    crc, size = 0, 0
+def _checksum(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    with ThreadPoolExecutor(_SUMMING_THREADS) as pool:
+        return {"size": size, "crc32": list(pool.map(partial(_sum_block, path), range(0, size, _BLOCK)))}
+
+
+def _sum_block(path: Path, start: int) -> int:
+    crc, end = 0, start + _BLOCK
     with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
-    return {"size": size, "crc32": crc}
+        file.seek(start)
+        while piece := file.read(min(_PIECE, end - file.tell())):
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
-def _publish(unfinished: Path, final: Path, files: dict[str, dict[str, int]], state: State) -> None:
+def _publish(unfinished: Path, final: Path, files: Checksums, state: State) -> None:
     state_path = unfinished / STATE
     state_path.write_text(json.dumps(state, indent=2) + "\n")
     sync_file(state_path)
@@ -246,7 +269,7 @@ def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Opti
     try:
         with _quiet(), _without_zip_checksums():
             # One thread: what goes wrong in further ones, as a full disk, would be lost (torch 2.13).
-            save_tensors(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=_is_alone())
+            save_tensors(tensors, storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=_is_alone())
     except CheckpointException as error:
         return "; ".join(str(failure[0]) for failure in error.failures.values())
     except OSError as error:

@@ -11,6 +11,8 @@ from faulty_runs import error_of, succeed
 from faulty_training import Faults, run
 from tokenizers_ import make_tokenizer
 
+from uptrain.run_folder import locked
+
 OTHER = "prepare the data with the model's own tokenizer."
 
 
@@ -134,3 +136,15 @@ def test_resuming_what_is_no_run(inputs, tmp_path):
     out.mkdir()
     (out / "run.json").write_text(json.dumps({"settings": {}}))
     assert error_of(run("resume", out, folder=tmp_path), 2).startswith(f"{out}/run.json is damaged, or of another")
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_resuming_where_another_trains(inputs, tmp_path, processes):
+    out = tmp_path / "run"
+    succeed(training.arguments(inputs, out, "--max-minutes", 0), tmp_path)
+    before = tiny.snapshot(out)
+    with locked(out):
+        error = error_of(run("resume", out, folder=tmp_path, processes=processes), 2)
+    assert error == f"{out} is being trained by another process; see `uptrain status {out}`."
+    assert tiny.snapshot(out) == before
+    succeed(("resume", out), tmp_path, processes)
