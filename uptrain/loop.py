@@ -203,7 +203,9 @@ def _evaluate_if_due(t: Training, step: int) -> str | None:
         found = evaluate(t.trainee, t.eval_cache, t.micro_batch, t.accelerator, with_teacher, lambda: bool(_reason(t)))
     except Stopped:
         return _reason(t)
-    _note(t, {"step": step, "evaluation": _means(found)})
+    means = _means(found)
+    _note(t, {"step": step, "evaluation": means})
+    t.accelerator.log({f"held-out/{name}": value for name, value in means.items()}, step=step)
     return None
 
 

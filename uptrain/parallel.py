@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, gather_object
 from torch import Tensor, nn
 
 from model.errors import InputError
@@ -27,6 +28,9 @@ def make_accelerator(
     Raises InputError where they did not find one another, or sharding was asked for and is not to be had: accelerate
     would go on without a word, as several trainings in one folder, or unsharded.
     """
+    if missing := set(track) - {str(tracker) for tracker in get_available_trackers()}:
+        # accelerate would leave it out without a word
+        raise InputError(f"--track {min(missing)} needs a package: pip install {min(missing)}.")
     wants_sharding = _is_set("ACCELERATE_USE_FSDP")
     if _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise InputError("DeepSpeed is not supported by this version; use scripts/accelerate/fsdp2.yaml or ddp.yaml.")
@@ -35,7 +39,7 @@ def make_accelerator(
         mixed_precision="bf16" if precision == "bf16" else "no",
         fsdp_plugin=_sharding(precision, block_names) if wants_sharding else None,
         log_with=list(track) or None,
-        project_dir=folder if track else None,
+        project_config=ProjectConfiguration(str(folder), logging_dir=f"{folder}/tensorboard") if track else None,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:

@@ -1,0 +1,27 @@
+"""`--track`: numbers go to a tracker too, or it is said that they cannot."""
+
+import pytest
+import training
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return training.make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def test_a_tracker_that_is_not_installed(uptrain, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("uptrain.parallel.get_available_trackers", list)
+    result = uptrain(*training.arguments(inputs, tmp_path / "run", "--track", "wandb"))
+    result.refused("--track wandb needs a package: pip install wandb.")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard(uptrain, inputs, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    out = tmp_path / "run"
+    more = ("--track", "tensorboard", "--eval-data", inputs["held_out"], "--eval-every", 6)
+    assert uptrain(*training.arguments(inputs, out, *more)).code == 0
+    found = events.EventAccumulator(str(out / "tensorboard/run")).Reload()
+    losses = {event.step: event.value for event in found.Scalars("loss")}
+    assert losses == pytest.approx(dict(training.steps(out, "loss")))
+    assert [event.step for event in found.Scalars("held-out/loss")] == [0, 6, 12]
