@@ -7,6 +7,7 @@ and resumed is the run uninterrupted; starting processes anew for each of them w
 file for the gradient of the last step, before it is clipped.
 """
 
+import gc
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
 if os.environ.get("ACCELERATE_USE_FSDP"):
@@ -57,6 +59,9 @@ def main() -> None:
         AcceleratorState._reset_state()
         stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")
         cli.main(job["arguments"], standalone_mode=False)
+    gc.collect()  # DDP's reducer must not be what ends the process group
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

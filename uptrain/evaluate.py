@@ -19,7 +19,7 @@ from uptrain.data.cache import Cache
 from uptrain.fitting import check_tokenizer, check_vocabulary
 from uptrain.measures import Measures
 from uptrain.models import block_names, load_student, load_teacher
-from uptrain.parallel import add_up, make_accelerator
+from uptrain.parallel import add_up, leave, make_accelerator
 from uptrain.trainee import Trainee
 
 
@@ -62,10 +62,16 @@ def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterat
         yield Batch.ignored(cache.seq_len, accelerator.device)
 
 
-def evaluate_folder(
-    model: Path, *, data: Path, teacher: Path | None, precision: str | None, micro_batch: int | None, quiet: bool
-) -> dict[str, Any]:
+def evaluate_folder(model: Path, **options: Any) -> dict[str, Any]:
     """Measure a checkpoint folder on a cache; return `Measures` and perplexity, ready for JSON."""
+    found = _evaluate_folder(model, **options)
+    leave()
+    return {**{k: v for k, v in asdict(found).items() if v is not None}, "perplexity": found.perplexity}
+
+
+def _evaluate_folder(
+    model: Path, *, data: Path, teacher: Path | None, precision: str | None, micro_batch: int | None, quiet: bool
+) -> Measures:
     cache = Cache.open(data)
     check_tokenizer(cache, data, model)
     precision = precision or ("bf16" if torch.accelerator.is_available() else "fp32")
@@ -79,5 +85,4 @@ def evaluate_folder(
     trainee = accelerator.prepare(Trainee(student, "next-token", parent))
     size = micro_batch or max(1, MICRO_BATCH_TOKENS // cache.seq_len)
     with terminal.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:
-        found = evaluate(trainee, cache, size, accelerator, parent is not None, advance=advance)
-    return {**{k: v for k, v in asdict(found).items() if v is not None}, "perplexity": found.perplexity}
+        return evaluate(trainee, cache, size, accelerator, parent is not None, advance=advance)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, gather_object
 from torch import Tensor, nn
@@ -97,6 +97,15 @@ def gather(accelerator: Accelerator, value: T) -> list[T]:
         return [value]
     found: list[T] = gather_object([value])
     return found
+
+
+def leave() -> None:
+    """Leave the process group, once nothing that uses it is left.
+
+    DDP's reducer, if it were the group's last owner, would wait for gloo's thread with the interpreter's lock in hand,
+    for which that thread may be waiting.
+    """
+    PartialState().destroy_process_group()
 
 
 def is_lost_process(error: Exception) -> bool:

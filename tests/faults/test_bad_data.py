@@ -20,6 +20,7 @@ from model.staging import Staging
 from uptrain.data import build, units
 from uptrain.data.cache import Cache
 from uptrain.data.sources import find_sources
+from uptrain.data.tokenise import shard_names
 
 
 @pytest.fixture(scope="module")
@@ -421,7 +422,9 @@ def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals
     assert err.strip() == "Error: interrupted; the same command continues where this one stopped."
     wait_until(lambda: not processes_of(process.pid))
     assert not out.exists()
-    finished = {path.name: path.stat().st_ino for path in (tmp_path / ".out.groupwise/folder").glob("*.bin")}
+    units_done = [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:]]
+    names = [name for number in units_done for name in shard_names(int(number))]
+    finished = {name: (tmp_path / ".out.groupwise/folder" / name).stat().st_ino for name in names}
     assert finished
     assert uptrain(*arguments).code == 0
     assert {name: (out / name).stat().st_ino for name in finished} == finished
