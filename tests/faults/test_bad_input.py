@@ -293,7 +293,7 @@ def test_integer_weights(refuse, source):
     refuse(name, "I8", "quantised or packed")
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neox", "", None, 7])
+@pytest.mark.parametrize("model_type", ["gpt_neo_y", "", None, 7, ["llama"]])
 def test_unsupported_model_type(refuse, source, model_type):
     tiny.edit_config(source, model_type=model_type if model_type is not None else ...)
     refuse("model_type", "supported are: llama, mistral, qwen2")
