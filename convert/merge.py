@@ -32,8 +32,14 @@ class Merge:
     n_out: int
 
     @property
-    def heads_per_group(self) -> int:
+    def group_size(self) -> int:
+        """How many heads become one."""
         return self.n_in // self.n_out
+
+    @property
+    def source(self) -> str:
+        """What an error calls the source."""
+        return " to ".join(dict.fromkeys((self.sources[0], self.sources[-1])))
 
     @property
     def label(self) -> str:
@@ -42,7 +48,7 @@ class Merge:
 
     def group_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of a group's heads, which lie in `tensor` or in its likes."""
-        return self.heads_per_group * self.rows_per_head * (tensor.nbytes // tensor.shape[0])
+        return self.group_size * self.rows_per_head * (tensor.nbytes // tensor.shape[0])
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ def merge_groups(checkpoint: Checkpoint, merge: Merge, method: str, seed: int) -
     merge_heads, rng = find_method(method), tensor_rng(seed, merge.label)
     shape = checkpoint.tensors[merge.tensor].shape[1:]
     for group in range(merge.n_out):
-        heads_HDM = _read_group(checkpoint, merge, group).reshape(merge.heads_per_group, -1, prod(shape))
-        norms_H, mean_cosine = _compare_heads(heads_HDM.reshape(len(heads_HDM), -1), merge.tensor)
+        heads_HDM = _read_group(checkpoint, merge, group).reshape(merge.group_size, -1, prod(shape))
+        norms_H, mean_cosine = _compare_heads(heads_HDM.reshape(len(heads_HDM), -1), merge.source)
         merged_DM = merge_heads(heads_HDM, 1, rng)[0]
         ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
         yield merged_DM.reshape(merge.rows_per_head, *shape), GroupReport(float(ratio), mean_cosine)
@@ -79,7 +85,7 @@ def merge_groups(checkpoint: Checkpoint, merge: Merge, method: str, seed: int) -
 def _read_group(checkpoint: Checkpoint, merge: Merge, group: int) -> Array:
     if len(merge.sources) > 1:
         return np.concatenate([checkpoint.rows(name, 0, merge.rows_per_head) for name in merge.sources])
-    n_rows = merge.heads_per_group * merge.rows_per_head
+    n_rows = merge.group_size * merge.rows_per_head
     start = merge.first_row + group * n_rows
     return checkpoint.rows(merge.sources[0], start, start + n_rows)
 

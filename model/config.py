@@ -51,7 +51,7 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     """
     found = find_family(checkpoint.config)
     family, config = found.family, {**found.family.absent_sizes, **found.config}
-    _refuse_quantised(checkpoint)
+    _refuse_quantised(checkpoint, config)
     n_layers = _positive(config, "num_hidden_layers")
     n_heads = _positive(config, "num_attention_heads")
     hidden_size = _positive(config, "hidden_size")
@@ -136,12 +136,13 @@ def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, f
         raise CheckpointError(f"the weights hold {found} K/V heads, which do not divide {n_heads} query heads.")
 
 
-def _refuse_quantised(checkpoint: Checkpoint) -> None:
+def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> None:
     advice = "merging packed numbers gives garbage; start from the original, unquantised model."
-    if checkpoint.config.get("quantization_config"):
-        method = checkpoint.config["quantization_config"]
-        name = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
-        raise CheckpointError(f"config.json has a quantization_config ({name}): {advice}")
+    for config in (checkpoint.config, text_config):
+        if config.get("quantization_config"):
+            method = config["quantization_config"]
+            name = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
+            raise CheckpointError(f"config.json has a quantization_config ({name}): {advice}")
     for name in checkpoint.tensors:
         if PACKED.search(name):
             raise CheckpointError(f"the tensor {name} belongs to quantised weights: {advice}")

@@ -12,7 +12,11 @@ from model.families.refused import reason
 __all__ = ["FAMILIES", "Family", "Found", "find_family"]
 
 # One module each in this folder, named as its `model_type`.
-FAMILIES = ("llama", "mistral", "qwen2")
+FAMILIES = (
+    "cohere", "gemma", "gemma2", "glm", "granite", "helium", "llama", "llava", "llava_next", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3",
+    "stablelm", "starcoder2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

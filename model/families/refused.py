@@ -6,7 +6,7 @@ _PARENT = "start from a model of a supported family instead."
 REFUSED: dict[str, tuple[str, ...]] = {
     "its attention is multi-head latent attention (MLA), which caches one small vector for all heads: there are no K/V "
     "heads to merge, and the cache is compressed already; use it as it is.": (
-        "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe_lite",
+        "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
         "glm5_next", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_k25", "kimi_linear", "kimi_vl", "longcat",
         "longcat_flash", "minicpm3", "mistral4", "mistral_large4", "youtu",
     ),
@@ -19,7 +19,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"some of its layers read the K/V heads of other layers, so they cannot be merged layer by layer; {_PARENT}": (
         "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
     ),
-    "it is multi-query already: one K/V head is as few as there can be; use it as it is.": ("gpt_bigcode",),
+    "it is multi-query already: one K/V head is as few as there can be; use it as it is.": (
+        "deepseek_v4", "gpt_bigcode",
+    ),
     "falcon-7b is multi-query and falcon-40b and 180b are grouped already, to be used as they are; falcon-rw has a K/V "
     f"head for each query head, and transformers' class cannot hold a number in between; {_PARENT}": ("falcon",),
     "its heads come in pairs whose attentions are subtracted, so that merging neighbours would mix the two; "
