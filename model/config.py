@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.checkpoint import Checkpoint, Tensor
+from model.checkpoint import Checkpoint
 from model.checkpoint.folder import json_text
 from model.errors import CheckpointError
 from model.families import Family, find_family
@@ -91,19 +91,23 @@ def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads
             f"config.json says num_attention_heads = {n_heads}, but layer 0's {name}.weight "
             f"{'is missing' if tensor is None else f'has shape {tensor.shape}, not that many equal heads'}."
         )
-    stated = config.get("head_dim", family.absent_head_dim)
-    return _checked_head_dim(stated, tensor.shape[axis] // n_heads, hidden_size // n_heads, tensor)
-
-
-def _checked_head_dim(stated: Any, found: int, implied: int, tensor: Tensor) -> int:
-    expected = implied if stated is None else stated
+    found = tensor.shape[axis] // n_heads
+    says, expected = _stated_head_dim(config, family, hidden_size // n_heads)
     if type(expected) is not int or found != expected:
-        source = "hidden_size / num_attention_heads" if stated is None else "head_dim"
         raise CheckpointError(
-            f"config.json says {source} = {expected}, but {tensor.name} has shape {tensor.shape}, which means {found}; "
+            f"config.json says {says}, but {tensor.name} has shape {tensor.shape}, which means {found}; "
             "they do not belong together."
         )
     return found
+
+
+def _stated_head_dim(config: Mapping[str, Any], family: Family, implied: int) -> tuple[str, Any]:
+    """Return what the config says, in words, and the size it means."""
+    if config.get("head_dim") is not None:
+        return f"head_dim = {config['head_dim']}", config["head_dim"]
+    if "head_dim" in config or family.absent_head_dim is None:
+        return f"hidden_size / num_attention_heads = {implied}", implied
+    return f"no head_dim, which {family.model_type} takes as {family.absent_head_dim}", family.absent_head_dim
 
 
 def _n_kv_heads(family: Family, layers: Layers, n_heads: int, head_dim: int) -> int:

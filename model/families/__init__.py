@@ -44,7 +44,8 @@ def find_family(config: Mapping[str, Any]) -> Found:
     text = config.get(entry.text_config)
     if not isinstance(text, dict):
         raise CheckpointError(
-            f"config.json has {entry.text_config} = {text!r}; {given} has its language model's there."
+            f"config.json has {entry.text_config} = {text!r}, where transformers' {given} has its language model's "
+            "config; get the version of the model made for transformers."
         )
     inner_type = text.get("model_type", entry.absent_text_type)
     family = _load(inner_type, f"{given} around model_type {inner_type!r}")

@@ -312,6 +312,11 @@ def test_unsupported_model_type(refuse, source, model_type):
         ({"hidden_size": 64}, ("do not belong together",)),
         ({"head_dim": 8}, ("head_dim = 8", "means 4")),
         ({"model_type": "mistral", "num_key_value_heads": 4}, ("num_key_value_heads = 4",)),
+        (
+            {"model_type": "mistral", "num_key_value_heads": None},
+            ("= null, which the class of mistral refuses", "to 8"),
+        ),
+        ({"model_type": "qwen3", "head_dim": ...}, ("no head_dim, which qwen3 takes as 128", "means 4")),
         ({"model_type": "qwen2", "num_key_value_heads": ...}, ("no num_key_value_heads", "takes as 32")),
         ({"num_key_value_heads": 8.0}, ("num_key_value_heads = 8.0",)),
         ({"num_hidden_layers": 10**30}, ("layer 2 is missing",)),

@@ -77,16 +77,16 @@ def open_folder(family: str, folder: Path):
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_shape_probe(saved, family, changes):
     """The stock class with fewer K/V heads saves exactly the tensors and shapes that we plan to write."""
-    with open_checkpoint(saved(family, changes)) as source:
-        for groups in (4, 2, 1):
-            with open_checkpoint(saved(family, changes, groups)) as theirs:
-                plan = make_plan(source, groups, "mean", 0, None)
-                assert plan.tensors == theirs.tensors
-                changed = {n for n in source.tensors if source.tensors[n] != theirs.tensors.get(n)}
-                read = {name for merge in plan.merges for name in merge.sources}
-                per_head = {name for merge in plan.merges if len(merge.sources) > 1 for name in merge.sources}
-                assert changed <= read <= changed | per_head
-                assert len(plan.merges) >= 4
+    for n_kv_heads, groups in ((8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)):
+        folders = saved(family, changes, n_kv_heads), saved(family, changes, groups)
+        with open_checkpoint(folders[0]) as source, open_checkpoint(folders[1]) as theirs:
+            plan = make_plan(source, groups, "mean", 0, None)
+            assert plan.tensors == theirs.tensors
+            changed = {name for name, tensor in source.tensors.items() if tensor != theirs.tensors.get(name)}
+            read = {name for merge in plan.merges for name in merge.sources}
+            per_head = {name for merge in plan.merges if len(merge.sources) > 1 for name in merge.sources}
+            assert changed <= read <= changed | per_head
+            assert len(plan.merges) >= 4
 
 
 # What merging computes
@@ -112,27 +112,28 @@ def kv_heads(family: str, tensors: dict[str, torch.Tensor], n_kv_heads: int) -> 
 
 
 def with_repeated_heads(
-    family: str, few: dict[str, torch.Tensor], many: dict[str, torch.Tensor], groups: int
+    family: str, few: dict[str, torch.Tensor], many: dict[str, torch.Tensor], groups: int, n_kv_heads: int
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of the model `few`, each K/V head repeated so that they fit where `many` fit."""
     full = {name: t.clone() for name, t in many.items()}
     for name, tensor in few.items():
         if full[name].shape == tensor.shape:
             full[name].copy_(tensor)
-    for name, target in kv_heads(family, full, N_HEADS).items():  # views of `full`
-        target.copy_(kv_heads(family, few, groups)[name].repeat_interleave(N_HEADS // groups, 0))
-        prefix = f"{name}.norms."
-        for i, row in enumerate(target):
-            if f"{prefix}{i}.weight" in full:  # stacked, hence no view
-                full[f"{prefix}{i}.weight"].copy_(row)
+    merged = kv_heads(family, few, groups)
+    for name, target in kv_heads(family, full, n_kv_heads).items():  # views of `full`
+        target.copy_(merged[name].repeat_interleave(n_kv_heads // groups, 0))
+        for i, row in enumerate(target if f"{name}.norms.0.weight" in full else ()):  # stacked, hence no view
+            full[f"{name}.norms.{i}.weight"].copy_(row)
     return full
 
 
-def check_mean(family: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], groups: int) -> None:
-    heads, merged = kv_heads(family, before, N_HEADS), kv_heads(family, after, groups)
+def check_mean(
+    family: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], groups: int, n_kv_heads: int
+) -> None:
+    heads, merged = kv_heads(family, before, n_kv_heads), kv_heads(family, after, groups)
     assert heads.keys() == merged.keys()
     for name, tensor in heads.items():
-        mean = tensor.double().view(groups, N_HEADS // groups, -1).mean(dim=1).float()
+        mean = tensor.double().view(groups, n_kv_heads // groups, -1).mean(dim=1).float()
         assert torch.equal(merged[name], mean), name
     for name, tensor in after.items():
         if tensor.shape == before[name].shape and "k_layernorm" not in name:
@@ -164,9 +165,9 @@ def replace_norm(name: str, module: torch.nn.Module) -> bool:
     return False
 
 
-@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(("n_kv_heads", "groups"), [(8, 4), (8, 2), (8, 1), (4, 2)])
 @pytest.mark.parametrize(("family", "changes"), CASES)
-def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, groups):
+def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv_heads, groups):
     """Merged heads are the mean; repeated again, they give the same logits, and merged again, the same heads.
 
     Repeating is exact: query head h reads the same numbers in either model, so the logits may not differ at all. Where
@@ -174,11 +175,12 @@ def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, grou
     mean equally often, but the sum of more squares is rounded otherwise. There we let that norm compute in float64,
     which leaves nothing of it after rounding, and ask the class as it is for the last digits only.
     """
-    source, out, again, back = saved(family, changes, **SIZE), *(tmp_path / name for name in ("out", "again", "back"))
+    source = saved(family, changes, n_kv_heads, **SIZE)
+    out, again, back = (tmp_path / name for name in ("out", "again", "back"))
     assert convert("mha-to-gqa", source, out, "--groups", groups).code == 0
     before, after = tiny.tensors(source), tiny.tensors(out)
-    check_mean(family, before, after, groups)
-    repeated = with_repeated_heads(family, after, before, groups)
+    check_mean(family, before, after, groups, n_kv_heads)
+    repeated = with_repeated_heads(family, after, before, groups, n_kv_heads)
     again.mkdir()
     save_file(repeated, again / "model.safetensors", metadata={"format": "pt"})
     (again / "config.json").write_bytes((source / "config.json").read_bytes())
