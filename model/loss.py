@@ -59,9 +59,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         (scale,) = grad_outputs
+        # In place, since fresh memory costs more than the product; autograd refuses a second backward pass.
         return (
-            None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype),
-            None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype),
+            None if grad_hidden is None else grad_hidden.mul_(scale.to(grad_hidden.dtype)),
+            None if grad_weight is None else grad_weight.mul_(scale.to(grad_weight.dtype)),
             None,
         )
 
@@ -80,8 +81,9 @@ def _loss_and_gradient(
     if logits_CV is not product_CV:
         logits_CV.copy_(product_CV)
     labels_C1 = labels_C1.clamp(min=0)
-    log_sum_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
-    loss += ((log_sum_C1 - logits_CV.gather(1, labels_C1)) * counts_C1).sum()
-    logits_CV.sub_(log_sum_C1).exp_()
+    chosen_C1, peak_C1 = logits_CV.gather(1, labels_C1), logits_CV.amax(dim=1, keepdim=True)
+    sum_C1 = logits_CV.sub_(peak_C1).exp_().sum(dim=1, keepdim=True)
+    loss += ((sum_C1.log() + peak_C1 - chosen_C1) * counts_C1).sum()
+    logits_CV.div_(sum_C1)
     logits_CV.scatter_add_(1, labels_C1, logits_CV.new_full(labels_C1.shape, -1.0))
     return product_CV.copy_(logits_CV)

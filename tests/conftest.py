@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
+
+if TYPE_CHECKING:
+    from faulty_runs import Runs
 
 
 @dataclass
@@ -79,3 +83,11 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     resume = {"arguments": ["resume", str(run)]}
     drive([{"arguments": arguments(inputs, run, *more, loss="distill"), "stop_in": 5}, resume])
     return run
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
+    """Return what runs in which something goes wrong are made of, and compared with."""
+    from faulty_runs import Runs
+
+    return Runs(tmp_path_factory.mktemp("runs"))

@@ -52,7 +52,7 @@ def main() -> None:
     global _stop_in, _gradient
     uptrain.loop.windows_of_step = _windows
     accelerate.Accelerator.clip_grad_norm_ = _clip
-    accelerate.Accelerator.end_training = lambda self: None  # the next command goes on with these processes
+    accelerate.PartialState.destroy_process_group = lambda self: None  # the next command goes on with these processes
     for job in json.loads(sys.argv[1]):
         AcceleratorState._reset_state()
         stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")

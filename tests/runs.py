@@ -63,6 +63,6 @@ def write_checkpoint(run: Path, step: int, keep: bool = False) -> Path:
     files = {"tensors/0.distcp": bytes(100), "state.json": json.dumps({"step": step, "keep": keep}).encode()}
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    sums = {name: {"size": len(content), "crc32": zlib.crc32(content)} for name, content in files.items()}
+    sums = {name: {"size": len(content), "crc32": [zlib.crc32(content)]} for name, content in files.items()}
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": sums}))
     return folder

@@ -24,9 +24,10 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
 def _section(record: dict[str, Any]) -> str:
     s, budget = record["settings"], record["budget"]
     begun = f"from `{s['model']}`" if s["model"] else "from nothing"
+    alpha = f"{budget['alpha']:.4g} of the original pre-training" if budget["alpha"] else "original size not given"
     rows = [
         ("Trained", f"{begun}, {record['step']:,} of {s['steps']:,} steps, {show_count(record['tokens'])} tokens"),
-        ("α", f"{budget['alpha']:.4g} of the original pre-training" if budget["alpha"] else "original size not given"),
+        *([("α", alpha)] if s["model"] else []),
         ("Loss", _LOSS[s["loss"]].format(teacher=s["teacher"])),
         ("Learning rate", f"{s['schedule']}, peak {s['lr']:.3g}, {s['optimizer']}, {s['precision']}"),
         ("Data", f"token cache {record['data_sha256'][:16]}…"),
@@ -34,7 +35,7 @@ def _section(record: dict[str, Any]) -> str:
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""{BEGIN}
-## Uptraining by Groupwise
+## {"Uptraining" if s["model"] else "Training"} by Groupwise
 
 | | |
 |---|---|

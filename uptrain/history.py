@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.errors import InputError
-from uptrain.metrics import Record
+from uptrain.metrics import Record, read_metrics
 from uptrain.run_folder import METRICS, STATE, Run
 
 MINIMISED = {
@@ -33,7 +33,7 @@ class History:
     @classmethod
     def read(cls, folder: Path) -> "History":
         run = Run.read(folder)
-        records = _read_records(folder / METRICS)
+        records = read_metrics(folder / METRICS)
         steps = [r for r in records if "loss" in r]
         tokens = {0: 0, **{r["step"]: r["tokens"] for r in steps}}
         evaluations = [
@@ -80,19 +80,6 @@ def recovered_fraction(first: Record, now: Record) -> float | None:
     if first["step"] != 0 or before is None or after is None or goal is None or before <= goal:
         return None
     return float((before - after) / (before - goal))
-
-
-def _read_records(path: Path) -> list[Record]:
-    """Return all whole lines, as `read_metrics` does; one that is damaged is an InputError with its number."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if line.endswith(b"\n"):
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise InputError(f"{path}:{number} is no line of JSON ({error}); take it out.") from error
-    return records
 
 
 def _read_state(path: Path) -> Record:

@@ -20,6 +20,7 @@ from uptrain.data.cache import Cache
 from uptrain.data.texts import cache_of
 from uptrain.fitting import check_tokenizer
 from uptrain.metrics import read_metrics, write_metrics
+from uptrain.parallel import on_main
 from uptrain.recognise import source_names
 from uptrain.run import make_folder, refuse_existing, resume, schedule_of, start
 from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
@@ -71,9 +72,7 @@ def launch_extended(
 ) -> None:
     """Make a longer run of one that is there, and go on with it."""
     total = extended_steps(Run.read(run), alpha, tokens, steps)
-    if PartialState(cpu=not torch.accelerator.is_available()).is_main_process:
-        extend(run, out, total)
-    PartialState().wait_for_everyone()
+    on_main(PartialState(cpu=not torch.accelerator.is_available()), lambda: extend(run, out, total))
     launch_resumed(out, max_minutes)
 
 
@@ -81,6 +80,9 @@ def _watch(steps: int, out: Path, work: Callable[[Show], str]) -> None:
     """Show a run while it goes on, and say how it ended."""
     with training_bar(steps) as show:
         status = work(show)
+    # Not before the training is gone: DDP's reducer, if the group's last owner, would wait for gloo's thread with the
+    # interpreter's lock in hand, for which that thread may be waiting.
+    PartialState().destroy_process_group()
     if PartialState().is_main_process:
         if status == "finished":
             click.echo(f"Finished {out}. Export it with: uptrain export {out} FOLDER")

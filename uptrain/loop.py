@@ -41,7 +41,9 @@ class Progress:
     """Finished steps."""
     tokens: int = 0
     skipped: list[int] = field(default_factory=list)
-    """Steps whose update was left out, because their gradient was not finite or a spike."""
+    """Steps, counted from 1, whose update was left out, because their gradient was not finite or a spike."""
+    not_finite: list[int] = field(default_factory=list)
+    """Those of them whose gradient was not finite."""
     grad_norms: list[float] = field(default_factory=list)
     """Of the last steps, for the spike rule."""
 
@@ -75,7 +77,7 @@ class Training:
 
 
 class Halted(Failure):
-    """Too many updates had to be left out."""
+    """Too many gradients were not finite."""
 
 
 def train(t: Training, progress: Progress) -> str:
@@ -102,7 +104,7 @@ def train(t: Training, progress: Progress) -> str:
         loss_sum, stop = _agree(t, loss_sum)
         skip = _is_bad(t, progress, grad_norm)
         if skip:
-            progress.skipped.append(step)
+            progress.skipped.append(step + 1)
         else:
             t.optimizer.step()
         t.optimizer.zero_grad()
@@ -147,6 +149,7 @@ def _agree(t: Training, loss_sum: float) -> tuple[float, bool]:
 def _is_bad(t: Training, progress: Progress, grad_norm: float) -> bool:
     """Say whether to leave the update out. The norm is that of all processes' gradient, so that all say the same."""
     if not np.isfinite(grad_norm):
+        progress.not_finite.append(progress.step + 1)
         return True
     recent = progress.grad_norms
     full = len(recent) == SPIKE_WINDOW
@@ -172,9 +175,7 @@ def _record(
         "tokens_per_s": n_tokens / s,
         **({"skipped": True} if skip else {}),
     }
-    if t.accelerator.is_main_process:
-        t.metrics.write(record)
-        t.show(record)
+    _note(t, record)
     t.accelerator.log({k: v for k, v in record.items() if k not in ("step", "windows")}, step=progress.step)
 
 
@@ -184,11 +185,11 @@ def _n_tokens(cache: Cache, windows: Integers) -> int:
 
 
 def _halt_if_hopeless(t: Training, progress: Progress) -> None:
-    recent = [step for step in progress.skipped if step > progress.step - HALT_WINDOW]
-    if progress.skipped[-1:] == [progress.step - 1] and len(recent) >= HALT_COUNT:
+    recent = [step for step in progress.not_finite if step > progress.step - HALT_WINDOW]
+    if progress.not_finite[-1:] == [progress.step] and len(recent) >= HALT_COUNT:
         _save(t, progress)
         raise Halted(
-            f"{len(recent)} of the last {HALT_WINDOW} updates were left out (steps {', '.join(map(str, recent))}); "
+            f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))}); "
             "halted with the last good weights saved. A lower --lr or cleaner data may help."
         )
 
@@ -227,8 +228,10 @@ def _save(t: Training, progress: Progress) -> None:
     """Write a checkpoint unless this very step has one."""
     if t.saved_step != progress.step:
         keep = progress.step == decay_start(t.schedule)
-        t.checkpoints.save(t.trainee, t.optimizer, asdict(progress), keep)
+        problem = t.checkpoints.save(t.trainee, t.optimizer, asdict(progress), keep)
         t.saved_step = progress.step
+        if problem:
+            _note(t, {"step": progress.step, "event": "old checkpoint not removed", "why": problem})
 
 
 def _try_to_save(t: Training, progress: Progress) -> None:
@@ -240,7 +243,8 @@ def _try_to_save(t: Training, progress: Progress) -> None:
 
 
 def _note(t: Training, record: dict[str, Any]) -> None:
-    """Write down what is not a step."""
+    """Write a record down and show it."""
     if t.accelerator.is_main_process:
-        t.metrics.write(record)
+        if problem := t.metrics.write(record):
+            t.show({"step": record["step"], "event": "metrics wait for room on the disk", "why": problem})
         t.show(record)

@@ -4,12 +4,17 @@
     {"step": 8, "evaluation": {…}}
     {"step": 8, "event": "resumed", …}
 
-`step` counts finished steps. When a run goes on from an earlier step, what came after it is cut away.
+`step` counts finished steps. A number that is not finite, which JSON does not know, is null. When a run goes on from an
+earlier step, what came after it is cut away.
 """
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
+
+from model.errors import InputError
 
 Record = dict[str, Any]
 
@@ -19,24 +24,77 @@ class Metrics:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting = ""
 
-    def write(self, record: Record) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    def write(self, record: Record) -> str:
+        """Append a line. One that a full disk does not take waits for the next; then return why, the first time."""
+        is_first = not self._waiting
+        self._waiting += _line(record)
+        try:
+            self.flush()
+        except OSError as error:
+            return str(error) if is_first else ""
+        return ""
+
+    def flush(self) -> None:
+        """Write the lines that wait. Raises OSError if that fails, with the file as it was."""
+        size = self.path.stat().st_size
+        try:
+            with self.path.open("a") as file:
+                file.write(self._waiting)
+        except OSError:
+            os.truncate(self.path, size)
+            raise
+        self._waiting = ""
 
     def rewind(self, step: int) -> None:
-        """Cut away what a run going on from `step` will write anew: later steps, and evaluations from there on."""
-        kept = [r for r in read_metrics(self.path) if "event" in r or r["step"] < step + ("evaluation" not in r)]
+        """Cut away what a run going on from `step` will write anew: later steps, and evaluations from there on.
+
+        Lines are read from the end, and only down to the first step that stays, so that a long run resumes as fast as
+        a short one. Raises InputError where one is damaged.
+        """
+        lines, kept = _whole_lines(self.path), []
+        while lines:
+            record = _parse(self.path, len(lines), lines[-1])
+            if "loss" in record and record["step"] <= step:
+                break
+            if "event" in record or record["step"] < step:
+                kept.append(lines[-1])
+            lines.pop()
         temporary = self.path.with_suffix(".tmp")
-        write_metrics(temporary, kept)
+        temporary.write_text("".join([*lines, *reversed(kept)]))
         temporary.replace(self.path)
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return all whole lines; a kill may have cut the last."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return all records. Raises InputError where a line is damaged."""
+    return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
 
 
 def write_metrics(path: Path, records: list[Record]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("".join(map(_line, records)))
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return all lines but a last one that a kill has cut."""
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else [""]
+    return [line + "\n" for line in lines[:-1]]
+
+
+def _parse(path: Path, number: int, line: str) -> Record:
+    try:
+        record: Record = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{path}:{number} is no line of JSON ({error}); take it out.") from error
+    return record
+
+
+def _line(record: Record) -> str:
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None for every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

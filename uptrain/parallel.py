@@ -95,6 +95,14 @@ def gather(accelerator: Accelerator, value: T) -> list[T]:
     return found
 
 
+def is_lost_process(error: Exception) -> bool:
+    """Say whether an error means that another process could not be reached, most likely because it has ended.
+
+    NCCL's are of a type of their own; gloo's are RuntimeErrors that name the file they come from.
+    """
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """Let the main process do something, and give all its result, or its InputError."""
     outcome: list[tuple[T | None, str | None]] = [(None, None)]

@@ -11,7 +11,8 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +39,7 @@ from uptrain.models import (
 )
 from uptrain.optimizer import make_optimizer
 from uptrain.parallel import is_lost_process, make_accelerator, on_main, shard_teacher
-from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run
+from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.schedule import Schedule
 from uptrain.settings import Settings
 from uptrain.signals import stop_request
@@ -63,7 +64,8 @@ def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, d
     on_main(accelerator, lambda: refuse_existing(out))
     training = build(s, first_student(s, config_folder), accelerator, out, deadline, show)
     on_main(accelerator, lambda: make_folder(s, budget, config_folder, out))
-    return execute(out, s, training, Progress(), None)
+    with _alone(accelerator, out):
+        return execute(out, s, training, Progress(), None)
 
 
 def resume(folder: Path, deadline: float, show: Show) -> str:
@@ -74,15 +76,24 @@ def resume(folder: Path, deadline: float, show: Show) -> str:
     accelerator = make_accelerator(s.precision, block_names(config), s.track, folder)
     check_batch(s.global_batch, accelerator.num_processes)
     check_same_data(run)
-    found = Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last).newest()
-    student = first_student(s, folder / MODEL) if found is None else empty_student(folder / MODEL)
-    training = build(s, student, accelerator, folder, deadline, show)
-    progress = Progress()
-    if found is not None:
-        load(found.folder, training.trainee, training.optimizer)
-        progress = Progress(**{name: found.state[name] for name in vars(progress)})
-        training.saved_step = progress.step
-    return execute(folder, s, training, progress, found)
+    with _alone(accelerator, folder):
+        found = Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last).newest()
+        student = first_student(s, folder / MODEL) if found is None else empty_student(folder / MODEL)
+        training = build(s, student, accelerator, folder, deadline, show)
+        progress = Progress()
+        if found is not None:
+            load(found.folder, training.trainee, training.optimizer)
+            progress = Progress(**{name: found.state[name] for name in vars(progress)})
+            training.saved_step = progress.step
+        return execute(folder, s, training, progress, found)
+
+
+@contextmanager
+def _alone(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """Refuse to train in a folder where others train; the main process looks for all."""
+    with ExitStack() as locks:
+        on_main(accelerator, lambda: locks.enter_context(locked(folder)))
+        yield
 
 
 def make_folder(
@@ -160,7 +171,8 @@ def execute(folder: Path, s: Settings, training: Training, progress: Progress, f
     if accelerator.is_main_process:
         training.metrics.flush()
         _write_state(folder, status, progress.step, reason)
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     return status
 
 
@@ -170,7 +182,8 @@ def _explain(error: Exception, folder: Path, step: int) -> Exception:
     if isinstance(error, SaveError):
         return Failure(f"step {step}, where the run ends, could not be saved: {error}. Put that right, then {hint}.")
     if is_lost_process(error):
-        return Failure(f"another process of the run has ended, and so this one does, after step {step}; {hint}.")
+        said = " ".join(str(error).split())
+        return Failure(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {said}")
     return error
 
 

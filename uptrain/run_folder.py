@@ -1,6 +1,9 @@
 """A run's folder: the names in it, and what `run.json` holds. Reading it needs no torch."""
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,3 +38,16 @@ class Run:
             return cls(**found | {"settings": Settings(**settings | {"track": tuple(settings["track"])})})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} is damaged, or of another version of Groupwise ({error}).") from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other trainings out of a run. Raises InputError if one is going on there."""
+    with (folder / RUN).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{folder} is being trained by another process; see `uptrain status {folder}`.") from error
+        except OSError:  # some file systems of clusters have no locks
+            pass
+        yield

@@ -3,7 +3,7 @@
     RUN/checkpoints/step-00000120/
         tensors/              weights and optimizer states, float32, sharded by torch.distributed.checkpoint
         state.json            where the run stands
-        manifest.json         every other file's size and CRC-32; written last
+        manifest.json         every other file's size and CRC-32, by blocks of 64 MB; written last
 
 Saving: all processes write into a folder of another name and see it to the disk; each says whether it could; then the
 main process alone writes the manifest and renames the folder. Only then do older checkpoints go. A kill at any moment
@@ -11,12 +11,15 @@ leaves the last complete checkpoint, and what is left of an unfinished one is sw
 """
 
 import json
+import re
 import shutil
 import warnings
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,10 @@ TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
 _SPARE = 1.2
 """Free space that a save asks for, over the size of the last one."""
+_BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
 State = dict[str, Any]
+Checksums = dict[str, dict[str, Any]]
+"""File → `size`, and `crc32` of each block."""
 
 
 class SaveError(OSError):
@@ -78,18 +84,22 @@ class Checkpoints:
             if path.name.startswith((UNFINISHED, REMOVED)):
                 shutil.rmtree(path)
 
-    def save(self, trainee: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> Path:
+    def save(self, trainee: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> str:
         """Write the checkpoint of `state["step"]`; `keep` exempts it from rotation.
 
-        Raises SaveError on all processes if any of them failed; then nothing has changed.
+        Return why an older one could not be removed, or an empty text. Raises SaveError on all processes if any of them
+        failed; then the checkpoints are what they were.
         """
         final = self.folder / folder_name(state["step"])
         unfinished = self.folder / (UNFINISHED + final.name)
-        self._agree(self._begin(unfinished))
-        self._agree(_write_tensors(unfinished / TENSORS, trainee, optimizer))
-        self._agree(self._finish(unfinished, final, {**state, "keep": keep}))
-        on_main(self._accelerator, self._rotate)
-        return final
+        try:
+            self._agree(self._begin(unfinished))
+            self._agree(_write_tensors(unfinished / TENSORS, trainee, optimizer))
+            self._agree(self._finish(unfinished, final, {**state, "keep": keep}))
+        except SaveError:
+            on_main(self._accelerator, lambda: shutil.rmtree(unfinished, ignore_errors=True))
+            raise
+        return on_main(self._accelerator, lambda: self._rotate(final))
 
     def _begin(self, unfinished: Path) -> str:
         if not self._accelerator.is_main_process:
@@ -107,10 +117,10 @@ class Checkpoints:
         return ""
 
     def _finish(self, unfinished: Path, final: Path, state: State) -> str:
-        """Take the checksums, each process of its share; then write state and manifest, and rename."""
+        """See the files to the disk and take their checksums; then write state and manifest, and rename."""
         error, sums = "", {}
         try:
-            sums = self._checksums(unfinished)
+            sums = self._sync_and_sum(unfinished)
         except OSError as failure:
             error = str(failure)
         all_sums = gather(self._accelerator, sums)
@@ -124,10 +134,20 @@ class Checkpoints:
             return str(failure)
         return ""
 
-    def _checksums(self, folder: Path) -> dict[str, dict[str, int]]:
-        names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-        rank, world = self._accelerator.process_index, self._accelerator.num_processes
-        return {name: _checksum(folder / name) for name in names[rank::world]}
+    def _sync_and_sum(self, folder: Path) -> Checksums:
+        """Do so for the files that this process wrote, the two side by side: one waits for the disk, one computes."""
+        mine = re.compile(rf"__{self._accelerator.process_index}_\d+\.distcp")
+        others = re.compile(r"__\d+_\d+\.distcp")
+        paths = [
+            path for path in sorted(folder.rglob("*"))
+            if path.is_file()
+            and (mine.fullmatch(path.name) or (self._accelerator.is_main_process and not others.fullmatch(path.name)))
+        ]  # fmt: skip
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.map(sync_file, paths)
+            sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in paths}
+            list(synced)  # raises what went wrong there
+        return sums
 
     def _agree(self, error: str) -> None:
         """Raise SaveError on all processes if one of them met an error."""
@@ -135,14 +155,21 @@ class Checkpoints:
         if errors:
             raise SaveError(errors[0])
 
-    def _rotate(self) -> None:
-        """Remove all but the last few, and those to be kept. First a rename, so that none is ever half there."""
-        ours = sorted(complete(self.folder))
-        for path in ours[: -self._keep_last]:
-            if not json.loads((path / STATE).read_bytes())["keep"]:
-                removed = path.with_name(REMOVED + path.name)
-                path.rename(removed)
-                shutil.rmtree(removed)
+    def _rotate(self, newest: Path) -> str:
+        """Remove all but the last few, and those to be kept. First a rename, so that none is ever half there.
+
+        Later ones than the newest are damaged, and were passed over: they do not count. Return what failed, as where a
+        network's file system does not let go of a file that somebody reads; the next start sweeps it away.
+        """
+        try:
+            for path in sorted(p for p in complete(self.folder) if p <= newest)[: -self._keep_last]:
+                if not _is_kept(path):
+                    removed = path.with_name(REMOVED + path.name)
+                    path.rename(removed)
+                    shutil.rmtree(removed)
+        except OSError as error:
+            return str(error)
+        return ""
 
     def newest(self) -> Found | None:
         """Return the newest checkpoint whose files are all as they were written; None if there is none at all.
@@ -176,30 +203,49 @@ def complete(folder: Path) -> list[Path]:
     return [p for p in folder.glob("step-*") if p.is_dir()] if folder.is_dir() else []
 
 
+def _is_kept(folder: Path) -> bool:
+    """Say whether rotation must spare a checkpoint. One whose state cannot be read is of no use to anyone."""
+    try:
+        return bool(json.loads((folder / STATE).read_bytes())["keep"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
     """Compare a share of a checkpoint's files with its manifest; return what differs, or an empty text."""
+    path = folder / MANIFEST
     try:
-        files: dict[str, dict[str, int]] = json.loads((folder / MANIFEST).read_bytes())["files"]
+        files: Checksums = json.loads(path.read_bytes())["files"]
         for name, wanted in sorted(files.items())[rank::world]:
-            found = (folder / name).stat().st_size
+            path = folder / name
+            found = path.stat().st_size
             if found != wanted["size"]:
-                return f"{folder / name} has {found} bytes instead of {wanted['size']}"
-            if _checksum(folder / name) != wanted:
-                return f"{folder / name} has other content than was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{folder}: {error}"
+                return f"{path} has {found} bytes instead of {wanted['size']}"
+            if _checksum(path) != wanted:
+                return f"{path} has other content than was written"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path} is damaged ({error!r})"
     return ""
 
 
-def _checksum(path: Path) -> dict[str, int]:
-    crc, size = 0, 0
+def _checksum(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    with ThreadPoolExecutor(_SUMMING_THREADS) as pool:
+        return {"size": size, "crc32": list(pool.map(partial(_sum_block, path), range(0, size, _BLOCK)))}
+
+
+def _sum_block(path: Path, start: int) -> int:
+    crc, end = 0, start + _BLOCK
     with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
-    return {"size": size, "crc32": crc}
+        file.seek(start)
+        while piece := file.read(min(_PIECE, end - file.tell())):
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
-def _publish(unfinished: Path, final: Path, files: dict[str, dict[str, int]], state: State) -> None:
+def _publish(unfinished: Path, final: Path, files: Checksums, state: State) -> None:
     state_path = unfinished / STATE
     state_path.write_text(json.dumps(state, indent=2) + "\n")
     sync_file(state_path)
@@ -221,8 +267,9 @@ def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Opti
     if optimizer.state:  # none yet if every step so far was skipped
         tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
     try:
-        with _quiet():
-            save_tensors(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=_is_alone())
+        with _quiet(), _without_zip_checksums():
+            # One thread: what goes wrong in further ones, as a full disk, would be lost (torch 2.13).
+            save_tensors(tensors, storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=_is_alone())
     except CheckpointException as error:
         return "; ".join(str(failure[0]) for failure in error.failures.values())
     except OSError as error:
@@ -246,6 +293,17 @@ def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def _is_alone() -> bool:
     return not dist.is_initialized()
+
+
+@contextmanager
+def _without_zip_checksums() -> Iterator[None]:
+    """Let torch leave out its own checksum of each tensor, a third of the time; the manifest has one of each file."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 @contextmanager

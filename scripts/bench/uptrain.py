@@ -307,7 +307,7 @@ def move(run: Path, step: int) -> None:
     text = json.dumps(state).encode()
     (target / "state.json").write_bytes(text)
     manifest = json.loads((target / "manifest.json").read_text())
-    manifest["files"]["state.json"] = {"size": len(text), "crc32": zlib.crc32(text)}
+    manifest["files"]["state.json"] = {"size": len(text), "crc32": [zlib.crc32(text)]}
     (target / "manifest.json").write_text(json.dumps(manifest))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (record,) = [line for line in lines if "loss" in line]

@@ -133,3 +133,14 @@ def test_truncated_or_missing_shard(folder, name):
     refused(folder, name, f"has {len(content) - 1} bytes where the manifest says {len(content)}")
     (folder / name).unlink()
     refused(folder, "lacks", name)
+
+
+def test_altered_to_an_id_that_cannot_be(tmp_path):
+    """Of the right size, it is found when it is read."""
+    folder = write_cache(tmp_path / "cache", [[[1, 2, 3, 4, 5]]], 2, 300)
+    path = folder / "tokens-00000.bin"
+    path.write_bytes(path.read_bytes()[:4] + b"\x2c\x01" + path.read_bytes()[6:])
+    cache = Cache.open(folder)
+    assert cache.window(0)[0].tolist() == [1, 2]
+    with pytest.raises(InputError, match=r"window 1 holds the id 300, .* all are below 300; .* Prepare it anew"):
+        cache.window(1)

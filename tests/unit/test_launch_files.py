@@ -54,7 +54,10 @@ def shell(tmp_path):
         (programs / name).chmod(0o755)
 
     stand_in("accelerate", 'echo "accelerate $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; printf "%s\\n" "$@"')
-    stand_in("srun", 'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; exit 1')
+    stand_in(
+        "srun",
+        'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; exit 1',
+    )
     stand_in("scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi')
     stand_in("nvidia-smi", 'printf "GPU 0\\nGPU 1\\nGPU 2\\n"')
 
@@ -93,13 +96,23 @@ JOB = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": 
 def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, code, after):
     run = tmp_path / "a run"
     run.mkdir()
-    (run / "run_state.json").write_text(f'{{\n  "status": "{status}",\n  "step": 3\n}}\n')
+    (run / "run_state.json").write_text('{"status": "preempted", "step": 2}')
     (run / "run.json").write_text("{}")
-    found, lines = shell("slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB)
+    writes = {"STATE": str(run / "run_state.json"), "WRITES": f'{{"status": "{status}", "step": 3}}'}
+    found, lines = shell("slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB, **writes)
     assert found == code
     assert lines[:4] == ["srun true", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
     assert "--rdzv-endpoint=node7:29500" in lines
     assert lines[lines.index("-m") :] == ["-m", "uptrain", "resume", str(run), *after]
+
+
+def test_slurm_does_not_requeue_a_job_that_did_nothing(shell, tmp_path):
+    """What it finds may be the word of the job before."""
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run_state.json").write_text('{"status": "preempted", "step": 2}')
+    code, lines = shell("slurm/uptrain.sbatch", tmp_path, **JOB)
+    assert code == 1
+    assert lines[-1] == str(tmp_path)
 
 
 def test_slurm_starts_a_new_run(shell, tmp_path):

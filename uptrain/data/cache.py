@@ -122,7 +122,10 @@ class Cache:
         return -(-self.manifest.n_tokens // self.seq_len)
 
     def window(self, index: int) -> tuple[Integers, Integers]:
-        """Return a window's token ids and, for each, the number of its document within the window."""
+        """Return a window's token ids and, for each, the number of its document within the window.
+
+        Raises InputError for ids that cannot be there.
+        """
         begin = index * self.seq_len
         end = min(begin + self.seq_len, self.manifest.n_tokens)
         first, last = np.searchsorted(self._borders, (begin, end - 1), side="right") - 1
@@ -133,7 +136,13 @@ class Cache:
         inside = self._starts[starts[0][0] : starts[1][0]] - begin
         documents = np.zeros(end - begin, np.int64)
         documents[inside] = 1
-        return np.concatenate(parts).astype(np.int64), documents.cumsum()
+        ids = np.concatenate(parts).astype(np.int64)
+        if ids.max() >= self.manifest.vocab_size:
+            raise InputError(
+                f"{self.folder}: window {index} holds the id {ids.max()}, where the manifest says that all are below "
+                f"{self.manifest.vocab_size}; the cache was changed after it was made. Prepare it anew."
+            )
+        return ids, documents.cumsum()
 
     def n_targets(self, indices: Integers) -> int:
         """Return how many next tokens there are to predict in these windows: all but the first of each document."""

@@ -1,0 +1,158 @@
+"""Training goes on without the checkpoint that could not be written; only the last one must be."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+import training
+from faulty_runs import SAVE, UNFINISHED, error_of, succeed
+from faulty_training import Fault, Faults, run
+from training import assert_each_is_whole, assert_same_run, checkpoints, events, records, state, status
+
+
+def refused(out):
+    """Return after which steps a save failed, and why."""
+    found = events(out, "not saved")
+    assert all("\n" not in event["why"] for event in found)
+    return [event["step"] for event in found], {event["why"] for event in found}
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("processes", "rank", "moment"),
+    [
+        (1, 0, "before fsync __0_0.distcp"),
+        pytest.param(1, 0, "before mkdir .unfinished-step-00000008", marks=slow),
+        pytest.param(1, 0, "before fsync .metadata", marks=slow),
+        pytest.param(1, 0, "before write_text state.json", marks=slow),
+        pytest.param(1, 0, "before fsync manifest.json", marks=slow),
+        pytest.param(1, 0, UNFINISHED, marks=slow),
+        (2, 1, "before fsync __1_0.distcp"),
+        pytest.param(2, 1, "before _checksum __1_0.distcp", marks=slow),
+        pytest.param(2, 0, "before write_text manifest.json", marks=slow),
+    ],
+)
+def test_training_goes_on(runs, tmp_path, processes, rank, moment):
+    """The old checkpoint stands, and a run killed then ends as it would have."""
+    out, expected = tmp_path / "run", runs.expected(processes)
+    faults = Faults([Fault("no space", re.escape(SAVE + moment), rank), Fault("kill", "before write 9")])
+    results = run(*runs.arguments(out), folder=tmp_path, processes=processes, faults=faults)
+    assert -signal.SIGKILL in [r.code for r in results], results
+    assert refused(out) == ([8], {"[Errno 28] No space left on device"})
+    assert "step 8: not saved: [Errno 28] No space left on device\n" in results[0].err
+    assert checkpoints(out) == ["step-00000004"]
+    assert_each_is_whole(out)
+    succeed(("resume", out), tmp_path, processes)
+    assert_same_run(out, expected)
+    assert checkpoints(out) == checkpoints(expected)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=slow)])
+def test_nothing_is_left_of_what_could_not_be_written(runs, tmp_path, processes):
+    """It would fill the disk further with every save."""
+    out = tmp_path / "run"
+    faults = Faults([Fault("no space", "save .*before fsync __0_0.distcp", often=True)])
+    results = run(*runs.arguments(out), folder=tmp_path, processes=processes, faults=faults)
+    error = error_of(results, 1)
+    assert error == (
+        "step 12, where the run ends, could not be saved: [Errno 28] No space left on device. Put that right, then "
+        f"`uptrain resume {out}` goes on from the newest checkpoint."
+    )
+    assert refused(out)[0] == [4, 8, 10, 12]
+    assert checkpoints(out) == []
+    assert status(out) == ("failed", 12)
+    assert state(out)["reason"] == error
+
+
+def test_too_little_space_is_seen_before(runs, tmp_path):
+    out = tmp_path / "run"
+    results = run(*runs.arguments(out), folder=tmp_path, faults=Faults(free_bytes=1000))
+    assert "1,000 bytes are free where a checkpoint wants " in error_of(results, 1)
+    steps, why = refused(out)
+    assert steps == [8, 10, 12]
+    assert len(why) == 1
+    assert checkpoints(out) == ["step-00000004"]
+    succeed(("resume", out), tmp_path)
+    assert_same_run(out, runs.expected())
+
+
+@slow
+def test_real_writes_that_fail(runs, tmp_path):
+    """The kernel refuses to let a file grow beyond 100 kB; a checkpoint's tensors are larger."""
+    out = tmp_path / "run"
+    results = run(*runs.arguments(out), folder=tmp_path, faults=Faults(max_file_bytes=100_000))
+    assert "File too large" in error_of(results, 1)
+    assert refused(out)[0] == [4, 8, 10, 12]
+    assert checkpoints(out) == []
+    succeed(("resume", out), tmp_path)
+    assert_same_run(out, runs.expected())
+
+
+def test_metrics_wait_for_room(runs, tmp_path):
+    """Lines that a full disk does not take are written once it does."""
+    out, faults = tmp_path / "run", Faults([Fault("no space", "before flush [567]", often=True)])
+    (result,) = succeed(runs.arguments(out), tmp_path, faults=faults)
+    assert result.err.count("step 6: metrics wait for room on the disk: [Errno 28] No space left on device\n") == 1
+    assert_same_run(out, runs.expected())
+
+
+def test_metrics_end_with_a_whole_line(runs, tmp_path):
+    """The kernel takes a part of a line: that part goes again."""
+    out = tmp_path / "run"
+    results = run(*runs.arguments(out), folder=tmp_path, faults=Faults(max_file_bytes=1500))
+    assert "File too large" in results[0].err.splitlines()[-1]
+    assert results[0].code == 1
+    assert 1500 - 300 < (out / "metrics.jsonl").stat().st_size <= 1500
+    assert [r["step"] for r in records(out) if "loss" in r] == list(range(1, len(training.steps(out)) + 1))
+    assert checkpoints(out) == []
+    succeed(("resume", out), tmp_path)
+    assert_same_run(out, runs.expected())
+
+
+@slow
+def test_old_checkpoints_that_cannot_be_removed(runs, tmp_path):
+    """The new one stands all the same."""
+    out, faults = tmp_path / "run", Faults([Fault("no space", SAVE + "before rename step-00000004")])
+    succeed(runs.arguments(out), tmp_path, faults=faults)
+    (event,) = events(out, "old checkpoint not removed")
+    assert (event["step"], event["why"]) == (8, "[Errno 28] No space left on device")
+    assert not refused(out)[0]
+    assert_same_run(out, runs.expected())
+    assert checkpoints(out) == checkpoints(runs.expected())
+
+
+@slow
+@pytest.mark.parametrize("spare", [0.5, 0.0], ids=["for half a checkpoint", "for nothing"])
+def test_a_disk_that_is_really_full(runs, tmp_path, spare):
+    """A file system of its own, with room for one checkpoint and a little, or filled by another while training."""
+    out, copy = tmp_path / "disk/run", tmp_path / "copy"
+    out.parent.mkdir()
+    size = sum(f.stat().st_size for f in (runs.expected() / "checkpoints/step-00000012").rglob("*"))
+    line = [sys.executable, "-m", "uptrain", *runs.arguments(out)]
+    fill = f"while [ ! -d {out}/checkpoints/step-00000004 ]; do :; done; cat /dev/zero > {out.parent}/fill 2> /dev/null"
+    fill = "" if spare else f"({fill}) & "
+    script = f"mount -t tmpfs -o size={size * 3 // 2} none {out.parent} || exit 77; {fill}{shlex.join(line)}; code=$?; "
+    script += f"wait; cp -r {out} {copy}; exit $code"
+    result = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        env=training.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if result.returncode == 77 or "unshare" in result.stderr:
+        pytest.skip("no file system may be mounted here")
+    assert result.returncode == 1, result
+    assert result.stderr.splitlines()[-1].startswith("Error: "), result.stderr
+    assert "Traceback" not in result.stderr
+    assert checkpoints(copy) == ["step-00000004"]
+    assert_each_is_whole(copy)
+    if spare:
+        assert refused(copy)[0] == [8, 10, 12]
+        assert training.steps(copy) == [(step,) for step in range(1, 13)]
+    else:
+        assert "step 12: held-out loss" in result.stderr
+    succeed(("resume", copy), tmp_path)
+    assert_same_run(copy, runs.expected())

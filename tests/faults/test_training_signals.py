@@ -1,0 +1,153 @@
+"""A request to stop is met by all processes within a step, with a checkpoint; a second one at once, without."""
+
+import re
+import time
+
+import pytest
+import training
+from faulty_runs import SAVE, succeed
+from faulty_training import Fault, Faults, launch, run, start
+from training import assert_each_is_whole, assert_same_run, checkpoints, state, status
+
+PHASES = {
+    "before the first step": ("after mkdir checkpoints", 0),
+    "in the first evaluation": ("before micro_batches of evaluation", 0),
+    "in the first step": ("before _backward 0", 1),
+    "in the middle": ("before _backward 5", 6),
+    "in an evaluation": ("after write 7", 7),
+    "in a save": (SAVE + "before fsync __0_0.distcp", 9),
+    "in the last step": ("before _backward 11", 12),
+    "in the last save": ("save 12: before fsync __0_0.distcp", 12),
+}
+"""When a signal comes → the moment, and the step after which the run then stands."""
+OF_MAIN = ("before the first step", "in an evaluation")
+"""The moments that only the main process calls out."""
+
+
+def assert_saved_at(out, step, reason):
+    assert status(out) == ("preempted", step)
+    assert state(out)["reason"] == reason
+    assert checkpoints(out)[-1] == f"step-{step:08d}"
+    assert len(training.steps(out)) == step
+    assert_each_is_whole(out)
+
+
+def stop_and_go_on(runs, folder, processes, fault, step):
+    """Let a signal come, see the run stop after a step, and resume it."""
+    out = folder / "run"
+    results = succeed(runs.arguments(out), folder, processes, Faults([fault]))
+    assert "READY: started at step 0" in results[0].err
+    assert f"Saved and stopped. Go on with: uptrain resume {out}" in results[0].out
+    assert_saved_at(out, step, fault.action.split()[0])
+    succeed(("resume", out), folder, processes)
+    assert status(out) == ("finished", 12)
+    assert_same_run(out, runs.expected(processes))
+
+
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    [
+        ("in the first evaluation", "SIGINT"),
+        ("in the first step", "SIGTERM"),
+        ("in a save", "SIGUSR1"),
+        *(
+            pytest.param(phase, name, marks=pytest.mark.slow)
+            for phase in PHASES
+            for name in ("SIGTERM", "SIGINT", "SIGUSR1")
+        ),
+    ],
+)
+def test_one_process(runs, tmp_path, phase, name):
+    moment, step = PHASES[phase]
+    stop_and_go_on(runs, tmp_path, 1, Fault(name, re.escape(moment)), step)
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [
+        ("in the middle", 1),
+        *(pytest.param(phase, 0, marks=pytest.mark.slow) for phase in PHASES),
+        *(pytest.param(phase, 1, marks=pytest.mark.slow) for phase in PHASES if phase not in OF_MAIN),
+    ],
+)
+def test_one_of_two_processes(runs, tmp_path, phase, rank):
+    moment, step = PHASES[phase]
+    moment = moment.replace("__0_0", f"__{rank}_0")
+    stop_and_go_on(runs, tmp_path, 2, Fault("SIGTERM", re.escape(moment), rank), step)
+
+
+def test_two_at_once_are_one_request(runs, tmp_path):
+    """A launcher passes on the Ctrl-C that the terminal has sent to all already."""
+    stop_and_go_on(runs, tmp_path, 1, Fault("SIGINT SIGTERM", "before _backward 5"), 6)
+
+
+def test_from_outside_once_ready(runs, tmp_path):
+    """Sent as people send them, to a run that does not end by itself."""
+    out, err = tmp_path / "run", tmp_path / "output-0.err"
+    (process,) = start(*training.arguments(runs.inputs, out, steps=10**6), folder=tmp_path)
+    while not (err.exists() and "READY: started" in err.read_text()):
+        assert process.exitcode is None
+        time.sleep(0.02)
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 0
+    assert_saved_at(out, status(out)[1], "SIGTERM")
+
+
+@pytest.mark.parametrize("names", ["SIGTERM later SIGINT", pytest.param("SIGINT later SIGINT", marks=pytest.mark.slow)])
+def test_a_second_one_ends_at_once(runs, tmp_path, names):
+    out, faults = tmp_path / "run", Faults([Fault(names, "before _backward 5")])
+    (result,) = run(*runs.arguments(out), folder=tmp_path, faults=faults)
+    assert result.code == 130
+    assert result.err.splitlines()[-1] == "stopped by a second signal, without saving."
+    assert checkpoints(out) == ["step-00000004"]
+    succeed(("resume", out), tmp_path)
+    assert_same_run(out, runs.expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_one_while_saving(runs, tmp_path, processes):
+    """What is half written then is no checkpoint, and the next start sweeps it away."""
+    out = tmp_path / "run"
+    strikes = [Fault("SIGTERM", "before _backward 5"), Fault("later SIGTERM", "save 6: before fsync __0_0.distcp")]
+    results = run(*runs.arguments(out), folder=tmp_path, processes=processes, faults=Faults(strikes))
+    assert [r.code for r in results] == [130, 1][:processes]
+    assert checkpoints(out) == [".unfinished-step-00000006", "step-00000004"]
+    succeed(("resume", out), tmp_path, processes)
+    assert_same_run(out, runs.expected(processes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("program", ["torchrun", "accelerate"])
+def test_the_launcher(runs, tmp_path, program, name):
+    """It passes SIGTERM on to all processes, whichever of the two it was sent, and waits until they have saved."""
+    out, faults = tmp_path / "run", Faults([Fault(f"launcher {name}", "before _backward 5")])
+    started = time.monotonic()
+    result = launch(program, *runs.arguments(out), folder=tmp_path, faults=faults)
+    print(f"{program}, {name}: code {result.returncode} after {time.monotonic() - started:.1f} s, starting included")
+    assert_saved_at(out, 6, state(out)["reason"])
+    assert state(out)["reason"] in (name, "SIGTERM"), result
+    succeed(("resume", out), tmp_path, 2)
+    assert_same_run(out, runs.expected(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["torchrun", "accelerate"])
+def test_a_run_by_a_launcher(runs, tmp_path, program):
+    out = tmp_path / "run"
+    result = launch(program, *runs.arguments(out), folder=tmp_path, faults=Faults())
+    assert result.returncode == 0, result
+    assert_same_run(out, runs.expected(2))
+
+
+def test_no_minutes_are_one_step(runs, tmp_path):
+    out = tmp_path / "run"
+    options = ("--save-every-steps", 4, "--max-minutes", 0)
+    succeed(training.arguments(runs.inputs, out, *options), tmp_path)
+    assert_saved_at(out, 1, "max-minutes")
+    succeed(("resume", out, "--max-minutes", 0), tmp_path)
+    assert_saved_at(out, 2, "max-minutes")
+    succeed(("resume", out), tmp_path)
+    assert training.steps(out, "loss", "grad_norm") == training.steps(runs.expected(), "loss", "grad_norm")
