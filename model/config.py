@@ -27,7 +27,7 @@ class Geometry:
     hidden_size: int
     kv_heads: tuple[KVHeads, ...]
     """Everything that depends on the number of K/V heads, layer by layer."""
-    text_config: str | None
+    text_config: str | None = None
     """The key of `config.json` under which the language model's config stands; None if at the top."""
 
     @property
