@@ -105,7 +105,8 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
     folder = staging.folder
     for name, content in checkpoint.side_files.items():
         write_file(folder / name, content.read_bytes() if isinstance(content, Path) else content)
-    write_file(folder / "config.json", with_n_kv_heads(checkpoint.config_text, plan.n_kv_heads))
+    config_text = with_n_kv_heads(checkpoint.config_text, plan.n_kv_heads, plan.geometry.text_config)
+    write_file(folder / "config.json", config_text)
     index = index_text(plan.shards, plan.tensors)
     if index is not None:
         write_file(folder / INDEX, index)

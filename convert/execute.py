@@ -120,7 +120,8 @@ class _ShardJob:
     def _finish(self) -> int:
         self._output().finish()
         self._partial.rename(self._path)
-        reports = {name: self._reports[name] for name in self._shard.tensors if name in self._reports}
+        labels = [merge.label for name in self._shard.tensors for merge in self._plan.merged.get(name, ())]
+        reports = {label: self._reports[label] for label in labels}
         self._staging.record_file(self._shard.name, reports)
         return 0
 
@@ -134,15 +135,17 @@ class _ShardJob:
                 yield partial(self._merge, name)
 
     def _merge(self, name: str) -> int:
-        plan, row, reports = self._plan, 0, []
-        for merged, report in merge_groups(
-            self._checkpoint, name, plan.geometry.n_kv_heads, plan.n_kv_heads, plan.method, plan.seed
-        ):
-            self._output().write_rows(name, row, merged)
-            row += len(merged)
-            reports.append(asdict(report))
-        self._reports[name] = reports
-        return plan.tensors[name].nbytes
+        plan, row = self._plan, self._plan.copied_rows(name)
+        tensor, nbytes = plan.tensors[name], 0
+        for merge in plan.merged[name]:
+            reports = []
+            for merged, report in merge_groups(self._checkpoint, merge, plan.method, plan.seed):
+                self._output().write_rows(name, row, merged)
+                row, nbytes = row + len(merged), nbytes + merged.nbytes
+                reports.append(asdict(report))
+            self._reports[merge.label] = reports
+        assert row == tensor.shape[0]
+        return nbytes
 
     def _copies(self) -> Iterator[Task]:
         """Yield pieces to copy: neighbours in the source as one, long ones cut, so that workers share evenly."""
@@ -150,15 +153,15 @@ class _ShardJob:
             for start in range(0, span.length, COPY_PIECE):
                 piece = Span(span.path, span.offset + start, min(COPY_PIECE, span.length - start))
                 yield partial(self._copy, first, start, piece)
-        for tensor in self._tensors:
-            if tensor.name not in self._plan.merged and self._checkpoint.span(tensor.name) is None:
-                yield partial(self._write, tensor.name)
+        for name in self._shard.tensors:
+            if self._checkpoint.span(name) is None and (name not in self._plan.merged or self._plan.copied_rows(name)):
+                yield partial(self._write, name)
 
     def _spans(self) -> Iterator[tuple[str, Span]]:
         """Yield the runs of tensors that lie together in source and output, by the name of the first."""
         run: tuple[str, Span] | None = None
         for name in self._shard.tensors:
-            span = None if name in self._plan.merged else self._checkpoint.span(name)
+            span = self._copied_span(name)
             if run and span and (span.path, span.offset) == (run[1].path, run[1].offset + run[1].length):
                 run = run[0], Span(span.path, run[1].offset, run[1].length + span.length)
                 continue
@@ -168,20 +171,29 @@ class _ShardJob:
         if run:
             yield run
 
+    def _copied_span(self, name: str) -> Span | None:
+        """Return where the bytes to copy lie: the whole tensor's, or those of its first rows, or none."""
+        span = self._checkpoint.span(name)
+        if span is None or name not in self._plan.merged:
+            return span
+        row_nbytes = span.length // self._checkpoint.tensors[name].shape[0]
+        length = self._plan.copied_rows(name) * row_nbytes
+        return Span(span.path, span.offset, length) if length else None
+
     def _copy(self, name: str, start: int, piece: Span) -> int:
         self._output().copy(name, start, piece)
         return piece.length
 
     def _write(self, name: str) -> int:
-        """Write a tensor that the source stores in another form than the output, a few rows at a time."""
-        tensor = self._plan.tensors[name]
+        """Write what is copied of a tensor that the source stores in another form, a few rows at a time."""
+        tensor = self._plan.copied(self._checkpoint.tensors[name])
         for start, stop in tensor.row_blocks(ROWS_PIECE):
             self._output().write_rows(name, start, self._checkpoint.rows(name, start, stop))
         return tensor.nbytes
 
 
 def merge_reports(plan: Plan, staging: Staging) -> dict[str, Any]:
-    """Return the merge reports of all tensors, by name, as the journal has them."""
+    """Return the reports of all merges, by label, as the journal has them."""
     return {
-        name: report for shard in plan.shards for name, report in staging.finished[shard.name].items()
+        label: report for shard in plan.shards for label, report in staging.finished[shard.name].items()
     }  # fmt: skip

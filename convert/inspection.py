@@ -3,8 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from model.checkpoint import Checkpoint
+from model.checkpoint import Checkpoint, Tensor
 from model.config import Geometry, read_geometry
+from model.layout import KVHeads
 
 # Sizes people run: powers of two. vLLM and its kind want the query heads to divide evenly (vLLM, `ModelConfig`,
 # `get_num_kv_heads` and `verify_with_parallel_config`).
@@ -43,7 +44,7 @@ def attention_kind(n_heads: int, n_kv_heads: int) -> str:
 
 
 def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[str, Any]:
-    kv_bytes = sum(checkpoint.tensors[name].nbytes for name in geometry.kv_tensors)
+    kv_bytes = sum(_nbytes(checkpoint.tensors[heads.tensors[0]], heads, geometry) for heads in geometry.kv_heads)
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     sizes = [n for n in TENSOR_PARALLEL if geometry.n_heads % n == 0]
     return {
@@ -54,3 +55,8 @@ def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[
         "tensor_parallel_split": [n for n in sizes if groups % n == 0],
         "tensor_parallel_replicated": [n for n in sizes if groups % n and n % groups == 0],
     }
+
+
+def _nbytes(tensor: Tensor, heads: KVHeads, geometry: Geometry) -> int:
+    """Return the bytes of all of a layer's K or V heads, which lie in `tensor` or in its likes."""
+    return geometry.n_kv_heads * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])

@@ -1,17 +1,54 @@
-"""Merge one tensor's heads, a group at a time, and measure what the merge did to them."""
+"""Merge heads, a group at a time, and measure what the merge did to them."""
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convert.methods import find_method
-from model.checkpoint import Array, Checkpoint
+from model.checkpoint import Array, Checkpoint, Tensor
 from model.errors import CheckpointError
 
 _BLOCK = 1 << 17  # elements looked at together
+
+
+@dataclass(frozen=True)
+class Merge:
+    """K or V heads that become fewer and stand in one tensor of the output, one after another."""
+
+    kind: Literal["k", "v"]
+    tensor: str
+    """The output's tensor."""
+    sources: tuple[str, ...]
+    """The source's tensor, which has the same name; or a tensor for each head."""
+    first_row: int
+    """Of the heads, in the source's tensor. The rows before are queries, or K heads too."""
+    rows_per_head: int
+    n_in: int
+    n_out: int
+
+    @property
+    def group_size(self) -> int:
+        """How many heads become one."""
+        return self.n_in // self.n_out
+
+    @property
+    def source(self) -> str:
+        """What an error calls the source."""
+        return " to ".join(dict.fromkeys((self.sources[0], self.sources[-1])))
+
+    @property
+    def label(self) -> str:
+        """The merge's own name: K and V heads may share a tensor."""
+        return f"{self.tensor} {self.kind}" if self.first_row else self.tensor
+
+    def group_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes of a group's heads, which lie in `tensor` or in its likes."""
+        return self.group_size * self.rows_per_head * (tensor.nbytes // tensor.shape[0])
 
 
 @dataclass(frozen=True)
@@ -30,22 +67,27 @@ def tensor_rng(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
 
 
-def merge_groups(
-    checkpoint: Checkpoint, name: str, n_kv_heads_in: int, n_kv_heads: int, method: str, seed: int
-) -> Iterator[tuple[Array, GroupReport]]:
-    """Yield each group's merged head, [head_dim, …] in the tensor's dtype, with its report, in order.
+def merge_groups(checkpoint: Checkpoint, merge: Merge, method: str, seed: int) -> Iterator[tuple[Array, GroupReport]]:
+    """Yield each group's merged head, [rows_per_head, …] in the tensor's dtype, with its report, in order.
 
     Holds one group of the source at a time. Raises CheckpointError at a NaN or infinity.
     """
-    merge, rng = find_method(method), tensor_rng(seed, name)
-    rows = checkpoint.tensors[name].shape[0] // n_kv_heads
-    for group in range(n_kv_heads):
-        source = checkpoint.rows(name, group * rows, (group + 1) * rows)
-        heads_HDM = source.reshape(n_kv_heads_in // n_kv_heads, -1, int(np.prod(source.shape[1:])))
-        norms_H, mean_cosine = _compare_heads(heads_HDM.reshape(len(heads_HDM), -1), name)
-        merged_DM = merge(heads_HDM, 1, rng)[0]
+    merge_heads, rng = find_method(method), tensor_rng(seed, merge.label)
+    shape = checkpoint.tensors[merge.tensor].shape[1:]
+    for group in range(merge.n_out):
+        heads_HDM = _read_group(checkpoint, merge, group).reshape(merge.group_size, -1, prod(shape))
+        norms_H, mean_cosine = _compare_heads(heads_HDM.reshape(len(heads_HDM), -1), merge.source)
+        merged_DM = merge_heads(heads_HDM, 1, rng)[0]
         ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
-        yield merged_DM.reshape(-1, *source.shape[1:]), GroupReport(float(ratio), mean_cosine)
+        yield merged_DM.reshape(merge.rows_per_head, *shape), GroupReport(float(ratio), mean_cosine)
+
+
+def _read_group(checkpoint: Checkpoint, merge: Merge, group: int) -> Array:
+    if len(merge.sources) > 1:
+        return np.concatenate([checkpoint.rows(name, 0, merge.rows_per_head) for name in merge.sources])
+    n_rows = merge.group_size * merge.rows_per_head
+    start = merge.first_row + group * n_rows
+    return checkpoint.rows(merge.sources[0], start, start + n_rows)
 
 
 def _compare_heads(heads_HF: Array, name: str) -> tuple[NDArray[np.float64], float]:

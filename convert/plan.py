@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
+from convert.merge import Merge
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.writer import divide, header_bytes, name_shards
 from model.config import Geometry, read_geometry
@@ -32,8 +34,8 @@ class Plan:
     tensors: dict[str, Tensor]
     """Every tensor as it will be written."""
     shards: tuple[Shard, ...]
-    merged: frozenset[str]
-    """The tensors to compute; all others are copied. Empty when the number of heads stays."""
+    merged: dict[str, tuple[Merge, ...]]
+    """What to compute in which tensors, row by row; all others are copied. Empty when the number of heads stays."""
     largest_group: int
     """Bytes of the largest group of heads in one tensor."""
     rewrites: bool
@@ -51,6 +53,21 @@ class Plan:
     @property
     def bytes_copied(self) -> int:
         return sum(t.nbytes for t in self.tensors.values()) - self.bytes_merged
+
+    @property
+    def merges(self) -> list[Merge]:
+        """All merges, in the order of layers."""
+        return [merge for merges in self.merged.values() for merge in merges]
+
+    def copied_rows(self, name: str) -> int:
+        """Return how many of a merged tensor's first rows are copied: the queries of a fused projection."""
+        return self.merged[name][0].first_row
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return what is copied of a source's tensor: all of it, or its first rows."""
+        if tensor.name not in self.merged:
+            return tensor
+        return replace(tensor, shape=(self.copied_rows(tensor.name), *tensor.shape[1:]))
 
     def workers(self, wanted: int) -> int:
         """Return how many workers to use: fewer than wanted where their groups would not fit in memory together."""
@@ -87,11 +104,12 @@ def make_plan(checkpoint: Checkpoint, groups: int, method: str, seed: int, max_s
     """Decide how to convert `checkpoint` to `groups` K/V heads. Raises CheckpointError where that is impossible."""
     geometry = read_geometry(checkpoint)
     _check_groups(geometry, groups, checkpoint)
-    merged = frozenset(geometry.kv_tensors if groups != geometry.n_kv_heads else ())
-    rows = groups * geometry.head_dim
+    merged = _plan_merges(geometry, groups) if groups != geometry.n_kv_heads else {}
+    dropped = {name for heads in geometry.kv_heads for name in heads.tensors[groups:]} if merged else set()
     tensors = {
-        name: replace(tensor, shape=(rows, *tensor.shape[1:])) if name in merged else tensor
+        name: replace(tensor, shape=_merged_shape(tensor, merged[name])) if name in merged else tensor
         for name, tensor in checkpoint.tensors.items()
+        if name not in dropped
     }
     return Plan(
         geometry=geometry,
@@ -102,9 +120,30 @@ def make_plan(checkpoint: Checkpoint, groups: int, method: str, seed: int, max_s
         tensors=tensors,
         shards=_plan_shards(checkpoint, tensors, max_shard_size),
         merged=merged,
-        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - merged),
-        largest_group=max((checkpoint.tensors[name].nbytes // groups for name in merged), default=0),
+        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - merged.keys()),
+        largest_group=max(
+            (merge.group_nbytes(checkpoint.tensors[name]) for name, merges in merged.items() for merge in merges),
+            default=0,
+        ),
     )
+
+
+def _plan_merges(geometry: Geometry, groups: int) -> dict[str, tuple[Merge, ...]]:
+    """Return what to compute, by the output's tensors. Of tensors for single heads, the first `groups` remain."""
+    merged: dict[str, list[Merge]] = defaultdict(list)
+    for heads in geometry.kv_heads:
+        n_outputs = 1 if len(heads.tensors) == 1 else groups
+        per_output = len(heads.tensors) // n_outputs
+        n_in, n_out = geometry.n_kv_heads // n_outputs, groups // n_outputs
+        for i, name in enumerate(heads.tensors[:n_outputs]):
+            sources = heads.tensors[i * per_output : (i + 1) * per_output]
+            merged[name].append(Merge(heads.kind, name, sources, heads.first_row, heads.rows_per_head, n_in, n_out))
+    return {name: tuple(merges) for name, merges in merged.items()}
+
+
+def _merged_shape(tensor: Tensor, merges: tuple[Merge, ...]) -> tuple[int, ...]:
+    rows = merges[0].first_row + sum(merge.n_out * merge.rows_per_head for merge in merges)
+    return rows, *tensor.shape[1:]
 
 
 def _check_groups(geometry: Geometry, groups: int, checkpoint: Checkpoint) -> None:
@@ -114,7 +153,8 @@ def _check_groups(geometry: Geometry, groups: int, checkpoint: Checkpoint) -> No
             f"--groups {groups} is not possible: the model has {geometry.n_kv_heads} K/V heads, and groups "
             f"(the K/V heads to keep) must divide them; choose one of {legal}."
         )
-    slices = checkpoint.config.get("pretraining_tp") or 1
+    config = checkpoint.config if geometry.text_config is None else checkpoint.config[geometry.text_config]
+    slices = config.get("pretraining_tp") or 1
     if type(slices) is not int or slices < 1 or groups * geometry.head_dim % slices:
         raise CheckpointError(
             f"config.json has pretraining_tp = {slices!r}, which does not divide {groups} x {geometry.head_dim} rows; "
@@ -126,8 +166,9 @@ def _plan_shards(
     checkpoint: Checkpoint, tensors: dict[str, Tensor], max_shard_size: int | None
 ) -> tuple[Shard, ...]:  # fmt: skip
     if max_shard_size is None and checkpoint.is_sharded_by_user:
-        return checkpoint.shards
-    in_order = [tensors[name] for shard in checkpoint.shards for name in shard.tensors]
+        kept = (replace(shard, tensors=tuple(n for n in shard.tensors if n in tensors)) for shard in checkpoint.shards)
+        return tuple(shard for shard in kept if shard.tensors)
+    in_order = [tensors[name] for shard in checkpoint.shards for name in shard.tensors if name in tensors]
     metadata = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
     return name_shards(divide(in_order, max_shard_size or DEFAULT_SHARD_SIZE), metadata)
 

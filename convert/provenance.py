@@ -56,16 +56,16 @@ def build(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any
 
 
 def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
-    """Return, layer by layer, each merged tensor's mean over its groups."""
+    """Return, layer by layer, what became of the heads of each merged tensor: means over its groups."""
     reports = merge_reports(plan, staging)
     return [
         {
-            "tensor": name,
-            "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[name]), 6),
-            "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[name]), 6),
+            "tensor": merge.tensor,
+            "heads": merge.kind,
+            "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[merge.label]), 6),
+            "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[merge.label]), 6),
         }
-        for name in plan.geometry.kv_tensors
-        if name in reports
+        for merge in plan.merges
     ]
 
 
@@ -96,7 +96,7 @@ def read(folder: Path) -> dict[str, Any]:
         if type(content["groups"]) is not int or type(schema) is not int:
             raise TypeError("groups and schema must be whole numbers")
         _ = {file["name"]: file["sha256"] for file in content["source"]["files"]}
-        _ = {entry["tensor"]: entry for entry in content["merge_report"]}
+        _ = {entry["tensor"] for entry in content["merge_report"]}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}.") from error
     if schema != SCHEMA:

@@ -1,5 +1,6 @@
 """Results for people: tables, with rich. Machines get JSON instead (`--json`)."""
 
+import re
 from typing import Any
 
 from rich.console import Console
@@ -74,10 +75,14 @@ def merges(report: list[dict[str, Any]]) -> None:
 
 
 def _kind(entry: dict[str, Any]) -> str:
-    return ".".join(entry["tensor"].split(".")[-2:])
+    """Return what the entries of all layers have in common: the end of the name, and in a fused projection K or V."""
+    name = ".".join([part for part in entry["tensor"].split(".") if not part.isdecimal()][-2:])
+    return f"{name}, {entry['heads']}" if name.startswith("qkv") else name
 
 
 def _mean_and_lowest(entries: list[dict[str, Any]], key: str) -> tuple[str, str]:
-    values = [entry[key] for entry in entries]
-    lowest = values.index(min(values))
-    return f"{sum(values) / len(values):.3f}", f"{values[lowest]:.3f} ({lowest})"
+    mean = sum(entry[key] for entry in entries) / len(entries)
+    lowest = min(entries, key=lambda entry: float(entry[key]))
+    layer = re.search(r"layers\.(\d+)\.", lowest["tensor"])
+    assert layer is not None
+    return f"{mean:.3f}", f"{lowest[key]:.3f} ({layer[1]})"

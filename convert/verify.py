@@ -18,7 +18,7 @@ from convert import provenance
 from convert.merge import merge_groups
 from convert.methods import METHODS
 from convert.plan import Plan, make_plan
-from model.checkpoint import Checkpoint, open_checkpoint
+from model.checkpoint import Checkpoint, Tensor, open_checkpoint
 from model.checkpoint.folder import INDEX
 from model.checkpoint.writer import index_text
 from model.config import with_n_kv_heads
@@ -62,7 +62,7 @@ def verify(source: Checkpoint, out_path: Path, progress: Callable[[int], None], 
                 findings.differences += difference
             for result in digest_results:
                 findings.differences += result.result()
-        findings.n_merged = len(plan.merged.intersection(same_names))
+        findings.n_merged = len(plan.merged.keys() & set(same_names))
         findings.n_copied = len(same_names) - findings.n_merged
         _compare_config(source, out, plan, findings)
         _compare_files(source, out, plan, findings)
@@ -103,20 +103,26 @@ def _compare_tensor(source: Checkpoint, out: Checkpoint, plan: Plan, name: str) 
 
 
 def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Iterator[bytes]:
-    groups = merge_groups(source, name, plan.geometry.n_kv_heads, plan.n_kv_heads, plan.method, plan.seed)
-    return (merged.tobytes() for merged, _ in groups)
+    yield from _read(source, plan.copied(source.tensors[name]))
+    for merge in plan.merged[name]:
+        yield from (merged.tobytes() for merged, _ in merge_groups(source, merge, plan.method, plan.seed))
 
 
 def _as_it_is(source: Checkpoint, name: str) -> Iterator[bytes]:
     span = source.span(name)
     if span is None:
-        for start, stop in source.tensors[name].row_blocks(PIECE):
-            yield np.ascontiguousarray(source.rows(name, start, stop)).tobytes()
+        yield from _read(source, source.tensors[name])
         return
     with span.path.open("rb", buffering=0) as file:
         file.seek(span.offset)
         for start in range(0, span.length, PIECE):
             yield file.read(min(PIECE, span.length - start))
+
+
+def _read(source: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
+    """Read the rows that `tensor` has of the source's tensor of its name."""
+    for start, stop in tensor.row_blocks(PIECE):
+        yield np.ascontiguousarray(source.rows(tensor.name, start, stop)).tobytes()
 
 
 def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
@@ -129,7 +135,7 @@ def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
 
 
 def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
-    expected = json.loads(with_n_kv_heads(source.config_text, plan.n_kv_heads))
+    expected = json.loads(with_n_kv_heads(source.config_text, plan.n_kv_heads, plan.geometry.text_config))
     for key in sorted(expected.keys() | out.config.keys()):
         if key not in out.config:
             findings.differences.append(f"config.json lacks the key {key}")
@@ -169,6 +175,6 @@ def _compare_index(out: Checkpoint, findings: Findings) -> None:
 
 
 def _compare_record(plan: Plan, record: dict[str, Any], findings: Findings) -> None:
-    reported = [entry["tensor"] for entry in record["merge_report"]]
-    if reported != [name for name in plan.geometry.kv_tensors if name in plan.merged]:
+    reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
+    if reported != [(merge.tensor, merge.kind) for merge in plan.merges]:
         findings.differences.append(f"{provenance.FILE} does not report on exactly the merged tensors")

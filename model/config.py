@@ -2,22 +2,22 @@
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.checkpoint import FLOAT_DTYPES, Checkpoint, Tensor
+from model.checkpoint import Checkpoint
 from model.checkpoint.folder import json_text
 from model.errors import CheckpointError
 from model.families import Family, find_family
+from model.layout import KVHeads, Layers, Sizes, attention_tensors, find_kv_heads
 
 PACKED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB)(\.|$)")
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that attention is made of, and the tensors that depend on the number of K/V heads."""
+    """The sizes that attention is made of, and where the K/V heads lie."""
 
     model_type: str
     n_layers: int
@@ -25,8 +25,10 @@ class Geometry:
     n_kv_heads: int
     head_dim: int
     hidden_size: int
-    kv_tensors: tuple[str, ...]
-    """K and V weights and biases of all layers: rows are `n_kv_heads` x `head_dim`. Layer by layer."""
+    kv_heads: tuple[KVHeads, ...]
+    """Everything that depends on the number of K/V heads, layer by layer."""
+    text_config: str | None = None
+    """The key of `config.json` under which the language model's config stands; None if at the top."""
 
     @property
     def heads_per_group(self) -> int:
@@ -47,37 +49,23 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
 
     Raises CheckpointError where the two disagree, and on layouts that are not understood in full.
     """
-    config = checkpoint.config
-    family = find_family(config.get("model_type"))
-    _refuse_quantised(checkpoint)
+    found = find_family(checkpoint.config)
+    family, config = found.family, {**found.family.absent_sizes, **found.config}
+    _refuse_quantised(checkpoint, config)
     n_layers = _positive(config, "num_hidden_layers")
     n_heads = _positive(config, "num_attention_heads")
     hidden_size = _positive(config, "hidden_size")
-    layers = _attention_tensors(family, checkpoint.tensors)
+    layers = attention_tensors(family, found.others, checkpoint.tensors)
     if len(layers) != n_layers or max(layers) >= n_layers:
         raise CheckpointError(
             f"config.json says num_hidden_layers = {n_layers}, but the weights hold attention for {len(layers)} "
             f"layers{_gaps(layers, n_layers)}; they do not belong together."
         )
-    q = layers[0].get(f"{family.query}.weight")
-    if q is None or len(q.shape) != 2 or q.shape[0] % n_heads:
-        raise CheckpointError(
-            f"config.json says num_attention_heads = {n_heads}, but layer 0's {family.query}.weight "
-            f"{'is missing' if q is None else f'has shape {q.shape}, not that many equal heads'}."
-        )
-    head_dim = _checked_head_dim(config, q.shape[0] // n_heads, hidden_size // n_heads, q)
-    k = layers[0].get(f"{family.key}.weight")
-    n_kv_heads = k.shape[0] // head_dim if k is not None and k.shape else 0
-    for layer in range(n_layers):
-        _check_layer(family, layer, layers[layer], n_heads, max(n_kv_heads, 1), head_dim, hidden_size)
+    head_dim = _head_dim(config, family, layers, n_heads, hidden_size)
+    n_kv_heads = _n_kv_heads(family, layers, n_heads, head_dim)
+    kv_heads = find_kv_heads(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
-    kv_tensors = tuple(
-        layers[layer][part].name
-        for layer in range(n_layers)
-        for part in _kv_parts(family)
-        if part in layers[layer]
-    )  # fmt: skip
-    return Geometry(family.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, kv_tensors)
+    return Geometry(found.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, kv_heads, found.text_config)
 
 
 def _positive(config: Mapping[str, Any], key: str) -> int:
@@ -87,33 +75,6 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _kv_parts(family: Family) -> tuple[str, ...]:
-    return tuple(f"{name}.{kind}" for name in (family.key, family.value) for kind in ("weight", "bias"))
-
-
-def _attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Return layer → part of the name → tensor. Any tensor that looks like attention but does not fit is refused."""
-    pattern = re.compile(family.attention)
-    projections = (family.query, family.key, family.value, family.output)
-    known = {f"{name}.{kind}" for name in projections for kind in ("weight", "bias")} | set(family.not_per_head)
-    layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        match = pattern.fullmatch(name)
-        if match and match["part"] in known:
-            parts = layers[int(match["layer"])]
-            if match["part"] in parts:
-                raise CheckpointError(
-                    f"the tensors {parts[match['part']].name} and {name} claim the same place; remove one."
-                )
-            parts[match["part"]] = tensor
-        elif match or re.search(r"attn\.|attention\.|[._](k|v|kv|qkv)_proj\.", name):
-            raise CheckpointError(
-                f"the tensor {name} (shape {tensor.shape}) is attention in a layout that "
-                f"model_type {family.model_type!r} does not have; refused rather than guessed."
-            )
-    return layers
-
-
 def _gaps(layers: Mapping[int, object], n_layers: int) -> str:
     first_missing = next(layer for layer in range(len(layers) + 1) if layer not in layers)
     if first_missing < n_layers:
@@ -121,59 +82,56 @@ def _gaps(layers: Mapping[int, object], n_layers: int) -> str:
     return f" (layer {max(layers)} is one too many)"
 
 
-def _checked_head_dim(config: Mapping[str, Any], found: int, implied: int, q: Tensor) -> int:
-    stated = config.get("head_dim")
-    expected = implied if stated is None else stated
-    if type(expected) is not int or found != expected:
-        source = "hidden_size / num_attention_heads" if stated is None else "head_dim"
+def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads: int, hidden_size: int) -> int:
+    """Return the size of a head: of layer 0's queries, or where those are fused, of what goes into the output."""
+    name, axis = (family.query, 0) if family.fused is None else (family.output, 1)
+    tensor = layers[0].get(f"{name}.weight")
+    if tensor is None or len(tensor.shape) != 2 or tensor.shape[axis] % n_heads or not tensor.shape[axis]:
         raise CheckpointError(
-            f"config.json says {source} = {expected}, but {q.name} has shape {q.shape}, which means {found}; "
+            f"config.json says num_attention_heads = {n_heads}, but layer 0's {name}.weight "
+            f"{'is missing' if tensor is None else f'has shape {tensor.shape}, not that many equal heads'}."
+        )
+    found = tensor.shape[axis] // n_heads
+    says, expected = _stated_head_dim(config, family, hidden_size // n_heads)
+    if type(expected) is not int or found != expected:
+        raise CheckpointError(
+            f"config.json says {says}, but {tensor.name} has shape {tensor.shape}, which means {found}; "
             "they do not belong together."
         )
     return found
 
 
-def _check_layer(
-    family: Family, layer: int, parts: Mapping[str, Tensor], n_heads: int, n_kv_heads: int, head_dim: int, hidden: int
-) -> None:
-    rows = {family.query: n_heads, family.key: n_kv_heads, family.value: n_kv_heads}
-    expected = {f"{name}.weight": (n * head_dim, hidden) for name, n in rows.items()}
-    expected[f"{family.output}.weight"] = (hidden, n_heads * head_dim)
-    for part, shape in expected.items():
-        if part not in parts:
-            raise CheckpointError(f"layer {layer} has no {part}; the checkpoint is incomplete.")
-        _check_tensor(parts[part], shape)
-    for name, n in rows.items():
-        if f"{name}.bias" in parts:
-            _check_tensor(parts[f"{name}.bias"], (n * head_dim,))
-    if (f"{family.key}.bias" in parts) != (f"{family.value}.bias" in parts):
-        raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
+def _stated_head_dim(config: Mapping[str, Any], family: Family, implied: int) -> tuple[str, Any]:
+    """Return what the config says, in words, and the size it means."""
+    if config.get("head_dim") is not None:
+        return f"head_dim = {config['head_dim']}", config["head_dim"]
+    if "head_dim" in config or family.absent_head_dim is None:
+        return f"hidden_size / num_attention_heads = {implied}", implied
+    return f"no head_dim, which {family.model_type} takes as {family.absent_head_dim}", family.absent_head_dim
 
 
-def _check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise CheckpointError(
-            f"{tensor.name} has shape {tensor.shape}, but config.json and the other layers mean {shape}; "
-            "they do not belong together."
-        )
-    if tensor.dtype not in FLOAT_DTYPES:
-        raise CheckpointError(
-            f"{tensor.name} is {tensor.dtype}: quantised or packed weights cannot be merged; "
-            f"start from the original model in {', '.join(FLOAT_DTYPES)}."
-        )
+def _n_kv_heads(family: Family, layers: Layers, n_heads: int, head_dim: int) -> int:
+    """Return what layer 0 holds; 0 where that is missing or no whole number, which other checks refuse."""
+    tensor = layers[0].get(f"{family.key if family.fused is None else family.fused}.weight")
+    if tensor is None or not tensor.shape:
+        return 0
+    return tensor.shape[0] // head_dim if family.fused is None else (tensor.shape[0] // head_dim - n_heads) // 2
 
 
 def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, found: int) -> None:
     key = "num_key_value_heads"
     if config.get(key) is not None:
         stated, how = config[key], f"{key} = {config[key]}"
-    elif key in config or family.absent_n_kv_heads is None:
-        stated, how = n_heads, f"no {key}, which means {n_heads}"
     else:
-        stated, how = (
-            family.absent_n_kv_heads,
-            f"no {key}, which {family.model_type} takes as {family.absent_n_kv_heads}",
-        )
+        assumed = family.null_n_kv_heads if key in config else family.absent_n_kv_heads
+        spelt = f"{key} = null" if key in config else f"no {key}"
+        if assumed == "refused":
+            raise CheckpointError(
+                f"config.json says {spelt}, which the class of {family.model_type} refuses; the weights hold {found} "
+                f"K/V heads, so set {key} to {found}."
+            )
+        stated = n_heads if assumed == "n_heads" else assumed
+        how = f"{spelt}, which {family.model_type} takes as {stated}"
     if type(stated) is not int or stated != found:
         raise CheckpointError(
             f"config.json says {how}, but the weights hold {found} K/V heads; set {key} to what is true."
@@ -182,21 +140,26 @@ def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, f
         raise CheckpointError(f"the weights hold {found} K/V heads, which do not divide {n_heads} query heads.")
 
 
-def _refuse_quantised(checkpoint: Checkpoint) -> None:
+def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> None:
     advice = "merging packed numbers gives garbage; start from the original, unquantised model."
-    if checkpoint.config.get("quantization_config"):
-        method = checkpoint.config["quantization_config"]
-        name = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
-        raise CheckpointError(f"config.json has a quantization_config ({name}): {advice}")
+    for config in (checkpoint.config, text_config):
+        if config.get("quantization_config"):
+            method = config["quantization_config"]
+            name = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
+            raise CheckpointError(f"config.json has a quantization_config ({name}): {advice}")
     for name in checkpoint.tensors:
         if PACKED.search(name):
             raise CheckpointError(f"the tensor {name} belongs to quantised weights: {advice}")
 
 
-def with_n_kv_heads(config_text: bytes, n_kv_heads: int) -> bytes:
-    """Return `config.json` with `num_key_value_heads` set; every other key, its spelling and its order are kept."""
+def with_n_kv_heads(config_text: bytes, n_kv_heads: int, text_config: str | None = None) -> bytes:
+    """Return `config.json` with `num_key_value_heads` set; every other key, its spelling and its order are kept.
+
+    `text_config` is as in `Geometry`.
+    """
     config = json.loads(config_text)
-    if config.get("num_key_value_heads") == n_kv_heads:
+    inner = config if text_config is None else config[text_config]
+    if inner.get("num_key_value_heads") == n_kv_heads:
         return config_text
-    config["num_key_value_heads"] = n_kv_heads
+    inner["num_key_value_heads"] = n_kv_heads
     return json_text(config)

@@ -72,9 +72,15 @@ class ForeignModel(nn.Module):
 
 def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> ForeignModel:
     """Open a folder with transformers' auto class. Raises CheckpointError where tensors are missing or left over."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     try:
+        config = AutoConfig.from_pretrained(folder)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise CheckpointError(
+                f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it "
+                "with the class that config.json names under architectures."
+            )
         opened: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error

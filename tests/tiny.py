@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from model.families import FAMILIES
 
@@ -22,20 +28,55 @@ SIDE_FILES = {
 }
 
 
-def build(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return a random float32 model; biases, where the family has them, are random too."""
-    assert family in FAMILIES
-    torch.manual_seed(seed)
+# What keeps a family tiny, or its special tokens inside the vocabulary.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 4},
+    "gemma2": {"head_dim": 4},
+    "glm": {"head_dim": 4},
+    "helium": {"head_dim": 4},
+    "mixtral": {"num_local_experts": 2},
+    "olmoe": {"num_experts": 2, "num_experts_per_tok": 1},
+    "qwen2_moe": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3": {"head_dim": 4},
+}
+WRAPPERS = ("llava", "llava_next")
+VISION = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 8,
+}  # fmt: skip
+
+
+def make_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
+    """Return the config of a tiny model; of a wrapper, `changes` are the language model's."""
     settings: dict[str, Any] = {
         "vocab_size": 67, "hidden_size": HIDDEN, "intermediate_size": 40, "num_hidden_layers": N_LAYERS,
         "num_attention_heads": N_HEADS, "num_key_value_heads": N_HEADS, "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
     }  # fmt: skip
-    config = AutoConfig.for_model(family, **{**settings, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    settings |= {**SETTINGS.get(family, {}), **changes}
+    if family in WRAPPERS:
+        text = {"model_type": "llama", **settings}
+        return AutoConfig.for_model(family, text_config=text, vision_config=VISION, image_token_index=66)
+    return AutoConfig.for_model(family, **settings)
+
+
+def model_class(family: str) -> Any:
+    return AutoModelForImageTextToText if family in WRAPPERS else AutoModelForCausalLM
+
+
+def build(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a random float32 model; biases and attention's norms, where the family has them, are random too."""
+    assert family in FAMILIES
+    torch.manual_seed(seed)
+    model = model_class(family).from_config(make_config(family, **changes), attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
+        if name.endswith("bias") or ("self_attn" in name and "norm" in name):
+            torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.1)
     return model
 
 

@@ -1,20 +1,64 @@
 """The model families we know, one file each, imported when used."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 from model.errors import CheckpointError
-from model.families.family import Family
+from model.families.family import Family, Wrapper
+from model.families.refused import reason
 
-__all__ = ["FAMILIES", "Family", "find_family"]
+__all__ = ["FAMILIES", "Family", "Found", "find_family"]
 
 # One module each in this folder, named as its `model_type`.
-FAMILIES = ("llama", "mistral", "qwen2")
+FAMILIES = (
+    "cohere", "gemma", "gemma2", "glm", "granite", "helium", "llama", "llava", "llava_next", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3",
+    "stablelm", "starcoder2",
+)  # fmt: skip
 
 
-def find_family(model_type: object) -> Family:
-    """Return the family of a config's `model_type`. Raises CheckpointError for one we do not know."""
-    if model_type not in FAMILIES:
-        given = f"model_type {model_type!r}" if model_type is not None else "config.json without model_type"
-        raise CheckpointError(f"{given} is not supported; supported are: {', '.join(FAMILIES)}.")
-    family: Family = import_module(f"model.families.{model_type}").FAMILY
-    return family
+@dataclass(frozen=True)
+class Found:
+    """The family of a checkpoint's language model."""
+
+    model_type: str
+    """As `config.json` says, on its top level."""
+    family: Family
+    config: Mapping[str, Any]
+    """The language model's config."""
+    text_config: str | None = None
+    """The key under which it stands, where the language model is wrapped."""
+    others: str | None = None
+    """As in `Wrapper`."""
+
+
+def find_family(config: Mapping[str, Any]) -> Found:
+    """Return the family that a `config.json` names. Raises CheckpointError for one we do not know."""
+    model_type = config.get("model_type")
+    given = f"model_type {model_type!r}" if model_type is not None else "config.json without model_type"
+    entry = _load(model_type, given)
+    if isinstance(entry, Family):
+        return Found(entry.model_type, entry, config)
+    text = config.get(entry.text_config)
+    if not isinstance(text, dict):
+        raise CheckpointError(
+            f"config.json has {entry.text_config} = {text!r}, where transformers' {given} has its language model's "
+            "config; get the version of the model made for transformers."
+        )
+    inner_type = text.get("model_type", entry.absent_text_type)
+    family = _load(inner_type, f"{given} around model_type {inner_type!r}")
+    if not isinstance(family, Family):
+        raise CheckpointError(f"{given} around model_type {inner_type!r}, itself a wrapper, is not supported.")
+    return Found(entry.model_type, replace(family, prefix=entry.prefix), text, entry.text_config, entry.others)
+
+
+def _load(model_type: object, given: str) -> Family | Wrapper:
+    if model_type in FAMILIES:
+        entry: Family | Wrapper = import_module(f"model.families.{model_type}").FAMILY
+        return entry
+    why = reason(model_type)
+    if why is not None:
+        raise CheckpointError(f"{given} cannot be converted: {why}")
+    raise CheckpointError(f"{given} is not supported; supported are: {', '.join(FAMILIES)}.")

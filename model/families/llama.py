@@ -2,4 +2,5 @@
 
 from model.families.family import Family
 
-FAMILY = Family("llama", absent_n_kv_heads=None)
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+FAMILY = Family("llama", absent_n_kv_heads="n_heads", absent_sizes=SIZES)

@@ -1,5 +1,6 @@
-"""Mistral 7B and its relatives: Llama's layout; the config class assumes 8 K/V heads when nothing is said."""
+"""Mistral 7B and its relatives: Llama's layout."""
 
 from model.families.family import Family
 
-FAMILY = Family("mistral", absent_n_kv_heads=8)
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+FAMILY = Family("mistral", absent_n_kv_heads=8, null_n_kv_heads="refused", absent_sizes=SIZES)

@@ -1,5 +1,6 @@
-"""Qwen 1.5 and 2: Llama's layout with q, k and v biases; the config class assumes 32 K/V heads when nothing is said."""
+"""Qwen 1.5 and 2: Llama's layout with q, k and v biases."""
 
 from model.families.family import Family
 
-FAMILY = Family("qwen2", absent_n_kv_heads=32)
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+FAMILY = Family("qwen2", absent_n_kv_heads=32, absent_sizes=SIZES)

@@ -293,10 +293,10 @@ def test_integer_weights(refuse, source):
     refuse(name, "I8", "quantised or packed")
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neox", "", None, 7])
+@pytest.mark.parametrize("model_type", ["gpt_neo_y", "", None, 7, ["llama"]])
 def test_unsupported_model_type(refuse, source, model_type):
     tiny.edit_config(source, model_type=model_type if model_type is not None else ...)
-    refuse("model_type", "supported are: llama, mistral, qwen2")
+    refuse("model_type", "supported are: ", "llama, ", "qwen2, ")
 
 
 @pytest.mark.parametrize(
@@ -312,6 +312,11 @@ def test_unsupported_model_type(refuse, source, model_type):
         ({"hidden_size": 64}, ("do not belong together",)),
         ({"head_dim": 8}, ("head_dim = 8", "means 4")),
         ({"model_type": "mistral", "num_key_value_heads": 4}, ("num_key_value_heads = 4",)),
+        (
+            {"model_type": "mistral", "num_key_value_heads": None},
+            ("= null, which the class of mistral refuses", "to 8"),
+        ),
+        ({"model_type": "qwen3", "head_dim": ...}, ("no head_dim, which qwen3 takes as 128", "means 4")),
         ({"model_type": "qwen2", "num_key_value_heads": ...}, ("no num_key_value_heads", "takes as 32")),
         ({"num_key_value_heads": 8.0}, ("num_key_value_heads = 8.0",)),
         ({"num_hidden_layers": 10**30}, ("layer 2 is missing",)),
@@ -360,6 +365,111 @@ def test_layers_with_different_heads(refuse, source):
     name = "model.layers.1.self_attn.k_proj.weight"
     rewrite(source, lambda tensors: tensors.update({name: tensors[name][:16].clone()}))
     refuse(name, "(16, 32)", "(32, 32)")
+
+
+def saved_as(family, folder, **changes):
+    return tiny.save(tiny.build(family, **changes), folder / family)
+
+
+def rename(old, new):
+    def change(tensors):
+        tensors[new] = tensors.pop(old)
+
+    return change
+
+
+NORMS = "model.layers.1.self_attn.k_layernorm.norms"
+FUSED = "model.layers.1.self_attn.qkv_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "change", "words"),
+    [
+        ("olmo2", {}, lambda t: t.pop("model.layers.1.self_attn.k_norm.weight"), ("layer 1 has no k_norm.weight",)),
+        (
+            "olmo2",
+            {},
+            lambda t: t.update({"model.layers.0.self_attn.k_norm.weight": torch.ones(4)}),
+            ("k_norm.weight has shape (4,)", "mean (32,)"),
+        ),
+        (
+            "cohere",
+            {"use_qk_norm": True},
+            lambda t: t.update({"model.layers.0.self_attn.k_norm.weight": torch.ones(32)}),
+            ("k_norm.weight has shape (32,)", "mean (8, 4)"),
+        ),
+        (
+            "stablelm",
+            {"qk_layernorm": True},
+            lambda t: t.pop(f"{NORMS}.5.weight"),
+            ("layer 1 has no", "norms.5.weight"),
+        ),
+        (
+            "stablelm",
+            {"qk_layernorm": True},
+            rename(f"{NORMS}.5.weight", f"{NORMS}.8.weight"),
+            ("norms.8.weight belongs",),
+        ),
+        (
+            "stablelm",
+            {"qk_layernorm": True},
+            lambda t: t.update({f"{NORMS}.3.weight": t[f"{NORMS}.3.weight"].half()}),
+            ("layer 1 has k_layernorm.norms.0.weight", "different dtypes"),
+        ),
+        (
+            "phi3",
+            {},
+            lambda t: t.update({FUSED: t[FUSED][:-4].clone()}),
+            ("qkv_proj.weight has shape (92, 32)", "(96, 32)"),
+        ),
+        ("phi3", {}, lambda t: t.pop(FUSED.replace(".1.", ".0.")), ("layer 0 has no qkv_proj.weight",)),
+        (
+            "phi3",
+            {},
+            rename(FUSED, FUSED.replace("qkv_proj", "q_proj")),
+            ("q_proj.weight", "refused rather than guessed"),
+        ),
+        (
+            "qwen3",
+            {},
+            lambda t: t.update({FUSED: torch.ones(4, 4)}),
+            ("qkv_proj.weight", "refused rather than guessed"),
+        ),
+    ],
+)
+def test_families_with_more_than_projections(refuse, tmp_path, family, changes, change, words):
+    folder = saved_as(family, tmp_path, **changes)
+    rewrite(folder, change)
+    refuse(*words, path=folder)
+
+
+def test_a_vision_tower_outside_a_wrapper(refuse, tmp_path):
+    folder = saved_as("llava", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config["text_config"], "model_type": "llama"}))
+    refuse("self_attn", "refused rather than guessed", path=folder)
+
+
+def test_quantised_text_config(refuse, tmp_path):
+    folder = saved_as("llava", tmp_path)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    tiny.edit_config(folder, text_config={**text, "quantization_config": {"quant_method": "awq"}})
+    refuse("quantization_config (awq)", path=folder)
+
+
+def test_nan_in_a_fused_projection_and_in_a_norm(refuse, tmp_path):
+    def spoil(name, row):
+        def change(tensors):
+            tensors[name][row] = float("nan")
+
+        return change
+
+    phi3 = saved_as("phi3", tmp_path)
+    rewrite(phi3, spoil(FUSED, -1))
+    refuse(FUSED, "NaN or infinite", path=phi3)
+    stablelm = saved_as("stablelm", tmp_path, qk_layernorm=True)
+    rewrite(stablelm, spoil(f"{NORMS}.7.weight", 0))
+    refuse(f"{NORMS}.4.weight to {NORMS}.7.weight", "NaN or infinite", path=stablelm)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -75,6 +75,17 @@ def test_rerun_goes_on_with_finished_shards(convert, source, tmp_path, expected)
     assert not staging.exists()
 
 
+@pytest.mark.parametrize(("family", "changes"), [("phi3", {}), ("stablelm", {"qk_layernorm": True})])
+def test_rerun_where_heads_share_a_tensor_or_have_one_each(convert, tmp_path, family, changes):
+    source = tiny.save(tiny.build(family, **changes), tmp_path / family, "bfloat16", max_shard_size="10KB")
+    arguments = ("--groups", 2, "--method", "random", "--workers", 1)
+    assert convert("mha-to-gqa", source, tmp_path / "expected", *arguments).code == 0
+    assert kill_at(14, "mha-to-gqa", source, tmp_path / "out", *arguments) == -signal.SIGKILL
+    assert list((tmp_path / ".out.groupwise/folder").glob("*.safetensors"))
+    assert convert("mha-to-gqa", source, tmp_path / "out", *arguments[:-1], 4).code == 0
+    assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "expected")
+
+
 @pytest.mark.parametrize("change", ["parameters", "source", "config"])
 def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expected, change):
     out = tmp_path / "out"

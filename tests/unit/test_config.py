@@ -27,16 +27,17 @@ def test_geometry(tmp_path, n_kv_heads, head_dim):
     assert found.kv_cache_bytes_per_token(2) == 2 * 2 * 2 * (head_dim or 4) * 2
 
 
-def test_kv_tensors_are_all_and_only_k_and_v(tmp_path):
+def test_kv_heads_are_all_and_only_k_and_v(tmp_path):
     model = tiny.build("qwen2")
     found = geometry_of(tiny.save(model, tmp_path / "m"))
-    assert set(found.kv_tensors) == {name for name in model.state_dict() if tiny.is_kv(name)}
-    assert len(found.kv_tensors) == 8
+    names = [name for heads in found.kv_heads for name in heads.tensors]
+    assert set(names) == {name for name in model.state_dict() if tiny.is_kv(name)}
+    assert len(names) == 8
 
 
 @pytest.mark.parametrize(
     ("family", "value", "n_kv_heads"),
-    [("llama", ..., 8), ("llama", None, 8), ("mistral", ..., 8), ("mistral", None, 8), ("qwen2", None, 8)],
+    [("llama", ..., 8), ("llama", None, 8), ("mistral", ..., 8), ("qwen2", None, 8)],
 )
 def test_absent_and_null_as_the_class_takes_them(tmp_path, family, value, n_kv_heads):
     folder = tiny.save(tiny.build(family), tmp_path / "m")
@@ -48,7 +49,7 @@ def test_a_base_model_without_head_and_prefix(tmp_path):
     model = tiny.build()
     folder = tiny.save(model, tmp_path / "m")
     save_file(model.model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    assert geometry_of(folder).kv_tensors[0] == "layers.0.self_attn.k_proj.weight"
+    assert geometry_of(folder).kv_heads[0].tensors == ("layers.0.self_attn.k_proj.weight",)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path):
@@ -57,7 +58,7 @@ def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path):
     folder = tiny.save(tiny.build(), tmp_path / "m")
     extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)}
     save_file({**tiny.tensors(folder), **extra}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert len(geometry_of(folder).kv_tensors) == 4
+    assert len(geometry_of(folder).kv_heads) == 4
 
 
 def test_config_is_edited_in_place():

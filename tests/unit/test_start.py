@@ -52,7 +52,7 @@ def test_every_registered_name_has_its_module():
     from model.families import FAMILIES, find_family
 
     assert all(callable(find_method(name)) for name in METHODS)
-    assert all(find_family(name).model_type == name for name in FAMILIES)
+    assert all(find_family({"model_type": name, "text_config": {}}).model_type == name for name in FAMILIES)
 
 
 def test_no_arguments_shows_the_help():

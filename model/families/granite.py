@@ -1,0 +1,5 @@
+"""Granite: Llama's layout; its multipliers are in the config."""
+
+from model.families.family import Family
+
+FAMILY = Family("granite", absent_n_kv_heads="n_heads")

@@ -1,0 +1,48 @@
+"""The model types that cannot be converted, and why. (Surveyed over the classes of transformers 5.23.)"""
+
+_PARENT = "start from a model of a supported family instead."
+
+# Why, in a sentence that ends with what to do → the model types.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "its attention is multi-head latent attention (MLA), which caches one small vector for all heads: there are no K/V "
+    "heads to merge, and the cache is compressed already; use it as it is.": (
+        "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
+        "glm5_next", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_k25", "kimi_linear", "kimi_vl", "longcat",
+        "longcat_flash", "minicpm3", "mistral4", "mistral_large4", "youtu",
+    ),
+    "only some of its layers have attention, the others are linear or recurrent, so there is little K/V cache to save; "
+    f"{_PARENT}": (
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm3", "mamba",
+        "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+        "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+    ),
+    f"some of its layers read the K/V heads of other layers, so they cannot be merged layer by layer; {_PARENT}": (
+        "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
+    ),
+    "it is multi-query already: one K/V head is as few as there can be; use it as it is.": (
+        "deepseek_v4", "gpt_bigcode",
+    ),
+    "falcon-7b is multi-query and falcon-40b and 180b are grouped already, to be used as they are; falcon-rw has a K/V "
+    f"head for each query head, and transformers' class cannot hold a number in between; {_PARENT}": ("falcon",),
+    "its heads come in pairs whose attentions are subtracted, so that merging neighbours would mix the two; "
+    f"{_PARENT}": ("diffllama",),
+    "its experts share the K/V heads, and the number of query heads follows from theirs, so it cannot have fewer; "
+    f"{_PARENT}": ("jetmoe",),
+    "transformers' class for it has no number of K/V heads, so it could not open the result; "
+    f"{_PARENT}": (
+        "bart", "bigbird_pegasus", "biogpt", "blenderbot", "bloom", "codegen", "ctrl", "fuyu", "gpt2", "gpt_neo",
+        "gpt_neox", "gpt_neox_japanese", "gptj", "longt5", "mbart", "mpt", "mt5", "openai-gpt", "opt", "pegasus",
+        "persimmon", "switch_transformers", "t5", "umt5", "xglm",
+    ),
+    "it runs on code of its own that may not heed the number of K/V heads; rewrite it as llama or qwen2 first "
+    "(LLaMA-Factory: scripts/convert_ckpt/llamafy_*.py), and convert that.": (
+        "baichuan", "chatglm", "internlm", "internlm2", "qwen", "xgen",
+    ),
+    "it is StableLM from before transformers had its class; get the newer revision of the model, whose model_type is "
+    "stablelm.": ("stablelm_epoch",),
+}  # fmt: skip
+
+
+def reason(model_type: object) -> str | None:
+    """Return why a model type cannot be converted; None for one that is not listed."""
+    return next((why for why, types in REFUSED.items() if model_type in types), None)

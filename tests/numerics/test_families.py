@@ -1,0 +1,360 @@
+"""Every family against transformers' own classes: which tensors depend on K/V heads, and what merging them computes."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from convert.plan import make_plan
+from model import load_model
+from model.checkpoint import Tensor, open_checkpoint
+from model.config import read_geometry
+from model.errors import CheckpointError
+from model.families import FAMILIES, find_family
+from model.llama_config import NATIVE_FAMILIES
+
+# Layouts beside the plain one.
+VARIANTS = {
+    "cohere": [{"use_qk_norm": True}, {"attention_bias": True}],
+    "gemma": [{"tie_word_embeddings": True}],
+    "glm": [{"attention_bias": True}],
+    "granite": [{"attention_bias": True}],
+    "llama": [{"attention_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 24}],
+    "mistral": [{"head_dim": 24}],
+    "nemotron": [{"head_dim": 24}],
+    "olmo": [{"clip_qkv": 0.1}],
+    "olmo2": [{"attention_bias": True}],
+    "phi": [{"qk_layernorm": True}],
+    "qwen2": [{"tie_word_embeddings": True}],
+    "qwen3": [{"head_dim": 24, "attention_bias": True}],
+    "stablelm": [{"use_qkv_bias": True}, {"qk_layernorm": True}],
+    "starcoder2": [{"use_bias": False}],
+}
+CASES = [(family, changes) for family in FAMILIES for changes in [{}, *VARIANTS.get(family, [])]]
+# The keys of all heads are normalised together.
+FLAT_NORMS = ("olmo2", "olmo3", "olmoe")
+# Wide enough that the matrix products of the two models, which have different numbers of columns, run the same way.
+SIZE = {"hidden_size": 128, "intermediate_size": 192}
+N_HEADS = tiny.N_HEADS
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a maker of folders, each made once: a random model of a family with so many K/V heads."""
+    folders: dict[str, Path] = {}
+
+    def save(family: str, changes: dict, n_kv_heads: int = N_HEADS, **size: int) -> Path:
+        key = json.dumps([family, changes, n_kv_heads, size])
+        if key not in folders:
+            settings = {**size, **({"head_dim": 16} if size and "head_dim" in tiny.SETTINGS.get(family, {}) else {})}
+            model = tiny.build(family, num_key_value_heads=n_kv_heads, **{**settings, **changes})
+            folders[key] = tiny.save(model, tmp_path_factory.mktemp(family) / "source", max_shard_size="100KB")
+        return folders[key]
+
+    return save
+
+
+def open_folder(family: str, folder: Path):
+    """Open a folder in transformers and check that every tensor found its place."""
+    model, loading = tiny.model_class(family).from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
+# Which tensors depend on the number of K/V heads
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_shape_probe(saved, family, changes):
+    """The stock class with fewer K/V heads saves exactly the tensors and shapes that we plan to write."""
+    for n_kv_heads, groups in ((8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)):
+        folders = saved(family, changes, n_kv_heads), saved(family, changes, groups)
+        with open_checkpoint(folders[0]) as source, open_checkpoint(folders[1]) as theirs:
+            plan = make_plan(source, groups, "mean", 0, None)
+            assert plan.tensors == theirs.tensors
+            changed = {name for name, tensor in source.tensors.items() if tensor != theirs.tensors.get(name)}
+            read = {name for merge in plan.merges for name in merge.sources}
+            per_head = {name for merge in plan.merges if len(merge.sources) > 1 for name in merge.sources}
+            assert changed <= read <= changed | per_head
+            assert len(plan.merges) >= 4
+
+
+# What merging computes
+
+
+def kv_heads(family: str, tensors: dict[str, torch.Tensor], n_kv_heads: int) -> dict[str, torch.Tensor]:
+    """Return all K and V heads by name, [n_kv_heads, …], without our tables; the shape probe vouches for it."""
+    heads: dict[str, torch.Tensor] = {}
+    listed: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        part = name.rpartition("self_attn.")[2]
+        if part == name or "vision" in name:
+            continue
+        if part.startswith(("k_proj", "v_proj")) or (part == "k_norm.weight" and family in ("cohere", *FLAT_NORMS)):
+            heads[name] = tensor.view(n_kv_heads, -1)
+        elif part == "qkv_proj.weight":
+            head_dim = len(tensor) // (N_HEADS + 2 * n_kv_heads)
+            _, k, v = tensor.split([N_HEADS * head_dim, n_kv_heads * head_dim, n_kv_heads * head_dim])
+            heads |= {f"{name} k": k.reshape(n_kv_heads, -1), f"{name} v": v.reshape(n_kv_heads, -1)}
+        elif part.startswith("k_layernorm.norms."):
+            listed.setdefault(name.rpartition(".norms.")[0], []).append(tensor)
+    return heads | {name: torch.stack(tensors) for name, tensors in listed.items()}
+
+
+def with_repeated_heads(
+    family: str, few: dict[str, torch.Tensor], many: dict[str, torch.Tensor], groups: int, n_kv_heads: int
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model `few`, each K/V head repeated so that they fit where `many` fit."""
+    full = {name: t.clone() for name, t in many.items()}
+    for name, tensor in few.items():
+        if full[name].shape == tensor.shape:
+            full[name].copy_(tensor)
+    merged = kv_heads(family, few, groups)
+    for name, target in kv_heads(family, full, n_kv_heads).items():  # views of `full`
+        target.copy_(merged[name].repeat_interleave(n_kv_heads // groups, 0))
+        for i, row in enumerate(target if f"{name}.norms.0.weight" in full else ()):  # stacked, hence no view
+            full[f"{name}.norms.{i}.weight"].copy_(row)
+    return full
+
+
+def check_mean(
+    family: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], groups: int, n_kv_heads: int
+) -> None:
+    heads, merged = kv_heads(family, before, n_kv_heads), kv_heads(family, after, groups)
+    assert heads.keys() == merged.keys()
+    for name, tensor in heads.items():
+        mean = tensor.double().view(groups, n_kv_heads // groups, -1).mean(dim=1).float()
+        assert torch.equal(merged[name], mean), name
+    for name, tensor in after.items():
+        if tensor.shape == before[name].shape and "k_layernorm" not in name:
+            assert torch.equal(tensor, before[name]), name
+        elif "qkv_proj" in name:
+            n_query_rows = len(tensor) * N_HEADS // (N_HEADS + 2 * groups)
+            assert torch.equal(tensor[:n_query_rows], before[name][:n_query_rows])
+
+
+def difference(parent: torch.nn.Module, child: torch.nn.Module) -> float:
+    ids = torch.randint(0, 66, (3, 17), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = parent(input_ids=ids).logits
+        assert logits.std() > 1e-3
+        return (logits - child(input_ids=ids).logits).abs().max().item()
+
+
+def replace_norm(name: str, module: torch.nn.Module) -> bool:
+    """Let a norm of the keys compute in float64."""
+
+    def forward(k_BTF: torch.Tensor) -> torch.Tensor:
+        exact = k_BTF.double()
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + module.variance_epsilon)
+        return (module.weight * exact * scale).float()
+
+    if name.endswith("self_attn.k_norm"):
+        module.forward = forward
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("n_kv_heads", "groups"), [(8, 4), (8, 2), (8, 1), (4, 2)])
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv_heads, groups):
+    """Merged heads are the mean; repeated again, they give the same logits, and merged again, the same heads.
+
+    Repeating is exact: query head h reads the same numbers in either model, so the logits may not differ at all. Where
+    the keys are normalised over all heads together, that holds for numbers, not for float32: every square stands in the
+    mean equally often, but the sum of more squares is rounded otherwise. There we let that norm compute in float64,
+    which leaves nothing of it after rounding, and ask the class as it is for the last digits only.
+    """
+    source = saved(family, changes, n_kv_heads, **SIZE)
+    out, again, back = (tmp_path / name for name in ("out", "again", "back"))
+    assert convert("mha-to-gqa", source, out, "--groups", groups).code == 0
+    before, after = tiny.tensors(source), tiny.tensors(out)
+    check_mean(family, before, after, groups, n_kv_heads)
+    repeated = with_repeated_heads(family, after, before, groups, n_kv_heads)
+    again.mkdir()
+    save_file(repeated, again / "model.safetensors", metadata={"format": "pt"})
+    (again / "config.json").write_bytes((source / "config.json").read_bytes())
+
+    parent, child = open_folder(family, again), open_folder(family, out)
+    assert child.config.get_text_config().num_key_value_heads == groups
+    if family in FLAT_NORMS:
+        assert difference(parent, child) < 1e-6
+        for model in (parent, child):
+            assert sum(replace_norm(name, module) for name, module in model.named_modules()) == tiny.N_LAYERS
+    assert difference(parent, child) == 0
+
+    assert convert("mha-to-gqa", again, back, "--groups", groups).code == 0
+    merged_again = tiny.tensors(back)
+    assert merged_again.keys() == after.keys()
+    assert all(torch.equal(merged_again[name], tensor) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_verify_and_inspect(convert, saved, tmp_path, family, changes):
+    source, out = saved(family, changes), tmp_path / "out"
+    row = json.loads(convert("inspect", source, "--json").out)["groups"][2]
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "random").code == 0
+    assert row["groups"] == 2
+    assert row["tensor_bytes"] == sum(t.nbytes for t in tiny.tensors(out).values())
+    result = convert("verify", source, out, "--json")
+    found = json.loads(result.out)
+    assert (result.code, found["ok"], found["differences"]) == (0, True, [])
+    report = json.loads((out / "groupwise.json").read_text())["merge_report"]
+    assert {entry["heads"] for entry in report} == {"k", "v"}
+    for entry in report[:: len(report) - 1]:
+        tensors = tiny.tensors(out)
+        tensors[entry["tensor"]].view(-1)[-1] += 1
+        changed = next(f for f in out.glob("*.safetensors") if entry["tensor"] in f.read_bytes().decode("latin-1"))
+        content = changed.read_bytes()
+        save_file({n: t for n, t in tensors.items() if n.encode() in content}, changed, metadata={"format": "pt"})
+        assert f"{entry['tensor']} differs from the one recomputed" in convert("verify", source, out).err
+        changed.write_bytes(content)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NATIVE_FAMILIES) - set(tiny.WRAPPERS)))
+def test_load_model_opens_it(saved, family):
+    folder, ids = saved(family, {}, 2), torch.arange(12).view(2, 6)
+    with torch.inference_mode():
+        difference = load_model(folder)(ids) - open_folder(family, folder)(input_ids=ids).logits
+    assert difference.abs().max() < 1e-6
+
+
+# What the classes make of a config that does not say everything
+
+
+def class_outcome(family: str, config: dict, folder: Path) -> SimpleNamespace | None:
+    """Return a checkpoint without numbers, as the class would have it by this config; None if the class stops."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        with torch.device("meta"):
+            model = tiny.model_class(family).from_config(AutoConfig.from_pretrained(folder))
+    except (TypeError, StrictDataclassFieldValidationError):
+        return None
+    tensors = {name: Tensor(name, "F32", tuple(t.shape)) for name, t in model.state_dict().items()}
+    return SimpleNamespace(config=config, tensors=tensors)
+
+
+def full_config(family: str, **changes) -> dict:
+    """Return `config.json` as a dict; of a wrapper, `changes` are the language model's."""
+    config = json.loads(tiny.make_config(family, **changes).to_json_string(use_diff=False))
+    return {"model_type": family, **config}
+
+
+@pytest.mark.parametrize("how", ["absent", "null"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_n_kv_heads_that_is_not_said(tmp_path, family, how):
+    """Where the class takes it as a number, so do we; where it stops, we refuse in one line."""
+    assumed = AutoConfig.for_model(family).get_text_config().num_key_value_heads or N_HEADS
+    config = full_config(
+        family, num_attention_heads=assumed, hidden_size=4 * assumed, head_dim=4, num_key_value_heads=1
+    )
+    text = config.get("text_config", config)
+    complete = class_outcome(family, config, tmp_path)
+    assert complete is not None
+    if how == "null":
+        text["num_key_value_heads"] = None
+    else:
+        del text["num_key_value_heads"]
+    theirs = class_outcome(family, config, tmp_path)
+    if theirs is not None:
+        geometry = read_geometry(theirs)
+        assert geometry.n_kv_heads > 1
+        words = f"takes as {geometry.n_kv_heads}, but the weights hold 1 K/V heads; set num_key_value_heads"
+    else:
+        words = "refuses; the weights hold 1 K/V heads, so set num_key_value_heads to 1"
+    with pytest.raises(CheckpointError, match=words):
+        read_geometry(SimpleNamespace(config=config, tensors=complete.tensors))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_dim_that_is_not_said(tmp_path, family):
+    wide = {"hidden_size": 128 * N_HEADS} if family == "helium" else {}  # its output projection is always square
+    config = full_config(family, **wide)
+    config.get("text_config", config).pop("head_dim", None)
+    theirs = class_outcome(family, config, tmp_path)
+    assert theirs is not None
+    output = next(t for n, t in theirs.tensors.items() if re.search(r"layers\.0\.self_attn\.(o_proj|dense)\.weight", n))
+    assert read_geometry(theirs).head_dim == output.shape[1] // N_HEADS
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in tiny.WRAPPERS])
+def test_sizes_that_are_not_said(family):
+    theirs = AutoConfig.for_model(family)
+    sizes = find_family({"model_type": family}).family.absent_sizes
+    assert sizes == {key: getattr(theirs, key) for key in sizes}
+
+
+@pytest.mark.parametrize("family", tiny.WRAPPERS)
+@pytest.mark.parametrize("text_config", [{}, {"model_type": "llama", "vocab_size": 67}, {"model_type": "mistral"}])
+def test_wrapped_configs_that_say_little(tmp_path, family, text_config):
+    """As the first LLaVA checkpoints have them: what equals the language model's defaults is not there."""
+    config = {"model_type": family, "text_config": text_config, "vision_config": tiny.VISION}
+    theirs = class_outcome(family, config, tmp_path)
+    assert theirs is not None
+    geometry = read_geometry(theirs)
+    assert (geometry.n_layers, geometry.n_heads, geometry.head_dim) == (32, 32, 128)
+    assert geometry.n_kv_heads == (8 if text_config.get("model_type") == "mistral" else 32)
+    assert len(geometry.kv_heads) == 64
+
+
+# Language models inside others
+
+
+@pytest.mark.parametrize("spelling", ["language_model.model.", "model.language_model.", "language_model."])
+def test_only_the_wrapped_language_model_changes(convert, saved, tmp_path, spelling):
+    source = tmp_path / "source"
+    shutil.copytree(saved("llava", {}), source)
+    tensors = {n.replace("language_model.model.", spelling): t for n, t in tiny.tensors(source).items()}
+    for file in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
+        file.unlink()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    after = tiny.tensors(tmp_path / "out")
+    changed = {name for name, tensor in after.items() if tensor.shape != tensors[name].shape}
+    assert changed == {f"{spelling}layers.{i}.self_attn.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
+    assert sum("vision_tower" in name and "k_proj" in name for name in after) == 4
+    assert all(torch.equal(tensor, after[name]) for name, tensor in tensors.items() if name not in changed)
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["num_key_value_heads"] = 2
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+
+
+# Where each head has a tensor of its own
+
+
+def test_shards_that_lose_all_their_tensors_are_gone(convert, tmp_path):
+    model = tiny.build("stablelm", qk_layernorm=True)
+    source = tiny.save(model, tmp_path / "source")
+    tensors = tiny.tensors(source)
+    names = {name: f"model-{i:05d}.safetensors" for i, name in enumerate(sorted(tensors))}
+    (source / "model.safetensors").unlink()
+    for name, file in names.items():
+        save_file({name: tensors[name]}, source / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": names}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(names) - 2 * 6
+    assert convert("verify", source, tmp_path / "out").code == 0
+    open_folder("stablelm", tmp_path / "out")
+
+
+def test_merges_are_shown_by_kind_and_layer(convert, tmp_path):
+    for family, changes, kinds in (
+        ("stablelm", {"qk_layernorm": True}, ("k_proj.weight", "v_proj.weight", "norms.weight")),
+        ("phi3", {}, ("qkv_proj.weight, k", "qkv_proj.weight, v")),
+    ):
+        source = tiny.save(tiny.build(family, **changes), tmp_path / family)
+        lines = convert("mha-to-gqa", source, tmp_path / f"{family}-out", "--groups", 4).out.splitlines()
+        for kind in kinds:
+            (line,) = [line for line in lines if kind in line]
+            assert set(re.findall(r"\((\d+)\)", line)) <= {"0", "1"}
