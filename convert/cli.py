@@ -102,7 +102,8 @@ def _convert(
     size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, groups, method, seed, size)
-        summary = {"source": str(source), "out": str(out), **plan.summary(workers), "left_out": checkpoint.left_out}
+        summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
+        summary |= {"left_out": checkpoint.left_out, "notes": checkpoint.notes}
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
             (print_json if as_json else show.plan)(summary)

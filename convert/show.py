@@ -18,6 +18,7 @@ def inspection(found: dict[str, Any]) -> None:
             ("layers", str(found["n_layers"])),
             ("head size, hidden size", f"{found['head_dim']}, {found['hidden_size']}"),
             ("weights", f"{found['n_tensors']} tensors, {dtypes}"),
+            *_remarks(found),
         ],
     )
     table = Table(title="\nWhat --groups can be", title_justify="left")
@@ -53,9 +54,14 @@ def plan(planned: dict[str, Any]) -> None:
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             ("peak memory, estimate", size(planned["peak_memory_bytes"])),
-            ("not copied", ", ".join(planned["left_out"]) or "nothing is left out"),
+            *_remarks(planned),
         ],
     )
+
+
+def _remarks(found: dict[str, Any]) -> list[tuple[str, str]]:
+    left_out = ", ".join(found["left_out"]) or "nothing is left out"
+    return [("not copied", left_out), *(("note", note) for note in found["notes"])]
 
 
 def merges(report: list[dict[str, Any]]) -> None:

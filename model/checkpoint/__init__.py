@@ -4,13 +4,14 @@ from importlib import import_module
 from pathlib import Path
 
 from model.checkpoint.checkpoint import Checkpoint, Shard
+from model.checkpoint.folder import refuse_without_weights
 from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, Tensor
 from model.errors import CheckpointError
 
 __all__ = ["FLOAT_DTYPES", "Array", "Checkpoint", "Shard", "Span", "Tensor", "open_checkpoint"]
 
 # One module each in this folder, imported when used; tried in this order.
-READERS = ("gguf", "safetensors")
+READERS = ("gguf", "safetensors", "bin")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -33,4 +34,6 @@ def _open(path: Path) -> Checkpoint:
         if reader.recognises(path):
             checkpoint: Checkpoint = reader.read(path)
             return checkpoint
+    if path.is_dir():
+        refuse_without_weights(path)
     raise CheckpointError(f"{path} is a file of an unknown kind; SOURCE is a checkpoint folder or a .gguf file.")

@@ -39,6 +39,8 @@ class Checkpoint(ABC):
     """Everything that travels along unchanged (tokenizer, licence, …): relative name to file or content."""
     left_out: tuple[str, ...] = ()
     """Files in the source that are not part of the model and are not copied."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of how it was read, in sentences: what was assumed, what is missing."""
     is_sharded_by_user: bool = True
     """Whether `shards` is a division somebody chose, to be kept, or only this format's single file."""
 
