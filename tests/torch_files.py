@@ -53,3 +53,75 @@ def assert_same_conversion(convert: Any, source: Path, other: Path, place: Path,
     for name, tensor in expected.items():
         assert tensor.dtype == found[name].dtype, name
         assert torch.equal(tensor, found[name]), name
+
+
+def in_pairs(w: Tensor, n_heads: int) -> Tensor:
+    """Bring Hugging Face's half-split rows into Meta's order of pairs (the inverse of transformers' `permute`)."""
+    return w.view(n_heads, 2, w.shape[0] // n_heads // 2, w.shape[1]).transpose(1, 2).reshape(w.shape)
+
+
+META_NAMES = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+}  # fmt: skip
+
+
+def meta_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"layers.{layer}.{META_NAMES[part]}.weight"
+    return f"{META_NAMES[stem]}.weight"
+
+
+def meta_parts(model: PreTrainedModel, n_files: int, dtype: str, llama3: bool, fused: bool) -> list[dict[str, Tensor]]:
+    """Cut a Llama as Meta's model parallelism does, a dict per file."""
+    config = model.config
+    heads = {"attention.wq": config.num_attention_heads, "attention.wk": config.num_key_value_heads}
+    files: list[dict[str, Tensor]] = [{} for _ in range(n_files)]
+    for name, w in cast(model, dtype).items():
+        meta = meta_name(name)
+        part = meta.removesuffix(".weight").split(".", 2)[-1]
+        for i, piece in enumerate(cut(in_pairs(w, heads[part]) if part in heads else w, part, n_files, config, llama3)):
+            files[i][meta] = piece.clone()
+    for file in files:
+        file["rope.freqs"] = torch.ones(config.head_dim // 2)
+        for layer in range(config.num_hidden_layers if fused else 0):
+            three = [file.pop(f"layers.{layer}.attention.w{x}.weight") for x in "qkv"]
+            file[f"layers.{layer}.attention.wqkv.weight"] = torch.cat(three)
+    return files
+
+
+def cut(w: Tensor, part: str, n_files: int, config: Any, llama3: bool) -> list[Tensor]:
+    if part in ("attention.wk", "attention.wv") and n_files > config.num_key_value_heads:
+        times = n_files // config.num_key_value_heads
+        return [head for head in w.chunk(config.num_key_value_heads) for _ in range(times)]
+    if part.endswith("norm"):
+        return [w] * n_files
+    by_columns = part in ("attention.wo", "feed_forward.w2") or (part == "tok_embeddings" and not llama3)
+    assert w.shape[int(by_columns)] % n_files == 0
+    return list(w.chunk(n_files, dim=int(by_columns)))
+
+
+def write_meta(
+    folder: Path, model: PreTrainedModel, n_files: int = 1, dtype: str = "float32", llama3: bool = False,
+    fused: bool = False, **params: Any,
+) -> Path:  # fmt: skip
+    """Write a folder as Meta distributes Llamas; `params` adds or replaces keys of params.json, `...` removes one."""
+    folder.mkdir(parents=True)
+    for i, tensors in enumerate(meta_parts(model, n_files, dtype, llama3, fused)):
+        torch.save(tensors, folder / f"consolidated.{i:02d}.pth")
+    config, n_kv_heads = model.config, model.config.num_key_value_heads
+    values = {
+        "dim": config.hidden_size, "n_layers": config.num_hidden_layers, "n_heads": config.num_attention_heads,
+        "multiple_of": 256, "norm_eps": config.rms_norm_eps, "vocab_size": -1,
+        **({"n_kv_heads": n_kv_heads} if n_kv_heads < config.num_attention_heads else {}),
+        **params,
+    }  # fmt: skip
+    (folder / "params.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+    (folder / "tokenizer.model").write_bytes(b"\x0apieces")
+    (folder / "checklist.chk").write_text("md5 of files that are not copied\n")
+    return folder

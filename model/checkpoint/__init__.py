@@ -11,7 +11,7 @@ from model.errors import CheckpointError
 __all__ = ["FLOAT_DTYPES", "Array", "Checkpoint", "Shard", "Span", "Tensor", "open_checkpoint"]
 
 # One module each in this folder, imported when used; tried in this order.
-READERS = ("gguf", "safetensors", "bin")
+READERS = ("gguf", "safetensors", "bin", "meta")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
