@@ -83,9 +83,15 @@ class Plan:
         }
 
 
-def make_plan(checkpoint: Checkpoint, groups: int, method: str, seed: int, max_shard_size: int | None) -> Plan:
-    """Decide how to convert `checkpoint` to `groups` K/V heads. Raises CheckpointError where that is impossible."""
+def make_plan(
+    checkpoint: Checkpoint, groups: int | None, method: str, seed: int, max_shard_size: int | None
+) -> Plan:  # fmt: skip
+    """Decide how to convert `checkpoint` to `groups` K/V heads, or to as many as it has.
+
+    Raises CheckpointError where that is impossible.
+    """
     geometry = read_geometry(checkpoint)
+    groups = geometry.n_kv_heads if groups is None else groups
     _check_groups(geometry, groups, checkpoint)
     merged = frozenset(geometry.kv_tensors if groups != geometry.n_kv_heads else ())
     rows = groups * geometry.head_dim

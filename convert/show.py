@@ -45,10 +45,11 @@ def inspection(found: dict[str, Any]) -> None:
 
 def plan(planned: dict[str, Any]) -> None:
     cache = planned["kv_cache_bytes_per_token"]
+    how = f", method {planned['method']}" if planned["n_merged"] else ""
     facts(
         f"{planned['source']} → {planned['out']}",
         [
-            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}, method {planned['method']}"),
+            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{how}"),
             ("to merge", f"{planned['n_merged']} tensors, {size(planned['bytes_merged'])} after merging"),
             ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),

@@ -1,12 +1,24 @@
 """Write tiny checkpoints in the formats that torch.save is the base of, the way their makers do."""
 
 import json
+import pickle
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -124,4 +136,34 @@ def write_meta(
     (folder / "params.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
     (folder / "tokenizer.model").write_bytes(b"\x0apieces")
     (folder / "checklist.chk").write_text("md5 of files that are not copied\n")
+    return folder
+
+
+def write_dcp(
+    folder: Path, tensors: dict[str, Tensor], n_pieces: int = 1, axis: int = 0, **others: Tensor
+) -> Path:  # fmt: skip
+    """Write a torch.distributed.checkpoint as `n_pieces` processes do, each its part of every tensor along `axis`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries, places = {}, {}
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / f"__{i}_0.distcp").open("wb")) for i in range(n_pieces)]
+        for name, tensor in {**tensors, **others}.items():
+            chunks = []
+            along = min(axis, tensor.dim() - 1)
+            position = 0
+            for piece, file in zip(
+                tensor.tensor_split(n_pieces, along) if tensor.dim() else [tensor], files, strict=False
+            ):
+                start = [0] * tensor.dim()
+                if start:
+                    start[along], position = position, position + piece.shape[along]
+                begin = file.tell()
+                torch.save(piece.clone(), file)
+                place = _StorageInfo(Path(file.name).name, begin, file.tell() - begin)
+                places[MetadataIndex(name, torch.Size(start))] = place
+                chunks.append(ChunkStorageMetadata(torch.Size(start), piece.shape))
+            entries[name] = TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.size(), chunks)
+    entries["step"] = BytesStorageMetadata()
+    metadata = Metadata(entries, storage_data=places, storage_meta=StorageMeta(folder))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     return folder

@@ -44,6 +44,11 @@ class Checkpoint(ABC):
     is_sharded_by_user: bool = True
     """Whether `shards` is a division somebody chose, to be kept, or only this format's single file."""
 
+    @property
+    def home(self) -> Path:
+        """Where `config.json` and its like are from, if that is a folder."""
+        return self.path
+
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> Array:
         """Return rows `start:stop` of a tensor's first axis, in the tensor's own dtype."""

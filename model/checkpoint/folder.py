@@ -78,6 +78,11 @@ def _look_elsewhere(folder: Path) -> str:
     return ""
 
 
+def is_plain_name(name: str) -> bool:
+    """Say whether something can be the name of a file in a folder, and leads nowhere else."""
+    return Path(name).name == name and name not in (".", "..") and len(name.encode(errors="replace")) <= 255
+
+
 def refuse_lfs_pointer(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
@@ -99,10 +104,11 @@ def refuse_adapter(folder: Path) -> None:
             )
 
 
-def list_files(folder: Path) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
+def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
     """Return the files to copy (by their name relative to the folder) and the names of those left out.
 
-    Symlinks are followed, as in the Hugging Face cache; one that points nowhere is refused.
+    Symlinks are followed, as in the Hugging Face cache; one that points nowhere is refused. Without `deep`, folders
+    inside are none of the model's.
     """
     side_files: dict[str, Path | bytes] = {}
     left_out = []
@@ -112,7 +118,7 @@ def list_files(folder: Path) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
         if here.resolve() in seen:
             raise CheckpointError(f"{here} is a symlink back into {folder}; a checkpoint folder cannot contain itself.")
         seen.add(here.resolve())
-        subfolders.sort()
+        subfolders[:] = sorted(subfolders) if deep else []
         for name in [s for s in subfolders if _matches(s, LEFT_OUT_FOLDERS)]:
             subfolders.remove(name)
             left_out.append((here / name).relative_to(folder).as_posix() + "/")

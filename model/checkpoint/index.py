@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint.folder import INDEX, SINGLE
+from model.checkpoint.folder import INDEX, SINGLE, is_plain_name
 from model.errors import CheckpointError
 
 
@@ -44,8 +44,8 @@ def weight_file_names(folder: Path, naming: Naming) -> tuple[list[str], dict[str
             f"{folder} holds both {naming.single} and {naming.index}, two models; remove the one that is stale."
         )
     for name in names:
-        if Path(name).name != name or name in (".", ".."):
-            raise CheckpointError(f"{index} names {name!r}, which is a path outside the folder; refused.")
+        if not is_plain_name(name):
+            raise CheckpointError(f"{index} names {name!r}, a path outside the folder or no file's name; refused.")
         if not name.endswith(naming.suffix):
             raise CheckpointError(f"{index} names {name!r}, which is not a {naming.suffix} file; refused.")
         refuse_dangling(folder / name)

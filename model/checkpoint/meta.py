@@ -13,6 +13,7 @@ from model.checkpoint import rotary
 from model.checkpoint.blocks import whole_rows
 from model.checkpoint.checkpoint import Checkpoint, Shard
 from model.checkpoint.folder import json_text, list_files
+from model.checkpoint.index import refuse_dangling
 from model.checkpoint.llama_config import dtype_settings, llama_config, rope_settings
 from model.checkpoint.meta_layout import Layout
 from model.checkpoint.meta_params import FILE as PARAMS
@@ -44,7 +45,8 @@ class MetaFolder(Checkpoint):
         self.side_files, left_out = list_files(path)
         generation = json_text({"_from_model_config": True, **special_tokens})
         self.side_files.setdefault("generation_config.json", generation)
-        self.left_out = tuple(n for n in left_out if n not in (*(f.name for f in self.weight_files), PARAMS))
+        unread = [name for name in left_out if name not in (*(file.name for file in self.weight_files), PARAMS)]
+        self.left_out = (*unread, *(["config.json"] if (path / "config.json").exists() else []))
         self.notes = (*([note] if note else []), *self._find_tokenizer())
 
     def span(self, name: str) -> Span | None:
@@ -109,6 +111,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
         match = re.fullmatch(r"consolidated\.(\d+)\.pth", path.name)
         if not match:
             raise CheckpointError(f"{path} has no number in its name, where consolidated.00.pth and so on should be.")
+        refuse_dangling(path)
         found[int(match[1])] = path
     for i in range(max(found) + 1):
         if i not in found:

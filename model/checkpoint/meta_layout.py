@@ -79,8 +79,8 @@ class Layout:
         if columns * len(self._parts) != dim:
             raise CheckpointError(
                 f"{self._folder} has {len(self._parts)} file(s) consolidated.*.pth, but their tensors are cut for "
-                f"{dim / max(columns, 1):g} (dim = {dim}, {columns} columns of wo in each); they are not one model's, "
-                "or not all of it."
+                f"{dim / max(columns, 1):g} ({PARAMS} says dim = {dim}, and wo has {columns} columns in each); they "
+                "are not one model's, or not all of it."
             )
 
     def _matrix(self, name: str) -> Stored:
@@ -169,6 +169,10 @@ class Layout:
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that such a model has, in Hugging Face's order."""
         params, dim, n_files = self._params, self._params.dim, len(self._parts)
+        if params.n_layers > len(self._parts[0]):
+            raise CheckpointError(
+                f"{PARAMS} says n_layers = {params.n_layers}, but {self._files[0]} holds fewer tensors."
+            )
         n_mlp = self._matrix("layers.0.feed_forward.w1.weight").shape[0] * n_files
         embedding = self._matrix("tok_embeddings.weight")
         n_words = embedding.shape[0] * (1 if self._top_axis("tok_embeddings", embedding) else n_files)

@@ -98,7 +98,7 @@ class Params:
 
     def _number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise CheckpointError(f"{self.path} has {key} = {value!r}; it must be a positive number.")
         return float(value)
 

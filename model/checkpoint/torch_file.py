@@ -9,6 +9,7 @@ view of the mapped file, and mostly as a run of bytes to copy.
 import io
 import pickle
 import re
+import struct
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,13 @@ DTYPES = {
 }  # fmt: skip
 """torch's names of dtypes, and the safetensors format's. Complex and quantised ones are not supported."""
 
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error,
+)  # fmt: skip
+"""What zipfile raises at a damaged archive."""
+
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
+"""How an archive begins, and what torch wrote before: pickles of protocol 2."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,53 @@ def read_tensors(path: Path) -> dict[str, Stored]:
     tensors = dict(_named_tensors(path, content))
     offsets = _storage_offsets(path, tensors, places)
     data = np.memmap(path, np.uint8, mode="r", shape=(size,))
-    return {name: _view(path, name, tensor, data, offsets) for name, tensor in tensors.items()}
+    storages = {name: offsets.get(t.untyped_storage().data_ptr(), 0) for name, t in tensors.items()}
+    return {name: _view(path, tensor, data, storages[name]) for name, tensor in tensors.items()}
+
+
+def read_piece(path: Path, data: Array, offset: int, length: int) -> Stored:
+    """Return the one tensor that `torch.save` wrote into `length` bytes of a mapped file.
+
+    Raises CheckpointError if they hold anything else.
+    """
+    window = _Window(data[offset : offset + length])
+    if len(window.data) < length:
+        raise damaged(path, f"it ends before byte {offset + length:,}")
+    places = [place for place in read_places(path, window).values() if place[1]]
+    window.seek(0)
+    tensor = _checked(path, "a piece", load(path, window, map_location="meta"), "meta")
+    if [size for _, size in places] != [tensor.untyped_storage().nbytes()] * min(tensor.numel(), 1):
+        raise damaged(path, "a tensor in it does not fill the data it holds")
+    return _view(path, tensor, data, offset + places[0][0] if places else 0)
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a mapped file, as a file."""
+
+    def __init__(self, data: Array) -> None:
+        self.data = data.data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.data)}[whence]
+        if self._position < 0:
+            raise ValueError("a place before the beginning")
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self.data[self._position : self._position + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
 
 
 def _check_start(path: Path) -> None:
@@ -94,7 +147,7 @@ def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str,
             raise zipfile.BadZipFile("it holds other files than torch.save writes")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise zipfile.BadZipFile("its files are compressed, which torch.save never does")
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OverflowError) as error:
+    except _ZIP_ERRORS as error:
         raise damaged(path, error) from error
     offset, size = places.get(f"{roots[0]}byteorder", (0, 0))
     file.seek(offset)
@@ -106,7 +159,7 @@ def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str,
 
 def _data_offset(file: io.BufferedIOBase | io.RawIOBase, entry: zipfile.ZipInfo) -> int:
     """Return where a file of the archive begins: after its local header, whose last two numbers are lengths."""
-    file.seek(entry.header_offset)
+    file.seek(max(entry.header_offset, 0))
     header = file.read(30)
     if header is None or len(header) < 30 or header[:4] != _ZIP:
         raise zipfile.BadZipFile(f"there is no {entry.filename} where its directory says")
@@ -145,22 +198,34 @@ def load(path: Path, source: Any, **options: Any) -> Any:
 
 def _named_tensors(path: Path, content: Any) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Yield the tensors of a loaded file. Raises CheckpointError at the first thing that is none."""
-    import torch
-
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors by name.")
     for name, value in content.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{path} holds {name!r}, which is a {type(value).__name__} and not a tensor; "
-                "save the model's state dict alone."
-            )
-        if value.layout != torch.strided or value.device.type != "cpu" or dtype_name(value) not in DTYPES:
-            raise CheckpointError(
-                f"{path} holds {name} as a tensor of {dtype_name(value)}, {value.layout}, on {value.device}; "
-                f"supported are plain ones of {', '.join(DTYPES)}."
-            )
-        yield name, value
+        check_name(path, name)
+        yield name, _checked(path, name, value, "cpu")
+
+
+def check_name(path: Path, name: Any) -> None:
+    """Raise CheckpointError for a name that no safetensors file can hold."""
+    if not isinstance(name, str) or name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise CheckpointError(f"{path} holds {name!r}, which cannot be the name of a tensor.")
+
+
+def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
+    """Return `value` if it is a tensor that can be viewed in its file. Raises CheckpointError if not."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(
+            f"{path} holds {name!r}, which is a {type(value).__name__} and not a tensor; "
+            "save the model's state dict alone."
+        )
+    if value.layout != torch.strided or value.device.type != device or dtype_name(value) not in DTYPES:
+        raise CheckpointError(
+            f"{path} holds {name} as a tensor of {dtype_name(value)}, {value.layout}, on {value.device}; "
+            f"supported are plain ones of {', '.join(DTYPES)}."
+        )
+    return value
 
 
 def dtype_name(tensor: "torch.Tensor") -> str:
@@ -184,21 +249,16 @@ def _storage_offsets(
     return found
 
 
-def _view(path: Path, name: str, tensor: "torch.Tensor", data: Array, offsets: Mapping[int, int]) -> Stored:
+def _view(path: Path, tensor: "torch.Tensor", data: Array, storage: int) -> Stored:
+    """Return the tensor whose storage begins at byte `storage` of a mapped file."""
     dtype = DTYPES[dtype_name(tensor)]
-    if not tensor.numel():
-        return Stored(dtype, np.empty(tensor.shape, numpy_dtype(dtype)), Span(path, 0, 0))
-    start = offsets[tensor.untyped_storage().data_ptr()] + int(tensor.storage_offset()) * tensor.element_size()
-    return view(path, dtype, tuple(tensor.shape), tuple(tensor.stride()), data, start)
-
-
-def view(
-    path: Path, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], data: Array, start: int
-) -> Stored:  # fmt: skip
-    """Return the tensor that begins at byte `start` of a mapped file; `strides` are in elements, as torch counts."""
     kind = numpy_dtype(dtype)
+    if not tensor.numel():
+        return Stored(dtype, np.empty(tensor.shape, kind), Span(path, 0, 0))
+    start = storage + int(tensor.storage_offset()) * kind.itemsize
+    strides = tuple(n * kind.itemsize for n in tensor.stride())
     try:
-        array: Array = np.ndarray(shape, kind, data, start, tuple(n * kind.itemsize for n in strides))
+        array: Array = np.ndarray(tuple(tensor.shape), kind, data, start, strides)
     except ValueError as error:  # numpy does not let a view leave its buffer
         raise damaged(path, error) from error
     return Stored(dtype, array, Span(path, start, array.nbytes) if array.flags.c_contiguous else None)

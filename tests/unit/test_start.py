@@ -9,7 +9,7 @@ import pytest
 
 from model.checkpoint import READERS
 
-COMMANDS = [["--help"], *([name, "--help"] for name in ("mha-to-gqa", "mha-to-mqa", "inspect", "verify"))]
+COMMANDS = [["--help"], *([name, "--help"] for name in ("mha-to-gqa", "mha-to-mqa", "to-hf", "inspect", "verify"))]
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
