@@ -39,6 +39,9 @@ class Plan:
     rewrites: bool
     """Whether tensors beside the merged ones must be written anew, being stored in another form."""
 
+    reader_bytes: int
+    """Memory that the source's reader takes by itself."""
+
     @cached_property
     def output_bytes(self) -> int:
         headers = (header_bytes([self.tensors[n] for n in s.tensors], s.metadata) for s in self.shards)
@@ -59,7 +62,7 @@ class Plan:
     def peak_memory(self, wanted_workers: int) -> int:
         """Estimate the peak of anonymous memory in bytes: per worker a group, its merged head and some scratch."""
         per_worker = 2 * self.largest_group + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
-        return _INTERPRETER + self.workers(wanted_workers) * per_worker
+        return _INTERPRETER + self.reader_bytes + self.workers(wanted_workers) * per_worker
 
     def summary(self, wanted_workers: int) -> dict[str, Any]:
         """Return the plan in numbers, for `--dry-run` and `--json`."""
@@ -109,6 +112,7 @@ def make_plan(
         shards=_plan_shards(checkpoint, tensors, max_shard_size),
         merged=merged,
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - merged),
+        reader_bytes=checkpoint.reader_bytes,
         largest_group=max((checkpoint.tensors[name].nbytes // groups for name in merged), default=0),
     )
 

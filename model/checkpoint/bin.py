@@ -7,7 +7,7 @@ from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.index import PYTORCH, check_index, weight_file_names
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.checkpoint.tied import without_tied_head
-from model.checkpoint.torch_file import read_tensors
+from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 from model.checkpoint.writer import name_shards
 
 
@@ -15,6 +15,7 @@ class BinFolder(Checkpoint):
     """A Hugging Face folder with `pytorch_model.bin`, or shards and their index."""
 
     format = "bin"
+    reader_bytes = TORCH_BYTES
 
     def __init__(self, path: Path) -> None:
         folder.refuse_adapter(path)

@@ -17,7 +17,7 @@ from model.checkpoint.checkpoint import Checkpoint, Shard
 from model.checkpoint.dcp_metadata import FILE, Entry, read_metadata
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.checkpoint.tied import EMBEDDING, without_tied_head
-from model.checkpoint.torch_file import DTYPES, check_name, read_piece
+from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, check_name, read_piece
 from model.errors import CheckpointError
 
 # What training saves beside the model.
@@ -28,6 +28,7 @@ class DistributedFolder(Checkpoint):
     """A folder that torch.distributed.checkpoint wrote."""
 
     format = "dcp"
+    reader_bytes = TORCH_BYTES
     is_sharded_by_user = False
 
     def __init__(self, path: Path) -> None:

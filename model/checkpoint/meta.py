@@ -19,7 +19,7 @@ from model.checkpoint.meta_layout import Layout
 from model.checkpoint.meta_params import FILE as PARAMS
 from model.checkpoint.meta_params import Params
 from model.checkpoint.tensor import Array, Span, Tensor
-from model.checkpoint.torch_file import read_tensors
+from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 from model.errors import CheckpointError
 
 
@@ -27,6 +27,7 @@ class MetaFolder(Checkpoint):
     """A folder with `consolidated.NN.pth` and `params.json`."""
 
     format = "meta"
+    reader_bytes = TORCH_BYTES
     is_sharded_by_user = False
 
     def __init__(self, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 
 import pytest
@@ -63,6 +64,9 @@ def test_memory_does_not_grow_with_the_source(bench, tmp_path, kind, gigabytes):
     source, out = tmp_path / "source", tmp_path / "out"
     write(kind, source, *large_model(bench, gigabytes))
     assert sum(path.stat().st_size for path in source.iterdir()) > 0.9e9 * gigabytes
-    used = bench.measure([sys.executable, "-m", "convert", "mha-to-gqa", str(source), str(out), "--groups", "8"])
+    command = [sys.executable, "-m", "convert", "mha-to-gqa", str(source), str(out), "--groups", "8"]
+    used = bench.measure(command)
     print(f"{kind}, {gigabytes} GB: {used['anon_mb']:.0f} MB of anonymous memory, {used['seconds']:.1f} s")
     assert used["anon_mb"] <= LIMIT_MB
+    planned = json.loads(subprocess.check_output([*command, "--overwrite", "--dry-run", "--json"]))
+    assert used["anon_mb"] <= planned["peak_memory_bytes"] / 1e6 <= LIMIT_MB + 50
