@@ -26,9 +26,26 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def cli() -> None:
     """Merge the K/V heads of a multi-head-attention checkpoint into fewer: grouped-query attention.
 
-    SOURCE is a Hugging Face folder with safetensors weights, or a .gguf file. OUT becomes an ordinary Hugging Face
-    folder. Merged models need uptraining before use.
+    SOURCE is a Hugging Face folder (safetensors or .bin), a folder with Meta's consolidated.*.pth, a
+    torch.distributed.checkpoint, a .gguf file, or the name of a model in the Hugging Face cache (org/name). OUT becomes
+    an ordinary Hugging Face folder. Merged models need uptraining before use.
     """
+
+
+def _writing_options(command: Command) -> Command:
+    for option in reversed(
+        (
+            click.option("--max-shard-size", metavar="SIZE",
+                         help="Divide the output anew, e.g. 5GB.  [default: the source's own shards]"),
+            click.option("--workers", type=click.IntRange(min=1), default=WORKERS, show_default=True,
+                         help="Threads that copy, merge and checksum; they wait for the disk more than they compute."),
+            click.option("--dry-run", is_flag=True, help="Print what would be done, and write nothing."),
+            click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
+            click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar."),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
 
 
 def _conversion_options(command: Command) -> Command:
@@ -38,13 +55,7 @@ def _conversion_options(command: Command) -> Command:
                          help="How heads are merged: their mean (the paper's method), the first, or random ones."),
             click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
                          help="Seed of --method random."),
-            click.option("--max-shard-size", metavar="SIZE",
-                         help="Divide the output anew, e.g. 5GB.  [default: the source's own shards]"),
-            click.option("--workers", type=click.IntRange(min=1), default=WORKERS, show_default=True,
-                         help="Threads that copy, merge and checksum; they wait for the disk more than they compute."),
-            click.option("--dry-run", is_flag=True, help="Print what would be done, and write nothing."),
-            click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
-            click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar."),
+            _writing_options,
         )
     ):  # fmt: skip
         command = option(command)
@@ -80,13 +91,25 @@ def mha_to_mqa(source: Path, out: Path, **options: Any) -> None:
     _convert(source, out, 1, **options)
 
 
+@cli.command("to-hf")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@_writing_options
+def to_hf(source: Path, out: Path, **options: Any) -> None:
+    """Write SOURCE as a Hugging Face folder with safetensors, its heads as they are.
+
+    For checkpoints in another format: Meta's, .bin, .gguf, torch.distributed.checkpoint.
+    """
+    _convert(source, out, None, **options)
+
+
 def _convert(
     source: Path,
     out: Path,
-    groups: int,
+    groups: int | None,
     *,
-    method: str,
-    seed: int,
+    method: str = METHODS[0],
+    seed: int = 0,
     max_shard_size: str | None,
     workers: int,
     dry_run: bool,
@@ -102,7 +125,8 @@ def _convert(
     size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, groups, method, seed, size)
-        summary = {"source": str(source), "out": str(out), **plan.summary(workers), "left_out": checkpoint.left_out}
+        summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
+        summary |= {"left_out": checkpoint.left_out, "notes": checkpoint.notes}
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
             (print_json if as_json else show.plan)(summary)

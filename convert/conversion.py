@@ -28,7 +28,7 @@ def check_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Path:
         raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
     if out == source or out.is_relative_to(source):
         raise CheckpointError(f"OUT ({out}) is SOURCE or lies inside it; choose a folder elsewhere.")
-    inputs = [source, *(path.resolve() for path in checkpoint.weight_files)]
+    inputs = [source, checkpoint.home.resolve(), *(path.resolve() for path in checkpoint.weight_files)]
     if any(path.is_relative_to(place) for path in inputs for place in (out, Staging(out).root)):
         raise CheckpointError(f"OUT ({out}) holds files of SOURCE, which replacing it would destroy; choose another.")
     if out.exists() and not overwrite:

@@ -35,6 +35,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "files": [path.name for path in checkpoint.weight_files],
         "side_files": sorted(checkpoint.side_files),
         "left_out": list(checkpoint.left_out),
+        "notes": list(checkpoint.notes),
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }
 

@@ -41,6 +41,9 @@ class Plan:
     rewrites: bool
     """Whether tensors beside the merged ones must be written anew, being stored in another form."""
 
+    reader_bytes: int
+    """Memory that the source's reader takes by itself."""
+
     @cached_property
     def output_bytes(self) -> int:
         headers = (header_bytes([self.tensors[n] for n in s.tensors], s.metadata) for s in self.shards)
@@ -76,7 +79,7 @@ class Plan:
     def peak_memory(self, wanted_workers: int) -> int:
         """Estimate the peak of anonymous memory in bytes: per worker a group, its merged head and some scratch."""
         per_worker = 2 * self.largest_group + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
-        return _INTERPRETER + self.workers(wanted_workers) * per_worker
+        return _INTERPRETER + self.reader_bytes + self.workers(wanted_workers) * per_worker
 
     def summary(self, wanted_workers: int) -> dict[str, Any]:
         """Return the plan in numbers, for `--dry-run` and `--json`."""
@@ -100,9 +103,15 @@ class Plan:
         }
 
 
-def make_plan(checkpoint: Checkpoint, groups: int, method: str, seed: int, max_shard_size: int | None) -> Plan:
-    """Decide how to convert `checkpoint` to `groups` K/V heads. Raises CheckpointError where that is impossible."""
+def make_plan(
+    checkpoint: Checkpoint, groups: int | None, method: str, seed: int, max_shard_size: int | None
+) -> Plan:  # fmt: skip
+    """Decide how to convert `checkpoint` to `groups` K/V heads, or to as many as it has.
+
+    Raises CheckpointError where that is impossible.
+    """
     geometry = read_geometry(checkpoint)
+    groups = geometry.n_kv_heads if groups is None else groups
     _check_groups(geometry, groups, checkpoint)
     merged = _plan_merges(geometry, groups) if groups != geometry.n_kv_heads else {}
     dropped = {name for heads in geometry.kv_heads for name in heads.tensors[groups:]} if merged else set()
@@ -121,6 +130,7 @@ def make_plan(checkpoint: Checkpoint, groups: int, method: str, seed: int, max_s
         shards=_plan_shards(checkpoint, tensors, max_shard_size),
         merged=merged,
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - merged.keys()),
+        reader_bytes=checkpoint.reader_bytes,
         largest_group=max(
             (merge.group_nbytes(checkpoint.tensors[name]) for name, merges in merged.items() for merge in merges),
             default=0,

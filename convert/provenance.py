@@ -80,8 +80,7 @@ def base_model(checkpoint: Checkpoint) -> tuple[str, str | None]:
 
 def earlier_conversion(checkpoint: Checkpoint) -> Any:
     """Return the source's own `groupwise.json`, if it was converted before."""
-    path = checkpoint.path / FILE
-    return read(checkpoint.path) if checkpoint.path.is_dir() and path.exists() else None
+    return read(checkpoint.home) if (checkpoint.home / FILE).exists() else None
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -120,25 +119,45 @@ def _front_matter(checkpoint: Checkpoint) -> str:
 
 
 def _section(checkpoint: Checkpoint, plan: Plan) -> str:
-    geometry = plan.geometry
     name, revision = base_model(checkpoint)
-    before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
-    after = geometry.kv_cache_bytes_per_token(plan.n_kv_heads)
+    rows = [("Base model", f"{name}{f' (revision {revision})' if revision else ''}"), *_facts(plan)]
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     quantised = " The source is a GGUF file; where its weights were quantised, so are the values here." * (
         checkpoint.format == "gguf"
     )
+    notes = "".join(f"- {note}\n" for note in checkpoint.notes)
     return f"""{CARD_BEGIN}
 ## Conversion by Groupwise
 
 | | |
 |---|---|
-| Base model | {name}{f" (revision {revision})" if revision else ""} |
-| K/V heads | {geometry.n_kv_heads} → {plan.n_kv_heads} (query heads: {geometry.n_heads}) |
-| Method | `{plan.method}` |
-| KV cache per token, 16 bit | {before:,} → {after:,} bytes |
+{table}
 
-The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all other weights are
-the base model's, byte for byte.{quantised} Merging costs quality, which *uptraining* restores: do not use this model
-before. Details, with the SHA-256 of every source file, are in `{FILE}`. The base model's licence applies.
-{CARD_END}
+{_what_was_done(plan)}{quantised} Details,
+with the SHA-256 of every source file, are in `{FILE}`. The base model's licence applies.
+{notes}{CARD_END}
 """
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    geometry = plan.geometry
+    if not plan.merged:
+        return [("K/V heads", f"{geometry.n_kv_heads} (query heads: {geometry.n_heads})")]
+    before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
+    after = geometry.kv_cache_bytes_per_token(plan.n_kv_heads)
+    return [
+        ("K/V heads", f"{geometry.n_kv_heads} → {plan.n_kv_heads} (query heads: {geometry.n_heads})"),
+        ("Method", f"`{plan.method}`"),
+        ("KV cache per token, 16 bit", f"{before:,} → {after:,} bytes"),
+    ]
+
+
+def _what_was_done(plan: Plan) -> str:
+    exactly = "value for value" if plan.rewrites else "byte for byte"
+    if not plan.merged:
+        return f"No heads were merged: the weights are the base model's, {exactly}."
+    return (
+        "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all other\n"
+        f"weights are the base model's, {exactly}. Merging costs quality, which *uptraining* restores: do not use\n"
+        "this model before."
+    )

@@ -19,6 +19,7 @@ def inspection(found: dict[str, Any]) -> None:
             ("layers", str(found["n_layers"])),
             ("head size, hidden size", f"{found['head_dim']}, {found['hidden_size']}"),
             ("weights", f"{found['n_tensors']} tensors, {dtypes}"),
+            *_remarks(found),
         ],
     )
     table = Table(title="\nWhat --groups can be", title_justify="left")
@@ -45,18 +46,24 @@ def inspection(found: dict[str, Any]) -> None:
 
 def plan(planned: dict[str, Any]) -> None:
     cache = planned["kv_cache_bytes_per_token"]
+    how = f", method {planned['method']}" if planned["n_merged"] else ""
     facts(
         f"{planned['source']} → {planned['out']}",
         [
-            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}, method {planned['method']}"),
+            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{how}"),
             ("to merge", f"{planned['n_merged']} tensors, {size(planned['bytes_merged'])} after merging"),
             ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             ("peak memory, estimate", size(planned["peak_memory_bytes"])),
-            ("not copied", ", ".join(planned["left_out"]) or "nothing is left out"),
+            *_remarks(planned),
         ],
     )
+
+
+def _remarks(found: dict[str, Any]) -> list[tuple[str, str]]:
+    left_out = ", ".join(found["left_out"]) or "nothing is left out"
+    return [("not copied", left_out), *(("note", note) for note in found["notes"])]
 
 
 def merges(report: list[dict[str, Any]]) -> None:

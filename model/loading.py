@@ -82,9 +82,10 @@ def _check_tied(checkpoint: Checkpoint) -> None:
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str) -> Tensor:
-    rows = checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0])
+    # A view of a mapped file would be a parameter that cannot be trained.
+    rows = np.require(checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0]), requirements=["C", "W"])
     if rows.dtype.name == "bfloat16":  # numpy and torch do not share this type; the bits are the same
         tensor = torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
     else:
-        tensor = torch.from_numpy(np.ascontiguousarray(rows))
+        tensor = torch.from_numpy(rows)
     return tensor.to(device=device, dtype=dtype)

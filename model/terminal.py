@@ -50,7 +50,8 @@ def run(cli: click.Group) -> None:
 
 def _fail(message: str, code: int) -> None:
     if os.environ.get("RANK", "0") == "0":  # of many processes, which all meet the same error, one says it
-        click.echo(f"Error: {' '.join(message.split())}", err=True)
+        text = message.encode(errors="backslashreplace").decode()  # a file's name may hold half a letter
+        click.echo(f"Error: {' '.join(text.split())}", err=True)
     sys.exit(code)
 
 

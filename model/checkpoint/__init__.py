@@ -4,19 +4,24 @@ from importlib import import_module
 from pathlib import Path
 
 from model.checkpoint.checkpoint import Checkpoint, Shard
+from model.checkpoint.folder import refuse_without_weights
+from model.checkpoint.hub import find_in_cache
 from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, Tensor
 from model.errors import CheckpointError
 
 __all__ = ["FLOAT_DTYPES", "Array", "Checkpoint", "Shard", "Span", "Tensor", "open_checkpoint"]
 
-# One module each in this folder, imported when used; tried in this order.
-READERS = ("gguf", "safetensors")
+# One module each in this folder, imported when used; tried in this order, so that safetensors are preferred.
+READERS = ("gguf", "safetensors", "bin", "meta", "dcp")
+
+WHAT = "SOURCE is a checkpoint folder, a .gguf file, or the name of a model in the Hugging Face cache (org/name)"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint at `path`, a Hugging Face folder or a `.gguf` file.
+    """Open the checkpoint at `path`: a folder in one of several formats, a `.gguf` file, or a model in the hub's cache.
 
-    Raises CheckpointError where there is none, or one that cannot be read safely.
+    A folder with several formats is read as the first of READERS that it holds. Raises CheckpointError where there is
+    no checkpoint, or one that cannot be read safely.
     """
     try:
         return _open(path)
@@ -26,11 +31,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open(path: Path) -> Checkpoint:
     if not path.exists():
-        kind = "a dangling symlink" if path.is_symlink() else "no such file or folder"
-        raise CheckpointError(f"{path}: {kind}; SOURCE is a checkpoint folder or a .gguf file.")
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: a dangling symlink; {WHAT}.")
+        found = find_in_cache(path)
+        if found is None:
+            raise CheckpointError(f"{path}: no such file or folder; {WHAT}.")
+        path = found
     for name in READERS:
         reader = import_module(f"model.checkpoint.{name}")
         if reader.recognises(path):
             checkpoint: Checkpoint = reader.read(path)
             return checkpoint
-    raise CheckpointError(f"{path} is a file of an unknown kind; SOURCE is a checkpoint folder or a .gguf file.")
+    if path.is_dir():
+        refuse_without_weights(path)
+    raise CheckpointError(f"{path} is a file of an unknown kind; {WHAT}.")

@@ -7,7 +7,7 @@ import json
 import os
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from model.errors import CheckpointError
 
@@ -16,7 +16,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Weights in any format, and what training leaves behind. None of it describes the converted model.
 LEFT_OUT_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot",
-    "*.npz", "*.index.json", "trainer_state.json", "events.out.tfevents*", "params.json", ".git*",
+    "*.npz", "*.distcp", ".metadata", "*.index.json", "trainer_state.json", "events.out.tfevents*", "params.json",
+    "checklist.chk", ".git*",
 )  # fmt: skip
 LEFT_OUT_FOLDERS = (
     ".git", ".cache", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
@@ -24,6 +25,11 @@ LEFT_OUT_FOLDERS = (
 
 # These are rewritten by the converter rather than copied.
 OWN_FILES = ("config.json", "groupwise.json")
+
+LFS_POINTER = b"version https://git-lfs"
+WEIGHTS = (
+    "*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.distcp", "tf_model.h5", "flax_model.msgpack",
+)  # fmt: skip
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -45,9 +51,43 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     return text, config
 
 
+def refuse_without_weights(folder: Path) -> NoReturn:
+    """Say what a folder lacks, in which no reader found its weights."""
+    refuse_adapter(folder)
+    elsewhere = _look_elsewhere(folder)
+    if elsewhere:
+        raise CheckpointError(f"{folder} itself holds no weights.{elsewhere}")
+    read_config(folder)
+    others = sorted({f.name for pattern in WEIGHTS for f in folder.glob(pattern)})
+    if others:
+        raise CheckpointError(
+            f"{folder} holds no weights that can be read, only {', '.join(others[:3])}; "
+            "save the model as safetensors first."
+        )
+    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}, nor any other format's.")
+
+
 def _look_elsewhere(folder: Path) -> str:
-    gguf = sorted(folder.glob("*.gguf"))
-    return f" To convert a GGUF model, name the file itself: {gguf[0]}" if gguf else ""
+    """Point to a checkpoint that is not the folder itself, but in it."""
+    if gguf := sorted(folder.glob("*.gguf")):
+        return f" To convert a GGUF model, name the file itself: {gguf[0]}"
+    if any(folder.glob("original/consolidated.*.pth")):
+        return f" To convert the model in Meta's format, name its folder: {folder / 'original'}"
+    if (folder / "tensors/.metadata").is_file():
+        return f" To convert a training checkpoint, name the folder of its tensors: {folder / 'tensors'}"
+    return ""
+
+
+def is_plain_name(name: str) -> bool:
+    """Say whether something can be the name of a file in a folder, and leads nowhere else."""
+    return Path(name).name == name and name not in (".", "..") and len(name.encode(errors="replace")) <= 255
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder.")
 
 
 def json_text(value: Any) -> bytes:
@@ -64,10 +104,11 @@ def refuse_adapter(folder: Path) -> None:
             )
 
 
-def list_files(folder: Path) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
+def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
     """Return the files to copy (by their name relative to the folder) and the names of those left out.
 
-    Symlinks are followed, as in the Hugging Face cache; one that points nowhere is refused.
+    Symlinks are followed, as in the Hugging Face cache; one that points nowhere is refused. Without `deep`, folders
+    inside are none of the model's.
     """
     side_files: dict[str, Path | bytes] = {}
     left_out = []
@@ -77,7 +118,7 @@ def list_files(folder: Path) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
         if here.resolve() in seen:
             raise CheckpointError(f"{here} is a symlink back into {folder}; a checkpoint folder cannot contain itself.")
         seen.add(here.resolve())
-        subfolders.sort()
+        subfolders[:] = sorted(subfolders) if deep else []
         for name in [s for s in subfolders if _matches(s, LEFT_OUT_FOLDERS)]:
             subfolders.remove(name)
             left_out.append((here / name).relative_to(folder).as_posix() + "/")

@@ -6,20 +6,22 @@ halves); that permutation is undone (llama.cpp, `convert_hf_to_gguf.py`, `LlamaM
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from model.checkpoint import rotary
 from model.checkpoint.checkpoint import Checkpoint, Shard
-from model.checkpoint.folder import json_text
+from model.checkpoint.folder import json_text, refuse_lfs_pointer
 from model.checkpoint.gguf_tokenizer import tokenizer_files
-from model.checkpoint.safetensors import LFS_POINTER
+from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, rope_settings
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.errors import CheckpointError
 
-TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NOT_QUANTISED = ("F32", "F16", "BF16")
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -84,12 +86,9 @@ class GGUFFile(Checkpoint):
         n_heads = self._permuted_heads(name)
         if not n_heads:
             return self._stored_rows(name, start, stop)
-        head_dim = self.tensors[name].shape[0] // n_heads
-        first, last = start // head_dim, -(-stop // head_dim)
-        stored = self._stored_rows(name, first * head_dim, last * head_dim)
-        # [heads, d/2, 2, …] as stored → [heads, 2, d/2, …] as Hugging Face has it.
-        heads = stored.reshape(last - first, head_dim // 2, 2, *stored.shape[1:]).swapaxes(1, 2)
-        return heads.reshape(stored.shape)[start - first * head_dim : stop - first * head_dim]
+        return rotary.half_split_rows(
+            partial(self._stored_rows, name), self.tensors[name].shape[0] // n_heads, start, stop
+        )
 
     def _stored_rows(self, name: str, start: int, stop: int) -> Array:
         stored = self._stored[name]
@@ -119,34 +118,24 @@ class GGUFFile(Checkpoint):
         for key in ("rope.dimension_count", "attention.value_length"):
             if meta.integer(key, head_dim) != head_dim:
                 raise CheckpointError(f"{self.path}: llama.{key} differs from the head size {head_dim}; not supported.")
-        dtypes = {t.dtype for name, t in self.tensors.items() if len(t.shape) > 1}
-        dtype = TORCH_DTYPES["F32" if "F32" in dtypes or len(dtypes) > 1 else dtypes.pop()]
         theta = meta.number("rope.freq_base", 10000.0)
-        scaling = self._rope_scaling(head_dim, theta)
         has = self.tensors.__contains__
-        config: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": hidden_size,
-            "intermediate_size": meta.integer("feed_forward_length"),
-            "num_hidden_layers": meta.integer("block_count"),
-            "num_attention_heads": n_heads,
-            "num_key_value_heads": meta.integer("attention.head_count_kv", n_heads),
-            "head_dim": head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": meta.integer("context_length"),
-            "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
-            "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
-            "attention_bias": has("model.layers.0.self_attn.q_proj.bias"),
-            "mlp_bias": has("model.layers.0.mlp.gate_proj.bias"),
-            "tie_word_embeddings": not has("lm_head.weight"),
-            # Both spellings of each, since transformers 4 reads the first and 5 the second.
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-            "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
-            "torch_dtype": dtype,
-            "dtype": dtype,
-        }
+        config = llama_config(
+            hidden_size=hidden_size,
+            intermediate_size=meta.integer("feed_forward_length"),
+            num_hidden_layers=meta.integer("block_count"),
+            num_attention_heads=n_heads,
+            num_key_value_heads=meta.integer("attention.head_count_kv", n_heads),
+            head_dim=head_dim,
+            max_position_embeddings=meta.integer("context_length"),
+            rms_norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
+            vocab_size=self.tensors["model.embed_tokens.weight"].shape[0],
+            attention_bias=has("model.layers.0.self_attn.q_proj.bias"),
+            mlp_bias=has("model.layers.0.mlp.gate_proj.bias"),
+            tie_word_embeddings=not has("lm_head.weight"),
+            **rope_settings(theta, self._rope_scaling(head_dim, theta)),
+            **dtype_settings(self.tensors.values()),
+        )
         return {**config, **self._special_tokens()}
 
     def _special_tokens(self) -> dict[str, int]:
@@ -217,10 +206,7 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
     """Return the gguf package's reader, and the file's metadata."""
     import gguf
 
-    with path.open("rb") as file:
-        start = file.read(len(LFS_POINTER))
-    if start == LFS_POINTER:
-        raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder.")
+    refuse_lfs_pointer(path)
     try:
         reader = gguf.GGUFReader(path)
         return reader, {name: field.contents() for name, field in reader.fields.items()}
@@ -237,7 +223,7 @@ def _hf_name(path: Path, name: str) -> str:
 
 
 def _is_quantised(stored: Any) -> bool:
-    return stored.tensor_type.name not in TORCH_DTYPES
+    return stored.tensor_type.name not in NOT_QUANTISED
 
 
 def _describe(path: Path, name: str, stored: Any) -> Tensor:
@@ -257,13 +243,7 @@ def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> 
     smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
     if factors.shape != smooth.shape or not np.allclose(factors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-5):
         raise CheckpointError(f"{path} has {ROPE_FACTORS} that are not Llama 3.1's; this RoPE is not supported.")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": context,
-    }
+    return llama3_scaling(factor, low, high, context)
 
 
 def _card(fields: dict[str, Any]) -> bytes:

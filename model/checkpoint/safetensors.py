@@ -16,13 +16,11 @@ import numpy as np
 
 from model.checkpoint import folder
 from model.checkpoint.checkpoint import Checkpoint, Shard
-from model.checkpoint.folder import INDEX, SINGLE
+from model.checkpoint.index import SAFETENSORS, check_index, weight_file_names
 from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span, Tensor
 from model.errors import CheckpointError
 
 MAX_HEADER = 100_000_000
-LFS_POINTER = b"version https://git-lfs"
-OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated.*", "*.gguf", "*.safetensors", "tf_model.h5", "flax_model.msgpack")
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,10 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read and check a safetensors header. Raises CheckpointError on anything the format does not allow."""
+    folder.refuse_lfs_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(max(8, len(LFS_POINTER)))
-        if start.startswith(LFS_POINTER):
-            raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder.")
+        start = file.read(8)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or length > MAX_HEADER or 8 + length > size:
             raise CheckpointError(f"{path} is not a safetensors file, or is truncated: its header does not fit in it.")
@@ -98,12 +95,12 @@ class SafetensorsFolder(Checkpoint):
         folder.refuse_adapter(path)
         self.path = path
         self.config_text, self.config = folder.read_config(path)
-        names, named_by_index = _weight_file_names(path)
+        names, table = weight_file_names(path, SAFETENSORS)
         self.weight_files = tuple(path / name for name in names)
         self.side_files, left_out = folder.list_files(path)
-        self.left_out = tuple(name for name in left_out if name not in (*names, INDEX))
+        self.left_out = tuple(name for name in left_out if name not in (*names, SAFETENSORS.index))
         headers = {file.name: read_header(file) for file in self.weight_files}
-        _check_index(path, headers, named_by_index)
+        check_index(path / SAFETENSORS.index, {file: header.tensors for file, header in headers.items()}, table)
         self.shards = tuple(Shard(name, tuple(h.tensors), h.metadata) for name, h in headers.items())
         self.tensors = {t.name: t for h in headers.values() for t in h.tensors.values()}
         self._spans = {
@@ -146,71 +143,8 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, path: Path) -
 
 
 def recognises(path: Path) -> bool:
-    return path.is_dir()
+    return path.is_dir() and SAFETENSORS.is_in(path)
 
 
 def read(path: Path) -> Checkpoint:
     return SafetensorsFolder(path)
-
-
-def _weight_file_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Return the weight files' names in order, and the index's tensor → file table where there is an index."""
-    has_single, has_index = (path / SINGLE).is_file(), (path / INDEX).is_file()
-    if not has_index:
-        _refuse_dangling(path / SINGLE)
-        if not has_single:
-            raise CheckpointError(_no_weights(path))
-        return [SINGLE], None
-    table = _read_index(path / INDEX)
-    names = sorted(set(table.values()))
-    if has_single and SINGLE not in names:
-        raise CheckpointError(f"{path} holds both {SINGLE} and {INDEX}, two models; remove the one that is stale.")
-    for name in names:
-        if Path(name).name != name or name in (".", ".."):
-            raise CheckpointError(f"{path / INDEX} names {name!r}, which is a path outside the folder; refused.")
-        if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{path / INDEX} names {name!r}, which is not a .safetensors file; refused.")
-        _refuse_dangling(path / name)
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path / INDEX} names the shard {name}, which is missing; download it again.")
-    return names, table
-
-
-def _refuse_dangling(path: Path) -> None:
-    if path.is_symlink() and not path.exists():
-        raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        table = json.loads(path.read_bytes())["weight_map"]
-        if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
-            raise TypeError("weight_map does not map tensor names to file names")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a shard index: {error}.") from error
-    return table
-
-
-def _check_index(path: Path, headers: dict[str, Header], table: dict[str, str] | None) -> None:
-    """Check the index against the shards' headers, both ways."""
-    if table is None:
-        return
-    found = {name: file for file, header in headers.items() for name in header.tensors}
-    if sum(len(header.tensors) for header in headers.values()) != len(found):
-        raise CheckpointError(f"{path}: the same tensor stands in two shards; the checkpoint is inconsistent.")
-    for name, file in table.items():
-        if found.get(name) != file:
-            raise CheckpointError(f"{path / INDEX} puts the tensor {name} in {file}, which does not hold it.")
-    for name, file in found.items():
-        if name not in table:
-            raise CheckpointError(f"{path / file} holds the tensor {name}, which {INDEX} does not name.")
-
-
-def _no_weights(path: Path) -> str:
-    others = sorted({f.name for pattern in OTHER_WEIGHTS for f in path.glob(pattern)})
-    if not others:
-        return f"{path} holds no weights: neither {SINGLE} nor {INDEX}."
-    return (
-        f"{path} holds neither {SINGLE} nor {INDEX}, only {', '.join(others[:3])}; "
-        "save the model as safetensors first, or name a .gguf file itself."
-    )

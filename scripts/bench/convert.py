@@ -106,15 +106,15 @@ def save_bf16(tensors: dict[str, np.ndarray], path: Path) -> None:
 def measure(command: list[str]) -> dict[str, float]:
     """Run a command; return seconds and peak memory in MB."""
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     anonymous = 0
-    status = Path(f"/proc/{process.pid}/status")
-    while process.poll() is None:
-        anonymous = max(anonymous, read_kb(status, "RssAnon:"))
-        time.sleep(0.004)
-    seconds = time.perf_counter() - started
-    if process.returncode:
-        sys.exit(f"{command[0]} failed: {process.stderr.read().decode()[-2000:]}")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        while process.poll() is None:
+            anonymous = max(anonymous, read_kb(status, "RssAnon:"))
+            time.sleep(0.004)
+        seconds = time.perf_counter() - started
+        if process.returncode:
+            sys.exit(f"{command[0]} failed: {process.stderr.read().decode()[-2000:]}")
     return {"seconds": seconds, "anon_mb": anonymous / 1e3}
 
 

@@ -106,8 +106,8 @@ def test_no_weights(refuse, source):
     for file in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
         file.unlink()
     refuse("holds no weights")
-    (source / "pytorch_model.bin").write_text("")
-    refuse("only pytorch_model.bin", "safetensors first")
+    (source / "tf_model.h5").write_text("")
+    refuse("only tf_model.h5", "safetensors first")
 
 
 def test_adapter_folder(refuse, source):

@@ -3,10 +3,13 @@
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import pytest
 
-COMMANDS = [["--help"], *([name, "--help"] for name in ("mha-to-gqa", "mha-to-mqa", "inspect", "verify"))]
+from model.checkpoint import READERS
+
+COMMANDS = [["--help"], *([name, "--help"] for name in ("mha-to-gqa", "mha-to-mqa", "to-hf", "inspect", "verify"))]
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
@@ -30,8 +33,16 @@ def imported_by(code: str) -> set[str]:
 def test_help_needs_no_numpy_and_conversion_no_torch():
     assert "numpy" not in imported_by("import convert.cli")
     everything = "import convert.cli, convert.conversion, convert.verify, convert.inspection, convert.show, "
-    everything += "model.checkpoint.safetensors, model.checkpoint.gguf, model.families.llama"
+    everything += "model.checkpoint.safetensors, model.families.llama"
+    everything += "".join(f", model.checkpoint.{name}" for name in READERS)
     assert not imported_by(everything) & {"torch", "transformers", "accelerate", "datasets", "gguf"}
+
+
+def test_converting_safetensors_imports_no_torch(source, tmp_path):
+    command = f"sys.argv = ['convert', 'mha-to-mqa', {str(source)!r}, {str(tmp_path / 'out')!r}, '--json']"
+    modules = imported_by(f"import sys; {command}; from convert.cli import cli; cli.main(standalone_mode=False)")
+    assert (tmp_path / "out/model.safetensors.index.json").exists()
+    assert not modules & {"torch", "transformers", "accelerate", "datasets", "gguf", "huggingface_hub"}
 
 
 def test_every_module_imports():
@@ -51,6 +62,10 @@ def test_every_registered_name_has_its_module():
     from convert.methods import METHODS, find_method
     from model.families import FAMILIES, find_family
 
+    for name in READERS:
+        reader = import_module(f"model.checkpoint.{name}")
+        assert callable(reader.recognises)
+        assert callable(reader.read)
     assert all(callable(find_method(name)) for name in METHODS)
     assert all(find_family({"model_type": name, "text_config": {}}).model_type == name for name in FAMILIES)
 

@@ -1,0 +1,67 @@
+"""Tensors in pieces: blocks that lie in different files, and the whole put together from them, a few rows at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from model.checkpoint.tensor import Array
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a tensor, as a view of a mapped file."""
+
+    start: tuple[int, ...]
+    """The place of its first element in the whole."""
+    array: Array
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(first + n for first, n in zip(self.start, self.array.shape, strict=True))
+
+
+def concatenation(arrays: Sequence[Array], axis: int) -> tuple[Block, ...]:
+    """Return arrays as the blocks of their concatenation."""
+    blocks, position = [], 0
+    for array in arrays:
+        blocks.append(Block((0,) * axis + (position,) + (0,) * (array.ndim - axis - 1), array))
+        position += array.shape[axis]
+    return tuple(blocks)
+
+
+def fill_exactly(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
+    """Say whether the blocks lie inside the whole, do not overlap, and leave no hole."""
+    if any(not all(0 <= a <= b <= n for a, b, n in zip(b.start, b.stop, shape, strict=True)) for b in blocks):
+        return False
+    filled = sum(block.array.size for block in blocks)
+    return filled == prod(shape) and not _any_overlap([block for block in blocks if block.array.size])
+
+
+def _any_overlap(blocks: Sequence[Block]) -> bool:
+    """Compare every two blocks: a tensor has as many as there were processes, and a few more."""
+    return any(
+        all(max(a, c) < min(b, d) for a, b, c, d in zip(x.start, x.stop, y.start, y.stop, strict=True))
+        for i, x in enumerate(blocks)
+        for y in blocks[:i]
+    )
+
+
+def extent(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Return the shape of the smallest tensor that all blocks lie in."""
+    return tuple(max(ends) for ends in zip(*(block.stop for block in blocks), strict=True))
+
+
+def whole_rows(blocks: Sequence[Block], start: int, stop: int) -> Array:
+    """Return rows `start:stop` of the tensor that the blocks fill; of one block a view, of several a copy."""
+    if len(blocks) == 1:
+        return blocks[0].array[start:stop]
+    out = np.empty((stop - start, *extent(blocks)[1:]), blocks[0].array.dtype)
+    for block in blocks:
+        top = block.start[0]
+        first, last = max(start, top), min(stop, block.stop[0])
+        if first < last:
+            columns = tuple(slice(a, b) for a, b in zip(block.start[1:], block.stop[1:], strict=True))
+            out[(slice(first - start, last - start), *columns)] = block.array[first - top : last - top]
+    return out

@@ -1,0 +1,271 @@
+"""Files that `torch.save` wrote: what is in them, and where. Nothing in them is run, and no tensor is loaded.
+
+Since torch 1.6 such a file is a zip archive without compression: `NAME/data.pkl` describes the tensors, and the files
+`NAME/data/0`, `NAME/data/1`, … hold their storages' bytes. torch reads the description (`weights_only=True`, so that a
+pickle cannot run anything); the archive's directory says where each storage lies. Both together give every tensor as a
+view of the mapped file, and mostly as a run of bytes to copy.
+"""
+
+import io
+import pickle
+import re
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 and the 8-bit floats with numpy
+import numpy as np
+
+from model.checkpoint.folder import refuse_lfs_pointer
+from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span
+from model.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""torch's names of dtypes, and the safetensors format's. Complex and quantised ones are not supported."""
+
+TORCH_BYTES = 150_000_000
+"""Anonymous memory that importing torch takes (measured with torch 2.13: 130 MB)."""
+
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error,
+)  # fmt: skip
+"""What zipfile raises at a damaged archive."""
+
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
+"""How an archive begins, and what torch wrote before: pickles of protocol 2."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    dtype: str
+    array: Array
+    """A view of the mapped file. Dtypes that numpy does not compute in stand as unsigned integers of their size."""
+    span: Span | None
+    """Where its bytes lie in order; None for a transposed or otherwise strided tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+
+def read_tensors(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a file that holds a `dict` of them, by name.
+
+    Raises CheckpointError if it holds anything else, is damaged, or if torch is not installed.
+    """
+    size = path.stat().st_size
+    _check_start(path)
+    with path.open("rb") as file:
+        places = read_places(path, file)
+    content = load(path, path, mmap=True, map_location="cpu")
+    tensors = dict(_named_tensors(path, content))
+    offsets = _storage_offsets(path, tensors, places)
+    data = np.memmap(path, np.uint8, mode="r", shape=(size,))
+    storages = {name: offsets.get(t.untyped_storage().data_ptr(), 0) for name, t in tensors.items()}
+    return {name: _view(path, tensor, data, storages[name]) for name, tensor in tensors.items()}
+
+
+def read_piece(path: Path, data: Array, offset: int, length: int) -> Stored:
+    """Return the one tensor that `torch.save` wrote into `length` bytes of a mapped file.
+
+    Raises CheckpointError if they hold anything else.
+    """
+    window = _Window(data[offset : offset + length])
+    if len(window.data) < length:
+        raise damaged(path, f"it ends before byte {offset + length:,}")
+    places = [place for place in read_places(path, window).values() if place[1]]
+    window.seek(0)
+    tensor = _checked(path, "a piece", load(path, window, map_location="meta"), "meta")
+    if [size for _, size in places] != [tensor.untyped_storage().nbytes()] * min(tensor.numel(), 1):
+        raise damaged(path, "a tensor in it does not fill the data it holds")
+    return _view(path, tensor, data, offset + places[0][0] if places else 0)
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a mapped file, as a file."""
+
+    def __init__(self, data: Array) -> None:
+        self.data = data.data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.data)}[whence]
+        if self._position < 0:
+            raise ValueError("a place before the beginning")
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self.data[self._position : self._position + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+
+def _check_start(path: Path) -> None:
+    refuse_lfs_pointer(path)
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start[:2] == _PICKLE:
+        raise CheckpointError(
+            f"{path} is in the format of torch before 1.6, which cannot be read piece by piece; save it anew: "
+            "torch.save(torch.load(FILE, weights_only=True), FILE)."
+        )
+    if start != _ZIP:
+        raise CheckpointError(f"{path} is not a file that torch.save wrote, or is damaged: it is no zip archive.")
+
+
+def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str, tuple[int, int]]:
+    """Return where the storages of an archive lie, each as (offset, size), by their number.
+
+    Raises CheckpointError if it is truncated, damaged or no archive of `torch.save`.
+    """
+    try:
+        entries = zipfile.ZipFile(file).infolist()
+        places = {entry.filename: (_data_offset(file, entry), entry.file_size) for entry in entries}
+        roots = [name.removesuffix("data.pkl") for name in places if name.endswith("/data.pkl")]
+        if len(roots) != 1 or len(places) != len(entries):
+            raise zipfile.BadZipFile("it holds other files than torch.save writes")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise zipfile.BadZipFile("its files are compressed, which torch.save never does")
+    except _ZIP_ERRORS as error:
+        raise damaged(path, error) from error
+    offset, size = places.get(f"{roots[0]}byteorder", (0, 0))
+    file.seek(offset)
+    if size and file.read(size) != sys.byteorder.encode():
+        raise CheckpointError(f"{path} was written on a machine of the other byte order; save it anew on this one.")
+    prefix = f"{roots[0]}data/"
+    return {name.removeprefix(prefix): place for name, place in places.items() if name.startswith(prefix)}
+
+
+def _data_offset(file: io.BufferedIOBase | io.RawIOBase, entry: zipfile.ZipInfo) -> int:
+    """Return where a file of the archive begins: after its local header, whose last two numbers are lengths."""
+    file.seek(max(entry.header_offset, 0))
+    header = file.read(30)
+    if header is None or len(header) < 30 or header[:4] != _ZIP:
+        raise zipfile.BadZipFile(f"there is no {entry.filename} where its directory says")
+    return entry.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+
+
+def damaged(path: Path, error: Exception | str) -> CheckpointError:
+    """Return the error that says a file cannot be understood."""
+    reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+    return CheckpointError(f"{path} is truncated or damaged, or not a file that torch.save wrote: {reason}.")
+
+
+def load(path: Path, source: Any, **options: Any) -> Any:
+    """Call `torch.load(source, weights_only=True)`; `path` is only for messages."""
+    import warnings
+
+    try:
+        import torch
+    except ImportError as error:
+        raise CheckpointError(f"{path} can be read with torch only; install it: pip install torch.") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is odd about a file is told by the error that follows
+            return torch.load(source, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if not found:
+            raise damaged(path, str(error).rpartition("WeightsUnpickler error: ")[2]) from error
+        raise CheckpointError(
+            f"{path} holds {found[1]}, which is code or an object and not a tensor; nothing "
+            "of it was run. Ask for the model as safetensors, or save only its state dict."
+        ) from error
+    except Exception as error:  # torch raises all kinds at a damaged file, down to KeyError and AssertionError
+        raise damaged(path, error) from error
+
+
+def _named_tensors(path: Path, content: Any) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """Yield the tensors of a loaded file. Raises CheckpointError at the first thing that is none."""
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors by name.")
+    for name, value in content.items():
+        check_name(path, name)
+        yield name, _checked(path, name, value, "cpu")
+
+
+def check_name(path: Path, name: Any) -> None:
+    """Raise CheckpointError for a name that no safetensors file can hold."""
+    if not isinstance(name, str) or name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise CheckpointError(f"{path} holds {name!r}, which cannot be the name of a tensor.")
+
+
+def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
+    """Return `value` if it is a tensor that can be viewed in its file. Raises CheckpointError if not."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(
+            f"{path} holds {name!r}, which is a {type(value).__name__} and not a tensor; "
+            "save the model's state dict alone."
+        )
+    if value.layout != torch.strided or value.device.type != device or dtype_name(value) not in DTYPES:
+        raise CheckpointError(
+            f"{path} holds {name} as a tensor of {dtype_name(value)}, {value.layout}, on {value.device}; "
+            f"supported are plain ones of {', '.join(DTYPES)}."
+        )
+    return value
+
+
+def dtype_name(tensor: "torch.Tensor") -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _storage_offsets(
+    path: Path, tensors: Mapping[str, "torch.Tensor"], places: Mapping[str, tuple[int, int]]
+) -> dict[int, int]:
+    """Return where each storage lies in the file, by its address in the map of the file that torch made.
+
+    torch does not tell the map's own address; it follows from the order, and must then hold for every storage.
+    """
+    storages = {(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors.values()) if s.nbytes()}
+    addresses, offsets = sorted(storages), sorted(place for place in places.values() if place[1])
+    if [size for _, size in addresses] != [size for _, size in offsets]:
+        raise damaged(path, "its tensors do not fill the data it holds")
+    found = {address: offset for (address, _), (offset, _) in zip(addresses, offsets, strict=True)}
+    if len({address - offset for address, offset in found.items()}) > 1:
+        raise damaged(path, "its tensors lie elsewhere than its directory says")
+    return found
+
+
+def _view(path: Path, tensor: "torch.Tensor", data: Array, storage: int) -> Stored:
+    """Return the tensor whose storage begins at byte `storage` of a mapped file."""
+    dtype = DTYPES[dtype_name(tensor)]
+    kind = numpy_dtype(dtype)
+    if not tensor.numel():
+        return Stored(dtype, np.empty(tensor.shape, kind), Span(path, 0, 0))
+    start = storage + int(tensor.storage_offset()) * kind.itemsize
+    strides = tuple(n * kind.itemsize for n in tensor.stride())
+    try:
+        array: Array = np.ndarray(tuple(tensor.shape), kind, data, start, strides)
+    except ValueError as error:  # numpy does not let a view leave its buffer
+        raise damaged(path, error) from error
+    return Stored(dtype, array, Span(path, start, array.nbytes) if array.flags.c_contiguous else None)
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    return FLOAT_DTYPES.get(dtype) or np.dtype(f"u{BITS[dtype] // 8}")

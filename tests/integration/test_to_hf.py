@@ -1,0 +1,128 @@
+"""`convert to-hf`: every format as the Hugging Face folder it was made from; names of the hub; the order of formats."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+import torch
+from gguf_files import write_gguf
+from torch_files import write_bin, write_dcp, write_meta
+
+from model.checkpoint import READERS
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+def write(kind, place, model):
+    """Write a model in a format; return what to name as SOURCE."""
+    if kind == "gguf":
+        return write_gguf(place / "model.gguf", model)
+    if kind == "safetensors":
+        return tiny.save(model, place / "model")
+    if kind == "bin":
+        return write_bin(place / "model", model)
+    if kind == "meta":
+        return write_meta(place / "model", model, 2)
+    folder = write_dcp(place / "model", {f"model.{n}": t for n, t in model.state_dict().items()}, 2)
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    return folder
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("n_kv_heads", [8, 2])
+def test_every_format_becomes_the_same_folder(convert, tmp_path, kind, n_kv_heads):
+    model = tiny.build(vocab_size=64, num_key_value_heads=n_kv_heads)
+    source, out = write(kind, tmp_path, model), tmp_path / "out"
+    plan = json.loads(convert("to-hf", source, out, "--dry-run", "--json").out)
+    assert (plan["n_merged"], plan["groups"], out.exists()) == (0, n_kv_heads, False)
+    result = convert("to-hf", source, out)
+    assert result.code == 0
+    assert "every tensor was copied" in result.out
+    found, expected = tiny.tensors(out), model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (8, n_kv_heads)
+    assert convert("verify", source, out).code == 0
+    card = (out / "README.md").read_text()
+    assert "No heads were merged" in card
+    assert "Merging costs quality" not in card
+    assert json.loads((out / "groupwise.json").read_text())["source"]["format"] == kind
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_both_steps_make_what_one_does(convert, tmp_path, kind):
+    source = write(kind, tmp_path, tiny.build(vocab_size=64))
+    assert convert("to-hf", source, tmp_path / "hf").code == 0
+    assert convert("mha-to-gqa", tmp_path / "hf", tmp_path / "two", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", source, tmp_path / "one", "--groups", 2).code == 0
+    one, two = tiny.tensors(tmp_path / "one"), tiny.tensors(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], tensor) for name, tensor in two.items())
+    assert (tmp_path / "one/config.json").read_bytes() == (tmp_path / "two/config.json").read_bytes()
+
+
+def test_the_card_tells_what_had_to_be_assumed(convert, tmp_path):
+    assert convert("to-hf", write("meta", tmp_path, tiny.build(vocab_size=64)), tmp_path / "out").code == 0
+    card = (tmp_path / "out/README.md").read_text()
+    assert "value for value" in card
+    assert "- params.json does not tell the longest context" in card
+    assert "- there is no tokenizer.json" in card
+
+
+def test_the_order_of_formats_in_one_folder(convert, tmp_path):
+    """Each is of another seed; what is read is the first of the table in docs/cli.md, and the others are named."""
+    folder = tmp_path / "model"
+    files = {
+        "dcp": (".metadata", "__0_0.distcp", "__1_0.distcp"),
+        "meta": ("consolidated.00.pth", "consolidated.01.pth", "params.json"),
+        "bin": ("pytorch_model.bin",),
+        "safetensors": ("model.safetensors",),
+    }
+    folder.mkdir()
+    models = {kind: tiny.build(seed=i, vocab_size=64) for i, kind in enumerate(files)}
+    for kind, names in files.items():
+        source = write(kind, tmp_path / kind, models[kind])
+        for name in (*names, *(["config.json"] if kind == "safetensors" else [])):
+            shutil.copy(source / name, folder)
+    left = sorted(name for names in files.values() for name in names)
+    for kind in ("safetensors", "bin", "meta", "dcp"):
+        found = json.loads(convert("inspect", folder, "--json").out)
+        read = {*files[kind]}
+        assert found["format"] == kind
+        config = ["config.json"] * (kind == "meta")  # made of params.json instead
+        assert sorted(found["left_out"]) == sorted([name for name in left if name not in read] + config)
+        assert convert("to-hf", folder, tmp_path / f"out-{kind}").code == 0
+        tensors = tiny.tensors(tmp_path / f"out-{kind}")
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in models[kind].state_dict().items())
+        for name in files[kind]:
+            (folder / name).unlink()
+        left = [name for name in left if name not in read]
+
+
+@pytest.mark.parametrize("name", ["org/model", "org/model@main", f"org/model@{REVISION}"])
+def test_names_of_the_hub_resolve_in_the_cache(convert, tmp_path, monkeypatch, name):
+    cache = tmp_path / "cache/models--org--model"
+    stored = tiny.save(tiny.build(), tmp_path / "stored")
+    snapshot = cache / "snapshots" / REVISION
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for i, file in enumerate(p for p in stored.iterdir() if p.is_file()):  # links, as in the real cache
+        file.rename(cache / "blobs" / str(i))
+        (snapshot / file.name).symlink_to(cache / "blobs" / str(i))
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text(REVISION)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    result = convert("mha-to-gqa", name, "out", "--groups", 2, "--json")
+    assert result.code == 0, result.err
+    record = json.loads((tmp_path / "out/groupwise.json").read_text())
+    assert (record["source"]["name"], record["source"]["revision"]) == ("org/model", REVISION)
+    assert convert("verify", name, "out").code == 0
+
+
+def test_a_folder_goes_before_a_name_of_the_hub(convert, tmp_path, monkeypatch):
+    tiny.save(tiny.build(), tmp_path / "org/model")
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(convert("inspect", "org/model", "--json").out)["source"] == "org/model"

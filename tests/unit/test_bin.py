@@ -1,0 +1,119 @@
+"""pytorch_model.bin read as the safetensors folder that the same model makes."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+from torch_files import assert_same_conversion, save_bins, write_bin
+
+from model.checkpoint import open_checkpoint
+
+
+@pytest.mark.parametrize("n_shards", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_converts_as_safetensors_do(convert, tmp_path, dtype, n_shards):
+    model = tiny.build(attention_bias=True)
+    folder = tiny.save(model, tmp_path / "folder", dtype)
+    other = write_bin(tmp_path / "bin", model, dtype, n_shards)
+    for groups in (8, 2, 1):
+        assert_same_conversion(convert, folder, other, tmp_path, groups)
+    assert len(list((tmp_path / "b2").glob("*.safetensors"))) == n_shards
+    ours, theirs = tiny.snapshot(tmp_path / "a2"), tiny.snapshot(tmp_path / "b2")
+    assert ours["config.json"] == theirs["config.json"]
+    for name in tiny.SIDE_FILES.keys() - {"README.md"}:
+        assert theirs[name] == ours[name]
+
+
+@pytest.mark.parametrize("n_shards", [1, 2])
+def test_a_tied_head_is_written_once(convert, tmp_path, n_shards):
+    model = tiny.build(tie_word_embeddings=True)
+    folder = tiny.save(model, tmp_path / "folder", "bfloat16")
+    other = write_bin(tmp_path / "bin", model, "bfloat16", n_shards)
+    assert "lm_head.weight" not in tiny.tensors(folder)
+    assert_same_conversion(convert, folder, other, tmp_path, 2)
+
+
+@pytest.mark.parametrize("how", ["shared", "equal", "different"])
+@pytest.mark.parametrize("tied", [True, False, ...])
+def test_a_head_goes_only_where_the_config_ties_it_and_it_is_the_embedding(convert, tmp_path, tied, how):
+    folder = write_bin(tmp_path / "bin", tiny.build(tie_word_embeddings=True))
+    tiny.edit_config(folder, tie_word_embeddings=tied)
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    if how != "shared":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] += how == "different"
+        save_bins(folder, tensors)
+    assert convert("mha-to-mqa", folder, tmp_path / "out").code == 0
+    out = tiny.tensors(tmp_path / "out")
+    assert ("lm_head.weight" in out) != (tied is True and how != "different")
+    assert torch.equal(out.get("lm_head.weight", tensors["lm_head.weight"]), tensors["lm_head.weight"])
+    assert torch.equal(out["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_a_shard_with_nothing_but_the_tied_head_disappears(convert, tmp_path):
+    folder = write_bin(tmp_path / "bin", tiny.build(tie_word_embeddings=True))
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    (folder / "pytorch_model.bin").unlink()
+    torch.save({"lm_head.weight": tensors.pop("lm_head.weight")}, folder / "b.bin")
+    torch.save(tensors, folder / "a.bin")
+    weight_map = {**dict.fromkeys(tensors, "a.bin"), "lm_head.weight": "b.bin"}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert convert("mha-to-mqa", folder, tmp_path / "out").code == 0
+    assert [f.name for f in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_views_of_one_storage(convert, tmp_path):
+    """Slices, transposed and overlapping views, parameters, scalars, empty tensors: each is written as what it is."""
+    model = tiny.build()
+    folder = tiny.save(model, tmp_path / "folder")
+    other = write_bin(tmp_path / "bin", model)
+    tensors = tiny.tensors(folder)
+    layer = "model.layers.0.self_attn."
+    fused = torch.cat([tensors[f"{layer}{part}_proj.weight"] for part in "qkv"])
+    for i, part in enumerate("qkv"):
+        tensors[f"{layer}{part}_proj.weight"] = fused[32 * i : 32 * (i + 1)]
+    for name in ("mlp.down_proj", "self_attn.o_proj", "self_attn.v_proj"):
+        w = tensors[f"model.layers.1.{name}.weight"]
+        tensors[f"model.layers.1.{name}.weight"] = torch.nn.Parameter(w.T.contiguous().T)
+        assert not tensors[f"model.layers.1.{name}.weight"].is_contiguous()
+    more = {
+        "scalar": torch.tensor(-1e9),
+        "empty": torch.empty(0, 3),
+        "mask": torch.ones(3, 3, dtype=torch.bool).tril(),
+        "positions": torch.arange(24).view(2, 3, 4).permute(2, 0, 1),
+        "overlap": fused.view(-1)[5:11],
+        "every_other": fused[::2, 1::2],
+        "expanded": torch.arange(3.0).expand(4, 3),
+    }
+    save_bins(other, {**tensors, **more})
+    save_file(
+        {n: t.detach().contiguous().clone() for n, t in {**tensors, **more}.items()}, folder / "model.safetensors"
+    )
+    for groups in (8, 2):
+        assert_same_conversion(convert, folder, other, tmp_path, groups)
+    with open_checkpoint(other) as checkpoint:
+        for name in more.keys() - {"scalar", "empty"}:
+            part = checkpoint.rows(name, 1, 3)
+            assert np.array_equal(part.view(np.uint8 if name == "mask" else part.dtype), more[name][1:3].numpy()), name
+
+
+def test_inspect_and_the_record_name_the_files(convert, tmp_path):
+    folder = write_bin(tmp_path / "bin", tiny.build(), n_shards=2)
+    (folder / "training_args.bin").write_bytes(b"\x80\x02 of no concern")
+    found = json.loads(convert("inspect", folder, "--json").out)
+    files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    assert (found["format"], found["files"], found["left_out"]) == ("bin", files, ["training_args.bin"])
+    convert("mha-to-mqa", folder, tmp_path / "out")
+    record = json.loads((tmp_path / "out/groupwise.json").read_text())
+    assert [file["name"] for file in record["source"]["files"]] == files
+
+
+def test_safetensors_are_preferred(convert, tmp_path):
+    folder = write_bin(tmp_path / "both", tiny.build(seed=1))
+    tiny.save(tiny.build(), tmp_path / "both")
+    found = json.loads(convert("inspect", folder, "--json").out)
+    assert (found["format"], found["left_out"]) == ("safetensors", ["pytorch_model.bin"])
+    assert "pytorch_model.bin" in convert("inspect", folder).out
