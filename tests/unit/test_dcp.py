@@ -128,7 +128,8 @@ def test_what_our_own_training_writes(convert, tmp_path, tied):
     optimizer.step()
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    saved = Checkpoints(run / "checkpoints", Accelerator(cpu=True), keep_last=1).save(trainee, optimizer, {"step": 1})
+    Checkpoints(run / "checkpoints", Accelerator(cpu=True), keep_last=1).save(trainee, optimizer, {"step": 1})
+    tensors = run / "checkpoints/step-00000001/tensors"
     shutil.copytree(source, run / "model")
     (run / "model/model.safetensors").unlink()
     trained = AutoModelForCausalLM.from_pretrained(source)
@@ -136,7 +137,7 @@ def test_what_our_own_training_writes(convert, tmp_path, tied):
     assert not torch.equal(trained.lm_head.weight, tiny.build(tie_word_embeddings=tied).lm_head.weight)
     folder = tiny.save(trained, tmp_path / "folder")
     for groups in (8, 2):
-        assert_same_conversion(convert, folder, saved / "tensors", tmp_path, groups)
+        assert_same_conversion(convert, folder, tensors, tmp_path, groups)
 
 
 @pytest.mark.parametrize("where", ["here", "above", "run"])
