@@ -10,13 +10,12 @@ litgpt    tokens/s of our training step ÷ litgpt's: forward, backward, clipping
 resume    time to the first step's end of `uptrain resume` from step 100 000 ÷ from step 1, in fresh processes
 save      time of a training checkpoint, checked and on the disk ÷ `torch.save` of the same tensors, and with fsync
 
-Building a cache is measured by scripts/bench/prepare.py. Everything alternates; medians are compared.
+Building a cache is measured by scripts/bench/prepare.py. Loops take their steps in turns, and their tokens ÷ time are
+compared; everything else alternates, and medians are compared.
 """
 
 import argparse
-import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -26,21 +25,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.pop(0)  # this folder, in which this very file would be taken for the package
 
+import accelerate
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from uptrain.data.cache import MANIFEST, CacheShard, Manifest
@@ -100,19 +99,47 @@ def settings(model: Path, data: Path, steps: int, precision: str, **changes: Any
 BUDGET = {"global_batch_tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "original_tokens": None, "alpha": None}
 
 
-def our_loop(model: Path, data: Path, steps: int, precision: str, work: Path) -> list[tuple[float, int]]:
-    """Train; return each step's seconds and tokens, from the end of the step before."""
-    reset()
-    ends: list[tuple[float, int]] = []
+class Turns:
+    """Lets two loops in two threads take their steps in turns, so that a slow moment of the machine meets both."""
 
+    def __init__(self) -> None:
+        self.steps: dict[str, list[tuple[float, int]]] = {"ours": [], "theirs": []}
+        """Each step's seconds and tokens."""
+        self._changed = threading.Condition()
+        self._whose, self._ended = "ours", set[str]()
+        self._started = 0.0
+        self._tokens = {"ours": 0, "theirs": 0}
+
+    def begin(self, who: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._whose == who or self._ended)
+            self._started = time.perf_counter()
+
+    def step_ended(self, who: str, tokens: int) -> None:
+        """Note a step, and wait for the other's."""
+        self.steps[who].append((time.perf_counter() - self._started, tokens - self._tokens[who]))
+        self._tokens[who] = tokens
+        self._pass_on(who)
+        self.begin(who)
+
+    def end(self, who: str) -> None:
+        self._ended.add(who)
+        self._pass_on(who)
+
+    def _pass_on(self, who: str) -> None:
+        with self._changed:
+            self._whose = "theirs" if who == "ours" else "ours"
+            self._changed.notify_all()
+
+
+def our_loop(model: Path, data: Path, steps: int, precision: str, work: Path, turns: Turns) -> None:
     def show(record: Row) -> None:
         if "loss" in record:
-            ends.append((time.perf_counter(), record["tokens"]))
+            turns.step_ended("ours", record["tokens"])
+        elif record.get("event") == "started":
+            turns.begin("ours")
 
-    out = work / "ours"
-    shutil.rmtree(out, ignore_errors=True)
-    start(settings(model, data, steps, precision), BUDGET, model, out, math.inf, show)
-    return between(ends)
+    start(settings(model, data, steps, precision), BUDGET, model, work / "ours", math.inf, show)
 
 
 class Documents(Dataset[dict[str, list[int]]]):
@@ -142,22 +169,24 @@ def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 class Clock(TrainerCallback):
-    """Notes when steps end, and how many real tokens had been trained on."""
+    """Tells when steps begin and end, and how many real tokens had been trained on."""
 
-    def __init__(self) -> None:
-        self.ends: list[tuple[float, int]] = []
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self.n_tokens = 0
 
+    def on_train_begin(self, *arguments: Any, **options: Any) -> None:
+        self._turns.begin("theirs")
+
     def on_step_end(self, *arguments: Any, **options: Any) -> None:
-        self.ends.append((time.perf_counter(), self.n_tokens))
+        self._turns.step_ended("theirs", self.n_tokens)
 
 
 def their_loop(
-    model: Path, documents: list[list[int]], steps: int, precision: str, work: Path
-) -> list[tuple[float, int]]:
+    model: Path, documents: list[list[int]], steps: int, precision: str, work: Path, turns: Turns
+) -> None:  # fmt: skip
     """The same by the Hugging Face Trainer."""
-    reset()
-    clock = Clock()
+    clock = Clock(turns)
 
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         clock.n_tokens += sum(len(row["input_ids"]) for row in rows)
@@ -173,13 +202,8 @@ def their_loop(
         LlamaForCausalLM.from_pretrained(model, dtype=torch.float32),
         arguments, train_dataset=Documents(documents), data_collator=collate, callbacks=[clock],
     )  # fmt: skip
-    with quiet():
-        trainer.train()
-    return between(clock.ends)
-
-
-def between(ends: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(ends)]
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 def reset() -> None:
@@ -188,37 +212,42 @@ def reset() -> None:
         state._reset_state()
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings(), Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        warnings.simplefilter("ignore")
-        yield
-
-
 def speed(steps: list[tuple[float, int]]) -> float:
     """Return tokens/s: all tokens ÷ all time, each step's time limited to three times the median."""
     typical = statistics.median(seconds for seconds, _ in steps)
     return sum(tokens for _, tokens in steps) / sum(min(seconds, 3 * typical) for seconds, _ in steps)
 
 
-def compare_loops(kind: str, precision: str, model: Path, work: Path, rounds: int, steps: int) -> Row:
+def compare_loops(kind: str, precision: str, model: Path, work: Path, steps: int) -> Row:
+    """Train with both, a step each in turn."""
+    reset()
     documents = make_documents(kind, SEQ_LEN * MICRO_BATCH * ACCUMULATION * 64)
-    cache = make_cache(work / f"cache-{kind}-{precision}", documents)
-    pairs = []
-    for turn in range(rounds):
-        ways: list[tuple[str, Callable[[], list[tuple[float, int]]]]] = [
-            ("ours", lambda: our_loop(model, cache, steps, precision, work)),
-            ("theirs", lambda: their_loop(model, documents, steps, precision, work)),
-        ]
-        pairs.append({name: speed(way()) for name, way in (ways if turn % 2 else ways[::-1])})
-    return {
-        "part": "trainer" if kind == "full" else "padding",
-        "precision": precision,
-        "ours_tokens_per_s": statistics.median(p["ours"] for p in pairs),
-        "theirs_tokens_per_s": statistics.median(p["theirs"] for p in pairs),
-        "ratio": statistics.median(p["ours"] / p["theirs"] for p in pairs),
-        "ratios": [round(p["ours"] / p["theirs"], 3) for p in pairs],
+    place = work / f"{kind}-{precision}"
+    place.mkdir()
+    cache, turns = make_cache(place / "cache", documents), Turns()
+    loops: dict[str, Callable[[], None]] = {
+        "ours": lambda: our_loop(model, cache, steps, precision, place, turns),
+        "theirs": lambda: their_loop(model, documents, steps, precision, place, turns),
     }
+    accelerate.Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16" if precision == "bf16" else "no")
+
+    def work_of(who: str) -> None:
+        try:
+            loops[who]()
+        finally:
+            turns.end(who)
+
+    threads = [threading.Thread(target=work_of, args=(who,)) for who in loops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(found) == steps for found in turns.steps.values())
+    ours, theirs = (speed(turns.steps[who][2:]) for who in ("ours", "theirs"))
+    return {
+        "part": "trainer" if kind == "full" else "padding", "precision": precision, "steps": steps,
+        "ours_tokens_per_s": ours, "theirs_tokens_per_s": theirs, "ratio": ours / theirs,
+    }  # fmt: skip
 
 
 def compare_litgpt(precision: str, rounds: int) -> Row:
@@ -404,7 +433,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["bf16", "fp32"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=7, help="per round of a loop; the first is not counted")
+    parser.add_argument("--steps", type=int, default=22, help="of a loop; the first two are not counted")
     parser.add_argument("--folder", type=Path, help="where to work; needs 6 GB")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
@@ -415,8 +444,8 @@ def main() -> None:
         work = Path(name)
         model = make_model(work / "model")
         jobs: dict[str, Callable[[str], Row]] = {
-            "trainer": lambda p: compare_loops("full", p, model, work, options.rounds, options.steps),
-            "padding": lambda p: compare_loops("short", p, model, work, options.rounds, options.steps),
+            "trainer": lambda p: compare_loops("full", p, model, work, options.steps),
+            "padding": lambda p: compare_loops("short", p, model, work, options.steps),
             "litgpt": lambda p: compare_litgpt(p, 2 * options.rounds),
             "resume": lambda p: compare_resume(model, work, options.rounds),
             "save": lambda p: compare_save(work, options.rounds),
