@@ -13,7 +13,6 @@ import click
 
 from convert.methods import METHODS
 from model import terminal
-from model.terminal import print_json
 
 DIFFERENT = 3
 WORKERS = 4
@@ -129,12 +128,12 @@ def _convert(
         summary |= {"left_out": checkpoint.left_out, "notes": checkpoint.notes}
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
-            (print_json if as_json else show.plan)(summary)
+            (terminal.print_json if as_json else show.plan)(summary)
             return
         with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet=as_json) as progress:
             record = conversion.run(checkpoint, plan, out, overwrite, workers, progress)
     if as_json:
-        print_json({**summary, "merge_report": record["merge_report"]})
+        terminal.print_json({**summary, "merge_report": record["merge_report"]})
     else:
         show.merges(record["merge_report"])
         show.plan(summary)
@@ -154,7 +153,7 @@ def inspect(source: Path, as_json: bool) -> None:
     from model.checkpoint import open_checkpoint
 
     with open_checkpoint(source) as checkpoint:
-        (print_json if as_json else show.inspection)(inspect(checkpoint))
+        (terminal.print_json if as_json else show.inspection)(inspect(checkpoint))
 
 
 @cli.command()
@@ -175,7 +174,7 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
         with terminal.progress_bar("Verifying", total, quiet=as_json) as progress:
             findings = verify(checkpoint, out, progress, WORKERS)
     if as_json:
-        print_json({"ok": findings.ok, **vars(findings)})
+        terminal.print_json({"ok": findings.ok, **vars(findings)})
     elif findings.ok:
         click.echo(
             f"OK: {findings.n_merged} merged tensors recomputed, {findings.n_copied} other tensors, the config and "

@@ -4,14 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from uptrain.counts import show_count
+from uptrain.history import recovered_fraction
+from uptrain.losses import LOSSES
 
 BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining: end -->"
-
-_LOSS = {
-    "next-token": "next-token cross-entropy",
-    "distill": "KL divergence from `{teacher}`",
-    "mix": "half next-token cross-entropy, half KL divergence from `{teacher}`",
-}
 
 
 def model_card(source: Path, record: dict[str, Any]) -> bytes:
@@ -28,7 +24,8 @@ def _section(record: dict[str, Any]) -> str:
     rows = [
         ("Trained", f"{begun}, {record['step']:,} of {s['steps']:,} steps, {show_count(record['tokens'])} tokens"),
         *([("α", alpha)] if s["model"] else []),
-        ("Loss", _LOSS[s["loss"]].format(teacher=s["teacher"])),
+        ("Loss", LOSSES[s["loss"]]),
+        *([("Teacher", f"`{s['teacher']}`")] if s["teacher"] else []),
         ("Learning rate", f"{s['schedule']}, peak {s['lr']:.3g}, {s['optimizer']}, {s['precision']}"),
         ("Data", f"token cache {record['data_sha256'][:16]}…"),
         *_losses(record["evaluations"]),
@@ -50,12 +47,16 @@ def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    rows = [
-        ("Held-out loss", f"{first['loss']:.4f} at step {first['step']:,} → {last['loss']:.4f} at {last['step']:,}")
-    ]
+    before, after = (f"{_number(found['loss'])} at step {found['step']:,}" for found in (first, last))
+    rows = [("Held-out loss", f"{before} → {after}")]
     if "teacher_loss" in last:
-        gap = first["loss"] - last["teacher_loss"]
-        recovered = f"{(first['loss'] - last['loss']) / gap:.1%}" if gap > 0 else "undefined"
-        rows.append(("Teacher's loss", f"{last['teacher_loss']:.4f}; recovered fraction {recovered}"))
-        rows.append(("KL to the teacher", f"{last['kl']:.4f}; same choice at {last['agreement']:.1%} of tokens"))
+        rows.append(("Teacher's loss", _number(last["teacher_loss"])))
+        recovered = recovered_fraction(first, last)
+        if recovered is not None:
+            rows.append(("Recovered fraction", f"{recovered:.1%}"))
+        rows.append(("KL to the teacher", f"{_number(last['kl'])}; same choice at {last['agreement']:.1%} of tokens"))
     return rows
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -17,6 +17,7 @@ from model.errors import InputError
 from uptrain.data.batch import MICRO_BATCH_TOKENS, Batch, micro_batches
 from uptrain.data.cache import Cache
 from uptrain.fitting import check_tokenizer, check_vocabulary
+from uptrain.losses import WITHOUT_TEACHER
 from uptrain.measures import Measures
 from uptrain.models import block_names, load_student, load_teacher
 from uptrain.parallel import add_up, leave, make_accelerator
@@ -82,7 +83,7 @@ def _evaluate_folder(
     student = load_student(model)
     check_vocabulary(cache, student.head_weight.shape[0], str(data))
     parent = load_teacher(teacher, precision, accelerator.device) if teacher else None
-    trainee = accelerator.prepare(Trainee(student, "next-token", parent))
+    trainee = accelerator.prepare(Trainee(student, WITHOUT_TEACHER, parent))
     size = micro_batch or max(1, MICRO_BATCH_TOKENS // cache.seq_len)
     with terminal.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:
         return evaluate(trainee, cache, size, accelerator, parent is not None, advance=advance)

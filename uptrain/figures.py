@@ -15,7 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from uptrain.curves import Curve, evaluated, measured, moving_mean, thin, tokens_at, window
-from uptrain.history import MINIMISED, History
+from uptrain.history import History
+from uptrain.losses import LOSSES
 
 INK, MUTED, LINE, PAGE = "#1c1c1e", "#6e6e73", "#d9d9de", "#ffffff"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -103,7 +104,7 @@ def _training_panel(words: str) -> Panel:
 
 
 PANELS = (
-    *map(_training_panel, MINIMISED.values()),
+    *map(_training_panel, LOSSES.values()),
     Panel("Held-out loss: next-token cross-entropy", "nats per token", _has("loss"), _held_out_loss),
     Panel("Recovered fraction", "% of the loss that conversion cost", _has("recovered_fraction"), _recovered),
     Panel("KL divergence from the teacher, held out", "nats per token", _has("kl"), _kl, from_zero=True),

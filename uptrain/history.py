@@ -5,15 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.errors import InputError
+from uptrain.losses import LOSSES
 from uptrain.metrics import Record, read_metrics
 from uptrain.run_folder import METRICS, STATE, Run
-
-MINIMISED = {
-    "next-token": "next-token cross-entropy",
-    "distill": "KL divergence from the teacher",
-    "mix": "half cross-entropy, half KL divergence",
-}
-"""What the losses are, in words."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class History:
     @property
     def minimised(self) -> str:
         """What the training loss is, in words."""
-        return MINIMISED[self.run.settings.loss]
+        return LOSSES[self.run.settings.loss]
 
     def steps_of(self, event: str) -> list[int]:
         """Return the steps at which such an event happened."""

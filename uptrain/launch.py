@@ -19,6 +19,7 @@ from uptrain.data.batch import MICRO_BATCH_TOKENS
 from uptrain.data.cache import Cache
 from uptrain.data.texts import cache_of
 from uptrain.fitting import check_tokenizer
+from uptrain.losses import WITHOUT_TEACHER
 from uptrain.metrics import read_metrics, write_metrics
 from uptrain.parallel import leave, on_main
 from uptrain.recognise import source_names
@@ -110,8 +111,8 @@ def make_settings(
     **same: Any,
 ) -> tuple[Settings, dict[str, Any]]:
     """Resolve every default, and return the settings and where the number of steps comes from."""
-    loss = loss or ("distill" if teacher else "next-token")
-    if loss != "next-token" and teacher is None:
+    loss = loss or ("distill" if teacher else WITHOUT_TEACHER)
+    if loss != WITHOUT_TEACHER and teacher is None:
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
     cache = Cache.open(data)
     for path, opened in ((data, cache), *([(eval_data, Cache.open(eval_data))] if eval_data else [])):

@@ -83,7 +83,3 @@ def recompute_activations(layers: list[nn.Module]) -> None:
 
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def n_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

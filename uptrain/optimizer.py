@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-OPTIMIZERS = ("adamw", "adafactor")
-
 
 def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
     """Return an optimizer of the trainable parameters, which must be float32 masters.

@@ -42,11 +42,10 @@ from uptrain.parallel import is_lost_process, make_accelerator, on_main, shard_t
 from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.schedule import Schedule
 from uptrain.settings import Settings
+from uptrain.show import Show
 from uptrain.signals import stop_request
 from uptrain.trainee import Trainee, blocks, choose_trainable
 from uptrain.training_checkpoint import Checkpoints, Found, SaveError, load
-
-Show = Callable[[dict[str, Any]], None]
 
 
 def schedule_of(s: Settings) -> Schedule:

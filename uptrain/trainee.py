@@ -6,6 +6,8 @@ Inside that forward the head's matrix is a whole tensor also where FSDP shards i
 import torch
 from torch import Tensor, nn
 
+from model.errors import InputError
+from model.llama import LlamaForCausalLM
 from uptrain.data.batch import Batch
 from uptrain.language_model import LanguageModel
 from uptrain.losses import find_loss
@@ -43,15 +45,11 @@ def choose_trainable(student: LanguageModel, part: str) -> None:
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(any(word in name for word in wanted))
     if not any(parameter.requires_grad for parameter in student.parameters()):
-        from model.errors import InputError
-
         raise InputError(f"--trainable {part}: this model names no tensor {' or '.join(wanted)}; use --trainable all.")
 
 
 def blocks(student: LanguageModel) -> list[nn.Module]:
     """Return the layers, which are compiled, sharded and recomputed one by one."""
-    from model.llama import LlamaForCausalLM
-
     if isinstance(student, LlamaForCausalLM):
         return list(student.model.layers)
     names = set(getattr(student.theirs, "_no_split_modules", None) or ())

@@ -5,10 +5,11 @@ import json
 import pytest
 import tiny
 import torch
-from training import VOCAB, arguments, drive, make_inputs, tensors
+from training import VOCAB, arguments, drive, evaluations, make_inputs, tensors
 from transformers import AutoModelForCausalLM
 
 from model import load_model
+from uptrain.card import _losses
 
 LAYOUTS = [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
 
@@ -53,6 +54,27 @@ def test_files_are_the_sources_and_tell_what_was_done(tmp_path, uptrain):
     assert "4 of 4 steps" in card
     record = json.loads((tmp_path / "out/uptraining.json").read_text())
     assert (record["step"], record["tokens"], record["settings"]["model"]) == (4, 1024, "model")
+
+
+def test_card_tells_of_the_teacher_and_what_came_back(tmp_path, uptrain, distilled):
+    assert uptrain("export", distilled, tmp_path / "out").code == 0
+    card = (tmp_path / "out/README.md").read_text()
+    first, *_, (step, last) = (found for _, found in enumerate(evaluations(distilled)))
+    recovered = (first[1]["loss"] - last["loss"]) / (first[1]["loss"] - last["teacher_loss"])
+    for row in (
+        "| Loss | KL divergence from the teacher |",
+        "| Teacher | `parent` |",
+        f"| Held-out loss | {first[1]['loss']:.4f} at step 0 → {last['loss']:.4f} at step {step} |",
+        f"| Teacher's loss | {last['teacher_loss']:.4f} |",
+        f"| Recovered fraction | {recovered:.1%} |",
+        f"| KL to the teacher | {last['kl']:.4f}; same choice at {last['agreement']:.1%} of tokens |",
+    ):
+        assert row in card, (row, card)
+
+
+def test_card_of_a_loss_that_was_not_finite():
+    rows = dict(_losses([{"step": 0, "loss": 3.0}, {"step": 5, "loss": None}]))
+    assert rows["Held-out loss"] == "3.0000 at step 0 → not finite at step 5"
 
 
 def test_bfloat16_rounds_once_and_is_named_in_the_config(tmp_path, uptrain):

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from uptrain.commands.options import budget_options, request_from, schedule_options
+from uptrain.losses import LOSSES
 from uptrain.signals import stop_request
 
 FOLDER = click.Path(path_type=Path)
@@ -68,7 +69,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 @click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The MHA parent, to distil from and to compare with.")
 @click.option(
     "--loss",
-    type=click.Choice(("next-token", "distill", "mix")),
+    type=click.Choice(tuple(LOSSES)),
     help="What to minimise.  [default: distill with a teacher, else next-token]",
 )
 @click.option(

@@ -7,15 +7,21 @@ the loss summed over the batch's targets, in float32; the loop divides by the nu
 
 import importlib
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-LOSSES = ("next-token", "distill", "mix")
-NEEDS_TEACHER = ("distill", "mix")
+LOSSES = {
+    "next-token": "next-token cross-entropy",
+    "distill": "KL divergence from the teacher",
+    "mix": "half cross-entropy, half KL divergence",
+}
+"""What each is, in words."""
+WITHOUT_TEACHER = "next-token"
 
 
-def find_loss(name: str) -> Callable[..., Tensor]:
+def find_loss(name: str) -> "Callable[..., Tensor]":
     """Return the function `loss_sum` of a loss."""
     module = importlib.import_module(f"uptrain.losses.{name.replace('-', '_')}")
     return cast("Callable[..., Tensor]", module.loss_sum)
