@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from convert.methods import METHODS
+from convert.methods import METHODS, REPEAT
 from model import terminal
 
 DIFFERENT = 3
@@ -102,10 +102,24 @@ def to_hf(source: Path, out: Path, **options: Any) -> None:
     _convert(source, out, None, **options)
 
 
+@cli.command("repeat-kv")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--kv-heads", type=int, required=True, metavar="N", help="K/V heads to have, each of SOURCE's repeated.")
+@_writing_options
+def repeat_kv(source: Path, out: Path, kv_heads: int, **options: Any) -> None:
+    """Repeat the K/V heads of SOURCE, so that there are N.
+
+    For engines that cannot divide a few K/V heads among more devices. OUT computes what SOURCE does, with a larger KV
+    cache. N must be a multiple of SOURCE's number that divides the query heads; `convert inspect SOURCE` lists them.
+    """
+    _convert(source, out, kv_heads, method=REPEAT, **options)
+
+
 def _convert(
     source: Path,
     out: Path,
-    groups: int | None,
+    n_kv_heads: int | None,
     *,
     method: str = METHODS[0],
     seed: int = 0,
@@ -123,7 +137,7 @@ def _convert(
 
     size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
-        plan = make_plan(checkpoint, groups, method, seed, size)
+        plan = make_plan(checkpoint, n_kv_heads, method, seed, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
         summary |= {"left_out": checkpoint.left_out, "notes": checkpoint.notes}
         if dry_run:
@@ -135,7 +149,8 @@ def _convert(
     if as_json:
         terminal.print_json({**summary, "merge_report": record["merge_report"]})
     else:
-        show.merges(record["merge_report"])
+        if method != REPEAT:
+            show.merges(record["merge_report"])
         show.plan(summary)
         click.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
 
@@ -177,8 +192,8 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
         terminal.print_json({"ok": findings.ok, **vars(findings)})
     elif findings.ok:
         click.echo(
-            f"OK: {findings.n_merged} merged tensors recomputed, {findings.n_copied} other tensors, the config and "
-            f"{findings.n_files} other files compared; all agree."
+            f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
+            f"config and {findings.n_files} other files compared; all agree."
         )
     else:
         for difference in findings.differences:

@@ -5,13 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from convert import provenance
+from convert import provenance, side_files
 from convert.execute import Progress, execute
 from convert.plan import Plan, fingerprint
 from model.checkpoint import Checkpoint
 from model.checkpoint.folder import INDEX, json_text
 from model.checkpoint.writer import index_text
-from model.config import with_n_kv_heads
 from model.errors import CheckpointError
 from model.staging import Staging, sync_file, sync_folder, write_file
 
@@ -55,8 +54,8 @@ def _is_replaceable(out: Path) -> bool:
 def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
     """Raise CheckpointError if what is still to be written does not fit on the disk."""
     present = sum(path.stat().st_size for path in staging.root.rglob("*") if path.is_file())
-    side_files = sum(c.stat().st_size if isinstance(c, Path) else len(c) for c in checkpoint.side_files.values())
-    needed = plan.output_bytes + side_files + SPARE_BYTES - present
+    sizes = (c.stat().st_size if isinstance(c, Path) else len(c) for c in checkpoint.side_files.values())
+    needed = plan.output_bytes + sum(sizes) + SPARE_BYTES - present
     free = shutil.disk_usage(_nearest_folder(staging.out)).free
     if needed > free:
         raise CheckpointError(
@@ -103,10 +102,9 @@ def run(
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
     """Write everything but the weights; return the content of `groupwise.json`."""
     folder = staging.folder
-    for name, content in checkpoint.side_files.items():
+    for name, content in side_files.copied(checkpoint, plan).items():
         write_file(folder / name, content.read_bytes() if isinstance(content, Path) else content)
-    config_text = with_n_kv_heads(checkpoint.config_text, plan.n_kv_heads, plan.geometry.text_config)
-    write_file(folder / "config.json", config_text)
+    write_file(folder / "config.json", side_files.config_text(checkpoint, plan))
     index = index_text(plan.shards, plan.tensors)
     if index is not None:
         write_file(folder / INDEX, index)

@@ -12,6 +12,7 @@ from typing import Any
 
 from convert.merge import merge_groups
 from convert.plan import Plan
+from convert.regroup import Regrouped, Rows
 from model.checkpoint import Checkpoint, Shard, Span
 from model.checkpoint.writer import ShardFile
 from model.staging import Staging
@@ -28,7 +29,7 @@ Task = Callable[[], int]
 
 def total_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
     """Return what `Progress` will have counted in the end: the tensors written and the source files checksummed."""
-    return plan.bytes_copied + plan.bytes_merged + sum(path.stat().st_size for path in checkpoint.weight_files)
+    return plan.bytes_copied + plan.bytes_regrouped + sum(path.stat().st_size for path in checkpoint.weight_files)
 
 
 def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, progress: Progress) -> None:
@@ -97,7 +98,7 @@ class _ShardJob:
         if self._shard.name in self._staging.finished and self._path.exists():
             size = sum(tensor.nbytes for tensor in self._tensors)
             return [lambda: size]
-        tasks = [*self._merges(), *self._copies()]
+        tasks = [*self._regroupings(), *self._copies()]
         self._left = len(tasks)
         return [self._counted(task) for task in tasks] or [self._finish]
 
@@ -120,7 +121,8 @@ class _ShardJob:
     def _finish(self) -> int:
         self._output().finish()
         self._partial.rename(self._path)
-        labels = [merge.label for name in self._shard.tensors for merge in self._plan.merged.get(name, ())]
+        regrouped = self._plan.regrouped
+        labels = [m.label for name in self._shard.tensors if name in regrouped for m in regrouped[name].merges]
         reports = {label: self._reports[label] for label in labels}
         self._staging.record_file(self._shard.name, reports)
         return 0
@@ -129,23 +131,38 @@ class _ShardJob:
         if self._file is not None:
             self._file.close()
 
-    def _merges(self) -> Iterator[Task]:
+    def _regroupings(self) -> Iterator[Task]:
         for name in self._shard.tensors:
-            if name in self._plan.merged:
-                yield partial(self._merge, name)
+            if name in self._plan.regrouped:
+                yield partial(self._regroup, self._plan.regrouped[name])
 
-    def _merge(self, name: str) -> int:
-        plan, row = self._plan, self._plan.copied_rows(name)
-        tensor, nbytes = plan.tensors[name], 0
-        for merge in plan.merged[name]:
+    def _regroup(self, regrouped: Regrouped) -> int:
+        """Write a tensor with K/V heads: copy what stays, and merge."""
+        plan, name = self._plan, regrouped.tensor.name
+        row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
+        for rows in regrouped.copies:
+            self._copy_rows(name, rows, row_nbytes)
+        n_rows = sum(rows.n for rows in regrouped.copies)
+        for merge in regrouped.merges:
             reports = []
-            for merged, report in merge_groups(self._checkpoint, merge, plan.method, plan.seed):
+            for row, merged, report in merge_groups(self._checkpoint, merge, plan.method, plan.seed):
                 self._output().write_rows(name, row, merged)
-                row, nbytes = row + len(merged), nbytes + merged.nbytes
+                n_rows += len(merged)
                 reports.append(asdict(report))
             self._reports[merge.label] = reports
-        assert row == tensor.shape[0]
-        return nbytes
+        assert n_rows == regrouped.tensor.shape[0]
+        return regrouped.tensor.nbytes
+
+    def _copy_rows(self, name: str, rows: Rows, row_nbytes: int) -> None:
+        span = self._checkpoint.span(rows.source)
+        if span is not None:
+            piece = Span(span.path, span.offset + rows.source_row * row_nbytes, rows.n * row_nbytes)
+            self._output().copy(name, rows.row * row_nbytes, piece)
+            return
+        step = max(1, ROWS_PIECE // row_nbytes)
+        for start in range(0, rows.n, step):
+            first, stop = rows.source_row + start, rows.source_row + min(start + step, rows.n)
+            self._output().write_rows(name, rows.row + start, self._checkpoint.rows(rows.source, first, stop))
 
     def _copies(self) -> Iterator[Task]:
         """Yield pieces to copy: neighbours in the source as one, long ones cut, so that workers share evenly."""
@@ -154,14 +171,14 @@ class _ShardJob:
                 piece = Span(span.path, span.offset + start, min(COPY_PIECE, span.length - start))
                 yield partial(self._copy, first, start, piece)
         for name in self._shard.tensors:
-            if self._checkpoint.span(name) is None and (name not in self._plan.merged or self._plan.copied_rows(name)):
+            if name not in self._plan.regrouped and self._checkpoint.span(name) is None:
                 yield partial(self._write, name)
 
     def _spans(self) -> Iterator[tuple[str, Span]]:
         """Yield the runs of tensors that lie together in source and output, by the name of the first."""
         run: tuple[str, Span] | None = None
         for name in self._shard.tensors:
-            span = self._copied_span(name)
+            span = None if name in self._plan.regrouped else self._checkpoint.span(name)
             if run and span and (span.path, span.offset) == (run[1].path, run[1].offset + run[1].length):
                 run = run[0], Span(span.path, run[1].offset, run[1].length + span.length)
                 continue
@@ -171,22 +188,13 @@ class _ShardJob:
         if run:
             yield run
 
-    def _copied_span(self, name: str) -> Span | None:
-        """Return where the bytes to copy lie: the whole tensor's, or those of its first rows, or none."""
-        span = self._checkpoint.span(name)
-        if span is None or name not in self._plan.merged:
-            return span
-        row_nbytes = span.length // self._checkpoint.tensors[name].shape[0]
-        length = self._plan.copied_rows(name) * row_nbytes
-        return Span(span.path, span.offset, length) if length else None
-
     def _copy(self, name: str, start: int, piece: Span) -> int:
         self._output().copy(name, start, piece)
         return piece.length
 
     def _write(self, name: str) -> int:
-        """Write what is copied of a tensor that the source stores in another form, a few rows at a time."""
-        tensor = self._plan.copied(self._checkpoint.tensors[name])
+        """Write a tensor that the source stores in another form, a few rows at a time."""
+        tensor = self._checkpoint.tensors[name]
         for start, stop in tensor.row_blocks(ROWS_PIECE):
             self._output().write_rows(name, start, self._checkpoint.rows(name, start, stop))
         return tensor.nbytes

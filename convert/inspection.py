@@ -5,7 +5,7 @@ from typing import Any
 
 from model.checkpoint import Checkpoint, Tensor
 from model.config import Geometry, read_geometry
-from model.layout import KVHeads
+from model.layout import Heads
 
 # Sizes people run: powers of two. vLLM and its kind want the query heads to divide evenly (vLLM, `ModelConfig`,
 # `get_num_kv_heads` and `verify_with_parallel_config`).
@@ -36,6 +36,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "side_files": sorted(checkpoint.side_files),
         "left_out": list(checkpoint.left_out),
         "notes": list(checkpoint.notes),
+        "repeats": list(geometry.legal_repeats),
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }
 
@@ -45,7 +46,7 @@ def attention_kind(n_heads: int, n_kv_heads: int) -> str:
 
 
 def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[str, Any]:
-    kv_bytes = sum(_nbytes(checkpoint.tensors[heads.tensors[0]], heads, geometry) for heads in geometry.kv_heads)
+    kv_bytes = sum(_nbytes(checkpoint.tensors[heads.tensors[0]], heads) for heads in _kv_heads(geometry))
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     sizes = [n for n in TENSOR_PARALLEL if geometry.n_heads % n == 0]
     return {
@@ -58,6 +59,10 @@ def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[
     }
 
 
-def _nbytes(tensor: Tensor, heads: KVHeads, geometry: Geometry) -> int:
-    """Return the bytes of all of a layer's K or V heads, which lie in `tensor` or in its likes."""
-    return geometry.n_kv_heads * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])
+def _kv_heads(geometry: Geometry) -> list[Heads]:
+    return [heads for heads in geometry.attention.heads(geometry.n_kv_heads) if heads.kind != "q"]
+
+
+def _nbytes(tensor: Tensor, heads: Heads) -> int:
+    """Return the bytes of all of these heads, which lie in `tensor` or in its likes."""
+    return heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])

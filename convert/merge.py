@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,43 +11,43 @@ from numpy.typing import NDArray
 from convert.methods import find_method
 from model.checkpoint import Array, Checkpoint, Tensor
 from model.errors import CheckpointError
+from model.layout import Heads
 
 _BLOCK = 1 << 17  # elements looked at together
 
 
 @dataclass(frozen=True)
 class Merge:
-    """K or V heads that become fewer and stand in one tensor of the output, one after another."""
+    """K or V heads that become fewer, and those of them that stand in one tensor of the output."""
 
-    kind: Literal["k", "v"]
     tensor: str
     """The output's tensor."""
-    sources: tuple[str, ...]
-    """The source's tensor, which has the same name; or a tensor for each head."""
-    first_row: int
-    """Of the heads, in the source's tensor. The rows before are queries, or K heads too."""
-    rows_per_head: int
-    n_in: int
-    n_out: int
+    source: Heads
+    output: Heads
+    heads: tuple[int, ...]
+    """Which of the output's heads are in the tensor."""
+
+    @property
+    def kind(self) -> str:
+        return self.output.kind
 
     @property
     def group_size(self) -> int:
         """How many heads become one."""
-        return self.n_in // self.n_out
+        return self.source.n // self.output.n
 
-    @property
-    def source(self) -> str:
-        """What an error calls the source."""
-        return " to ".join(dict.fromkeys((self.sources[0], self.sources[-1])))
+    def places(self, head: int) -> list[tuple[str, int]]:
+        """Return where the heads lie in the source that become one of the output's: tensor and first row."""
+        return [self.source.place(head * self.group_size + i) for i in range(self.group_size)]
 
     @property
     def label(self) -> str:
         """The merge's own name: K and V heads may share a tensor."""
-        return f"{self.tensor} {self.kind}" if self.first_row else self.tensor
+        return f"{self.tensor} {self.kind}" if self.source.first_row else self.tensor
 
     def group_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of a group's heads, which lie in `tensor` or in its likes."""
-        return self.group_size * self.rows_per_head * (tensor.nbytes // tensor.shape[0])
+        return self.group_size * self.source.rows_per_head * (tensor.nbytes // tensor.shape[0])
 
 
 @dataclass(frozen=True)
@@ -67,33 +66,38 @@ def tensor_rng(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
 
 
-def merge_groups(checkpoint: Checkpoint, merge: Merge, method: str, seed: int) -> Iterator[tuple[Array, GroupReport]]:
-    """Yield each group's merged head, [rows_per_head, …] in the tensor's dtype, with its report, in order.
+def merge_groups(
+    checkpoint: Checkpoint, merge: Merge, method: str, seed: int
+) -> Iterator[tuple[int, Array, GroupReport]]:
+    """Yield each merged head's first row in the output, its rows [rows_per_head, …] in the tensor's dtype, its report.
 
     Holds one group of the source at a time. Raises CheckpointError at a NaN or infinity.
     """
     merge_heads, rng = find_method(method), tensor_rng(seed, merge.label)
-    shape = checkpoint.tensors[merge.tensor].shape[1:]
-    for group in range(merge.n_out):
-        heads_HDM = _read_group(checkpoint, merge, group).reshape(merge.group_size, -1, prod(shape))
-        norms_H, mean_cosine = _compare_heads(heads_HDM.reshape(len(heads_HDM), -1), merge.source)
+    for head in merge.heads:
+        places = merge.places(head)
+        rows = _read_group(checkpoint, places, merge.source.rows_per_head)
+        heads_HDM = rows.reshape(merge.group_size, -1, prod(rows.shape[1:]))
+        norms_H, mean_cosine = _compare_heads(heads_HDM.reshape(len(heads_HDM), -1), places)
         merged_DM = merge_heads(heads_HDM, 1, rng)[0]
         ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
-        yield merged_DM.reshape(merge.rows_per_head, *shape), GroupReport(float(ratio), mean_cosine)
+        merged = merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:])
+        yield merge.output.place(head)[1], merged, GroupReport(float(ratio), mean_cosine)
 
 
-def _read_group(checkpoint: Checkpoint, merge: Merge, group: int) -> Array:
-    if len(merge.sources) > 1:
-        return np.concatenate([checkpoint.rows(name, 0, merge.rows_per_head) for name in merge.sources])
-    n_rows = merge.group_size * merge.rows_per_head
-    start = merge.first_row + group * n_rows
-    return checkpoint.rows(merge.sources[0], start, start + n_rows)
+def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: int) -> Array:
+    """Read heads of `n_rows` each, which often are neighbours."""
+    name, start = places[0]
+    if places[-1] == (name, start + (len(places) - 1) * n_rows):
+        return checkpoint.rows(name, start, start + len(places) * n_rows)
+    return np.concatenate([checkpoint.rows(name, row, row + n_rows) for name, row in places])
 
 
-def _compare_heads(heads_HF: Array, name: str) -> tuple[NDArray[np.float64], float]:
+def _compare_heads(heads_HF: Array, places: list[tuple[str, int]]) -> tuple[NDArray[np.float64], float]:
     """Return the norm of each head and their mean pairwise cosine, refusing numbers that are not finite."""
     norms_H = _norms(heads_HF)
     if not np.isfinite(norms_H).all():
+        name = " to ".join(dict.fromkeys((places[0][0], places[-1][0])))
         raise CheckpointError(f"the tensor {name} holds NaN or infinite values; the checkpoint is damaged.")
     n = len(heads_HF)
     if n == 1:

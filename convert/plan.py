@@ -8,7 +8,10 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
+from convert.custom_code import Code, find_code
 from convert.merge import Merge
+from convert.methods import REPEAT
+from convert.regroup import Regrouped, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.writer import divide, header_bytes, name_shards
 from model.config import Geometry, read_geometry
@@ -34,12 +37,14 @@ class Plan:
     tensors: dict[str, Tensor]
     """Every tensor as it will be written."""
     shards: tuple[Shard, ...]
-    merged: dict[str, tuple[Merge, ...]]
-    """What to compute in which tensors, row by row; all others are copied. Empty when the number of heads stays."""
+    regrouped: dict[str, Regrouped]
+    """What becomes of the tensors with K/V heads; all others are copied. Empty when the number of heads stays."""
+    code: Code | None
+    """Code that the output needs beside the weights."""
     largest_group: int
     """Bytes of the largest group of heads in one tensor."""
     rewrites: bool
-    """Whether tensors beside the merged ones must be written anew, being stored in another form."""
+    """Whether tensors beside the regrouped ones must be written anew, being stored in another form."""
 
     reader_bytes: int
     """Memory that the source's reader takes by itself."""
@@ -50,27 +55,17 @@ class Plan:
         return sum(map(len, headers)) + sum(t.nbytes for t in self.tensors.values())
 
     @property
-    def bytes_merged(self) -> int:
-        return sum(self.tensors[name].nbytes for name in self.merged)
+    def bytes_regrouped(self) -> int:
+        return sum(self.tensors[name].nbytes for name in self.regrouped)
 
     @property
     def bytes_copied(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values()) - self.bytes_merged
+        return sum(t.nbytes for t in self.tensors.values()) - self.bytes_regrouped
 
     @property
     def merges(self) -> list[Merge]:
         """All merges, in the order of layers."""
-        return [merge for merges in self.merged.values() for merge in merges]
-
-    def copied_rows(self, name: str) -> int:
-        """Return how many of a merged tensor's first rows are copied: the queries of a fused projection."""
-        return self.merged[name][0].first_row
-
-    def copied(self, tensor: Tensor) -> Tensor:
-        """Return what is copied of a source's tensor: all of it, or its first rows."""
-        if tensor.name not in self.merged:
-            return tensor
-        return replace(tensor, shape=(self.copied_rows(tensor.name), *tensor.shape[1:]))
+        return [merge for regrouped in self.regrouped.values() for merge in regrouped.merges]
 
     def workers(self, wanted: int) -> int:
         """Return how many workers to use: fewer than wanted where their groups would not fit in memory together."""
@@ -91,9 +86,9 @@ class Plan:
             "groups": self.n_kv_heads,
             "method": self.method,
             "seed": self.seed,
-            "n_merged": len(self.merged),
-            "bytes_merged": self.bytes_merged,
-            "n_copied": len(self.tensors) - len(self.merged),
+            "n_regrouped": len(self.regrouped),
+            "bytes_regrouped": self.bytes_regrouped,
+            "n_copied": len(self.tensors) - len(self.regrouped),
             "bytes_copied": self.bytes_copied,
             "output_bytes": self.output_bytes,
             "n_shards": len(self.shards),
@@ -104,83 +99,104 @@ class Plan:
 
 
 def make_plan(
-    checkpoint: Checkpoint, groups: int | None, method: str, seed: int, max_shard_size: int | None
+    checkpoint: Checkpoint, n_kv_heads: int | None, method: str, seed: int, max_shard_size: int | None
 ) -> Plan:  # fmt: skip
-    """Decide how to convert `checkpoint` to `groups` K/V heads, or to as many as it has.
+    """Decide how to convert `checkpoint` to so many K/V heads, or to as many as it has.
 
     Raises CheckpointError where that is impossible.
     """
     geometry = read_geometry(checkpoint)
-    groups = geometry.n_kv_heads if groups is None else groups
-    _check_groups(geometry, groups, checkpoint)
-    merged = _plan_merges(geometry, groups) if groups != geometry.n_kv_heads else {}
-    dropped = {name for heads in geometry.kv_heads for name in heads.tensors[groups:]} if merged else set()
-    tensors = {
-        name: replace(tensor, shape=_merged_shape(tensor, merged[name])) if name in merged else tensor
-        for name, tensor in checkpoint.tensors.items()
-        if name not in dropped
-    }
+    n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
+    _check_n_kv_heads(geometry, n_kv_heads, method)
+    _check_slices(checkpoint, geometry, n_kv_heads)
+    changes = n_kv_heads != geometry.n_kv_heads
+    regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads) if changes else {}
+    shards = _keep_shards(checkpoint, geometry, regrouped)
+    names = (name for shard in shards for name in shard.tensors)
+    tensors = {name: regrouped[name].tensor if name in regrouped else checkpoint.tensors[name] for name in names}
     return Plan(
         geometry=geometry,
-        n_kv_heads=groups,
+        n_kv_heads=n_kv_heads,
         method=method,
         seed=seed,
         max_shard_size=max_shard_size,
         tensors=tensors,
-        shards=_plan_shards(checkpoint, tensors, max_shard_size),
-        merged=merged,
-        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - merged.keys()),
+        shards=_plan_shards(checkpoint, shards, tensors, max_shard_size),
+        regrouped=regrouped,
+        code=find_code(checkpoint, geometry.attention.family) if regrouped else None,
+        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
         reader_bytes=checkpoint.reader_bytes,
         largest_group=max(
-            (merge.group_nbytes(checkpoint.tensors[name]) for name, merges in merged.items() for merge in merges),
-            default=0,
+            (merge.group_nbytes(made.tensor) for made in regrouped.values() for merge in made.merges), default=0
         ),
     )
 
 
-def _plan_merges(geometry: Geometry, groups: int) -> dict[str, tuple[Merge, ...]]:
-    """Return what to compute, by the output's tensors. Of tensors for single heads, the first `groups` remain."""
-    merged: dict[str, list[Merge]] = defaultdict(list)
-    for heads in geometry.kv_heads:
-        n_outputs = 1 if len(heads.tensors) == 1 else groups
-        per_output = len(heads.tensors) // n_outputs
-        n_in, n_out = geometry.n_kv_heads // n_outputs, groups // n_outputs
-        for i, name in enumerate(heads.tensors[:n_outputs]):
-            sources = heads.tensors[i * per_output : (i + 1) * per_output]
-            merged[name].append(Merge(heads.kind, name, sources, heads.first_row, heads.rows_per_head, n_in, n_out))
-    return {name: tuple(merges) for name, merges in merged.items()}
+def _check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str) -> None:
+    has = geometry.n_kv_heads
+    if method == REPEAT:
+        _check_repeats(geometry, n_kv_heads)
+    elif n_kv_heads not in geometry.legal_n_kv_heads:
+        legal = ", ".join(map(str, geometry.legal_n_kv_heads))
+        if has % max(n_kv_heads, 1) == 0 < n_kv_heads:
+            why = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
+        else:
+            why = f"the model has {has} K/V heads, and groups (the K/V heads to keep) must divide them"
+        raise CheckpointError(f"--groups {n_kv_heads} is not possible: {why}; choose one of {legal}.")
 
 
-def _merged_shape(tensor: Tensor, merges: tuple[Merge, ...]) -> tuple[int, ...]:
-    rows = merges[0].first_row + sum(merge.n_out * merge.rows_per_head for merge in merges)
-    return rows, *tensor.shape[1:]
-
-
-def _check_groups(geometry: Geometry, groups: int, checkpoint: Checkpoint) -> None:
-    legal = ", ".join(map(str, geometry.legal_n_kv_heads))
-    if groups not in geometry.legal_n_kv_heads:
+def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
+    legal = geometry.legal_repeats
+    if n_kv_heads in legal:
+        return
+    given = f"--kv-heads {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
+    if legal:
         raise CheckpointError(
-            f"--groups {groups} is not possible: the model has {geometry.n_kv_heads} K/V heads, and groups "
-            f"(the K/V heads to keep) must divide them; choose one of {legal}."
+            f"{given} for {geometry.n_heads} query heads, and repeating makes a multiple of the former that divides "
+            f"the latter; choose one of {', '.join(map(str, legal))}."
         )
+    if geometry.n_kv_heads == geometry.n_heads:
+        raise CheckpointError(f"{given}, one for each query head already; there is nothing to repeat.")
+    raise CheckpointError(f"{given}, and the class of {geometry.model_type} cannot hold another number of them.")
+
+
+def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -> None:
     config = checkpoint.config if geometry.text_config is None else checkpoint.config[geometry.text_config]
     slices = config.get("pretraining_tp") or 1
-    if type(slices) is not int or slices < 1 or groups * geometry.head_dim % slices:
+    if type(slices) is not int or slices < 1 or n_kv_heads * geometry.head_dim % slices:
         raise CheckpointError(
-            f"config.json has pretraining_tp = {slices!r}, which does not divide {groups} x {geometry.head_dim} rows; "
-            "set it to 1 (it only changes how products are split)."
+            f"config.json has pretraining_tp = {slices!r}, which does not divide {n_kv_heads} x {geometry.head_dim} "
+            "rows; set it to 1 (it only changes how products are split)."
         )
+
+
+def _keep_shards(
+    checkpoint: Checkpoint, geometry: Geometry, regrouped: dict[str, Regrouped]
+) -> tuple[Shard, ...]:  # fmt: skip
+    """Return the source's shards with the output's tensors.
+
+    They are the source's, except where each head has a tensor of its own, of which there may be fewer or more.
+    """
+    with_heads = {name for heads in geometry.attention.heads(geometry.n_kv_heads) for name in heads.tensors}
+    dropped = with_heads - regrouped.keys() if regrouped else set()
+    added = defaultdict(list)
+    for name, made in regrouped.items():
+        if name not in checkpoint.tensors:
+            added[made.copies[0].source].append(name)
+    shards = []
+    for shard in checkpoint.shards:
+        names = (made for name in shard.tensors for made in (name, *added[name]) if made not in dropped)
+        shards.append(replace(shard, tensors=tuple(names)))
+    return tuple(shard for shard in shards if shard.tensors)
 
 
 def _plan_shards(
-    checkpoint: Checkpoint, tensors: dict[str, Tensor], max_shard_size: int | None
+    checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, Tensor], max_shard_size: int | None
 ) -> tuple[Shard, ...]:  # fmt: skip
     if max_shard_size is None and checkpoint.is_sharded_by_user:
-        kept = (replace(shard, tensors=tuple(n for n in shard.tensors if n in tensors)) for shard in checkpoint.shards)
-        return tuple(shard for shard in kept if shard.tensors)
-    in_order = [tensors[name] for shard in checkpoint.shards for name in shard.tensors if name in tensors]
-    metadata = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
-    return name_shards(divide(in_order, max_shard_size or DEFAULT_SHARD_SIZE), metadata)
+        return shards
+    metadata = {key: value for shard in shards for key, value in shard.metadata.items()}
+    return name_shards(divide(list(tensors.values()), max_shard_size or DEFAULT_SHARD_SIZE), metadata)
 
 
 def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
@@ -196,6 +212,7 @@ def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
         "seed": plan.seed,
         "shards": [[shard.name, shard.tensors, dict(shard.metadata)] for shard in plan.shards],
         "tensors": [[t.name, t.dtype, t.shape] for t in plan.tensors.values()],
+        "code": plan.code and plan.code.settings,
         "config": checkpoint.config_text.decode(errors="replace"),
         "files": [[name, s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()],
     }

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from convert.execute import checksum_key, merge_reports
+from convert.methods import REPEAT
 from convert.plan import Plan
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
@@ -43,7 +44,7 @@ def build(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any
         "seed": plan.seed,
         "groups": plan.n_kv_heads,
         "geometry": {
-            "model_type": plan.geometry.model_type,
+            "model_type": plan.code.settings["model_type"] if plan.code else plan.geometry.model_type,
             "n_layers": plan.geometry.n_layers,
             "n_heads": plan.geometry.n_heads,
             "n_kv_heads": plan.n_kv_heads,
@@ -135,13 +136,13 @@ def _section(checkpoint: Checkpoint, plan: Plan) -> str:
 
 {_what_was_done(plan)}{quantised} Details,
 with the SHA-256 of every source file, are in `{FILE}`. The base model's licence applies.
-{notes}{CARD_END}
+{_how_to_open(plan)}{notes}{CARD_END}
 """
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     geometry = plan.geometry
-    if not plan.merged:
+    if not plan.regrouped:
         return [("K/V heads", f"{geometry.n_kv_heads} (query heads: {geometry.n_heads})")]
     before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
     after = geometry.kv_cache_bytes_per_token(plan.n_kv_heads)
@@ -154,10 +155,25 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 def _what_was_done(plan: Plan) -> str:
     exactly = "value for value" if plan.rewrites else "byte for byte"
-    if not plan.merged:
+    if not plan.regrouped:
         return f"No heads were merged: the weights are the base model's, {exactly}."
+    if plan.method == REPEAT:
+        return (
+            "Each K/V head stands here several times, so that tensor parallelism can divide them; the model computes\n"
+            f"what the base model does. All other weights are the base model's, {exactly}."
+        )
     return (
         "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all other\n"
         f"weights are the base model's, {exactly}. Merging costs quality, which *uptraining* restores: do not use\n"
         "this model before."
+    )
+
+
+def _how_to_open(plan: Plan) -> str:
+    if plan.code is None:
+        return ""
+    return (
+        f"\nThe stock class of `{plan.geometry.model_type}` cannot hold fewer K/V heads than query heads. Code that\n"
+        f"can is in {' and '.join(f'`{name}`' for name in plan.code.files)}; open the model with\n"
+        "`trust_remote_code=True`.\n"
     )

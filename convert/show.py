@@ -19,6 +19,11 @@ def inspection(found: dict[str, Any]) -> None:
             ("layers", str(found["n_layers"])),
             ("head size, hidden size", f"{found['head_dim']}, {found['hidden_size']}"),
             ("weights", f"{found['n_tensors']} tensors, {dtypes}"),
+            *(
+                [("repeat-kv can make", f"{', '.join(map(str, found['repeats']))} K/V heads")]
+                if found["repeats"]
+                else []
+            ),
             *_remarks(found),
         ],
     )
@@ -46,12 +51,13 @@ def inspection(found: dict[str, Any]) -> None:
 
 def plan(planned: dict[str, Any]) -> None:
     cache = planned["kv_cache_bytes_per_token"]
-    how = f", method {planned['method']}" if planned["n_merged"] else ""
+    what = "repeat" if planned["method"] == "repeat" else "merge"
+    how = f", method {planned['method']}" if planned["n_regrouped"] else ""
     facts(
         f"{planned['source']} → {planned['out']}",
         [
             ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{how}"),
-            ("to merge", f"{planned['n_merged']} tensors, {size(planned['bytes_merged'])} after merging"),
+            (f"to {what}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
             ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
@@ -83,13 +89,13 @@ def merges(report: list[dict[str, Any]]) -> None:
 
 def _kind(entry: dict[str, Any]) -> str:
     """Return what the entries of all layers have in common: the end of the name, and in a fused projection K or V."""
-    name = ".".join([part for part in entry["tensor"].split(".") if not part.isdecimal()][-2:])
-    return f"{name}, {entry['heads']}" if name.startswith("qkv") else name
+    name = ".".join([part for part in entry["tensor"].split(".") if not part.isdecimal()][-3:])
+    return f"{name}, {entry['heads']}" if re.search("(?i)qkv|query_key_value", name) else name
 
 
 def _mean_and_lowest(entries: list[dict[str, Any]], key: str) -> tuple[str, str]:
     mean = sum(entry[key] for entry in entries) / len(entries)
     lowest = min(entries, key=lambda entry: float(entry[key]))
-    layer = re.search(r"layers\.(\d+)\.", lowest["tensor"])
+    layer = re.search(r"\.(\d+)\.", lowest["tensor"])
     assert layer is not None
     return f"{mean:.3f}", f"{lowest[key]:.3f} ({layer[1]})"

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from convert import provenance
+from convert import provenance, side_files
 from convert.merge import merge_groups
-from convert.methods import METHODS
+from convert.methods import METHODS, REPEAT
 from convert.plan import Plan, make_plan
-from model.checkpoint import Checkpoint, Tensor, open_checkpoint
+from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.folder import INDEX
 from model.checkpoint.writer import index_text
-from model.config import with_n_kv_heads
 from model.errors import CheckpointError
 
 PIECE = 8 << 20
@@ -31,7 +30,7 @@ PIECE = 8 << 20
 class Findings:
     """What was compared, and every difference found, in words."""
 
-    n_merged: int = 0
+    n_regrouped: int = 0
     n_copied: int = 0
     n_files: int = 0
     differences: list[str] = field(default_factory=list)
@@ -47,7 +46,7 @@ def verify(source: Checkpoint, out_path: Path, progress: Callable[[int], None], 
     Raises CheckpointError if either cannot be read at all or OUT does not say how it was made.
     """
     record = provenance.read(out_path)
-    if record["method"] not in METHODS or type(record["seed"]) is not int or record["seed"] < 0:
+    if record["method"] not in (*METHODS, REPEAT) or type(record["seed"]) is not int or record["seed"] < 0:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     with open_checkpoint(out_path) as out:
         plan = make_plan(source, record["groups"], record["method"], record["seed"], None)
@@ -62,8 +61,8 @@ def verify(source: Checkpoint, out_path: Path, progress: Callable[[int], None], 
                 findings.differences += difference
             for result in digest_results:
                 findings.differences += result.result()
-        findings.n_merged = len(plan.merged.keys() & set(same_names))
-        findings.n_copied = len(same_names) - findings.n_merged
+        findings.n_regrouped = len(plan.regrouped.keys() & set(same_names))
+        findings.n_copied = len(same_names) - findings.n_regrouped
         _compare_config(source, out, plan, findings)
         _compare_files(source, out, plan, findings)
         _compare_index(out, findings)
@@ -90,39 +89,53 @@ def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]
 
 
 def _compare_tensor(source: Checkpoint, out: Checkpoint, plan: Plan, name: str) -> list[str]:
-    expected = _recomputed(source, plan, name) if name in plan.merged else _as_it_is(source, name)
+    if name in plan.regrouped:
+        expected, how = _recomputed(source, plan, name), "recomputed from the source"
+    else:
+        expected, how = _as_it_is(source, name), "copied from the source"
     span = out.span(name)
     assert span is not None, "OUT is safetensors, whose tensors lie there as they are"
     with span.path.open("rb", buffering=0) as file:
-        file.seek(span.offset)
-        for piece in expected:
+        for offset, piece in expected:
+            file.seek(span.offset + offset)
             if file.read(len(piece)) != piece:
-                how = "recomputed from the source" if name in plan.merged else "copied from the source"
                 return [f"the tensor {name} differs from the one {how}"]
     return []
 
 
-def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Iterator[bytes]:
-    yield from _read(source, plan.copied(source.tensors[name]))
-    for merge in plan.merged[name]:
-        yield from (merged.tobytes() for merged, _ in merge_groups(source, merge, plan.method, plan.seed))
+Pieces = Iterator[tuple[int, bytes]]
+"""What a tensor of OUT must hold: from which byte on, and the bytes."""
 
 
-def _as_it_is(source: Checkpoint, name: str) -> Iterator[bytes]:
-    span = source.span(name)
+def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
+    regrouped = plan.regrouped[name]
+    row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
+    for rows in regrouped.copies:
+        for at, piece in _read(source, rows.source, rows.source_row, rows.n, row_nbytes):
+            yield rows.row * row_nbytes + at, piece
+    for merge in regrouped.merges:
+        for row, merged, _ in merge_groups(source, merge, plan.method, plan.seed):
+            yield row * row_nbytes, merged.tobytes()
+
+
+def _as_it_is(source: Checkpoint, name: str) -> Pieces:
+    span, tensor = source.span(name), source.tensors[name]
     if span is None:
-        yield from _read(source, source.tensors[name])
+        n_rows = tensor.shape[0]
+        yield from _read(source, name, 0, n_rows, max(1, tensor.nbytes // max(n_rows, 1)))
         return
     with span.path.open("rb", buffering=0) as file:
         file.seek(span.offset)
         for start in range(0, span.length, PIECE):
-            yield file.read(min(PIECE, span.length - start))
+            yield start, file.read(min(PIECE, span.length - start))
 
 
-def _read(source: Checkpoint, tensor: Tensor) -> Iterator[bytes]:
-    """Read the rows that `tensor` has of the source's tensor of its name."""
-    for start, stop in tensor.row_blocks(PIECE):
-        yield np.ascontiguousarray(source.rows(tensor.name, start, stop)).tobytes()
+def _read(source: Checkpoint, name: str, row: int, n_rows: int, row_nbytes: int) -> Pieces:
+    """Read rows of the source, some at a time; offsets count from the first."""
+    step = max(1, PIECE // row_nbytes)
+    for start in range(0, n_rows, step):
+        rows = source.rows(name, row + start, row + min(start + step, n_rows))
+        yield start * row_nbytes, np.ascontiguousarray(rows).tobytes()
 
 
 def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
@@ -135,7 +148,7 @@ def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
 
 
 def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
-    expected = json.loads(with_n_kv_heads(source.config_text, plan.n_kv_heads, plan.geometry.text_config))
+    expected = json.loads(side_files.config_text(source, plan))
     for key in sorted(expected.keys() | out.config.keys()):
         if key not in out.config:
             findings.differences.append(f"config.json lacks the key {key}")
@@ -147,7 +160,7 @@ def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: F
 
 
 def _compare_files(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
-    wanted = {**source.side_files, "README.md": provenance.model_card(source, plan)}
+    wanted = {**side_files.copied(source, plan), "README.md": provenance.model_card(source, plan)}
     for name, content in wanted.items():
         expected = content.read_bytes() if isinstance(content, Path) else content
         path = out.path / name

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.checkpoint import Checkpoint
-from model.checkpoint.folder import json_text
 from model.errors import CheckpointError
 from model.families import Family, find_family
-from model.layout import KVHeads, Layers, Sizes, attention_tensors, find_kv_heads
+from model.families.family import Assumed, Switch
+from model.layout import Attention, Layers, Sizes, attention_tensors, find_attention
 
 PACKED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB)(\.|$)")
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that attention is made of, and where the K/V heads lie."""
+    """The sizes that attention is made of, and where the heads lie."""
 
     model_type: str
     n_layers: int
@@ -25,7 +25,7 @@ class Geometry:
     n_kv_heads: int
     head_dim: int
     hidden_size: int
-    kv_heads: tuple[KVHeads, ...]
+    attention: Attention
     """Everything that depends on the number of K/V heads, layer by layer."""
     text_config: str | None = None
     """The key of `config.json` under which the language model's config stands; None if at the top."""
@@ -36,8 +36,15 @@ class Geometry:
 
     @property
     def legal_n_kv_heads(self) -> tuple[int, ...]:
-        """The numbers of K/V heads this model can be merged to: the divisors of what it has."""
-        return tuple(n for n in range(1, self.n_kv_heads + 1) if self.n_kv_heads % n == 0)
+        """The numbers of K/V heads it can be merged to: divisors of what it has, where its class holds them."""
+        between = () if self.attention.family.only_multi_query else range(2, self.n_kv_heads)
+        return tuple(sorted({1, *(n for n in between if self.n_kv_heads % n == 0), self.n_kv_heads}))
+
+    @property
+    def legal_repeats(self) -> tuple[int, ...]:
+        """The larger numbers that its K/V heads can be repeated to, up to one for each query head."""
+        beyond = () if self.attention.family.only_multi_query else range(self.n_kv_heads + 1, self.n_heads + 1)
+        return tuple(n for n in beyond if n % self.n_kv_heads == 0 and self.n_heads % n == 0)
 
     def kv_cache_bytes_per_token(self, n_kv_heads: int, bytes_per_value: int = 2) -> int:
         """Bytes that one token takes in the KV cache of all layers, at 16 bits a value unless told otherwise."""
@@ -52,24 +59,49 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     found = find_family(checkpoint.config)
     family, config = found.family, {**found.family.absent_sizes, **found.config}
     _refuse_quantised(checkpoint, config)
-    n_layers = _positive(config, "num_hidden_layers")
-    n_heads = _positive(config, "num_attention_heads")
-    hidden_size = _positive(config, "hidden_size")
-    layers = attention_tensors(family, found.others, checkpoint.tensors)
+    _refuse_settings(config, family)
+    n_layers = _positive(config, *family.keys.n_layers)
+    n_heads = _positive(config, *family.keys.n_heads)
+    hidden_size = _positive(config, family.keys.hidden_size)
+    layers = attention_tensors(family, checkpoint.tensors)
     if len(layers) != n_layers or max(layers) >= n_layers:
         raise CheckpointError(
-            f"config.json says num_hidden_layers = {n_layers}, but the weights hold attention for {len(layers)} "
-            f"layers{_gaps(layers, n_layers)}; they do not belong together."
+            f"config.json says {_name(config, family.keys.n_layers)} = {n_layers}, but the weights hold attention for "
+            f"{len(layers)} layers{_gaps(layers, n_layers)}; they do not belong together."
         )
     head_dim = _head_dim(config, family, layers, n_heads, hidden_size)
     n_kv_heads = _n_kv_heads(family, layers, n_heads, head_dim)
-    kv_heads = find_kv_heads(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
+    attention = find_attention(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
-    return Geometry(found.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, kv_heads, found.text_config)
+    return Geometry(
+        found.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention, found.text_config
+    )
 
 
-def _positive(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
+def _get(config: Mapping[str, Any], key: str) -> Any:
+    """Return what stands under a key, in which dots lead into nested objects; None if nothing does."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def set_key(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set what stands under a key, as `ConfigKeys` spells it."""
+    *outer, last = key.split(".")
+    for name in outer:
+        config = config.setdefault(name, {})
+    config[last] = value
+
+
+def _name(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """Return which of several names for one size the config uses; the first where it has none."""
+    return next((key for key in keys if _get(config, key) is not None), keys[0])
+
+
+def _positive(config: Mapping[str, Any], *keys: str) -> int:
+    key = _name(config, keys)
+    value = _get(config, key)
     if type(value) is not int or value < 1:
         raise CheckpointError(f"config.json has {key} = {value!r}; it must be a positive whole number.")
     return value
@@ -85,10 +117,11 @@ def _gaps(layers: Mapping[int, object], n_layers: int) -> str:
 def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads: int, hidden_size: int) -> int:
     """Return the size of a head: of layer 0's queries, or where those are fused, of what goes into the output."""
     name, axis = (family.query, 0) if family.fused is None else (family.output, 1)
-    tensor = layers[0].get(f"{name}.weight")
+    part = f"{family.attention[0]}.{name}.weight"
+    tensor = layers[0].get(part)
     if tensor is None or len(tensor.shape) != 2 or tensor.shape[axis] % n_heads or not tensor.shape[axis]:
         raise CheckpointError(
-            f"config.json says num_attention_heads = {n_heads}, but layer 0's {name}.weight "
+            f"config.json says {_name(config, family.keys.n_heads)} = {n_heads}, but layer 0's {part} "
             f"{'is missing' if tensor is None else f'has shape {tensor.shape}, not that many equal heads'}."
         )
     found = tensor.shape[axis] // n_heads
@@ -103,41 +136,73 @@ def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads
 
 def _stated_head_dim(config: Mapping[str, Any], family: Family, implied: int) -> tuple[str, Any]:
     """Return what the config says, in words, and the size it means."""
-    if config.get("head_dim") is not None:
-        return f"head_dim = {config['head_dim']}", config["head_dim"]
-    if "head_dim" in config or family.absent_head_dim is None:
-        return f"hidden_size / num_attention_heads = {implied}", implied
-    return f"no head_dim, which {family.model_type} takes as {family.absent_head_dim}", family.absent_head_dim
+    key = family.keys.head_dim
+    if config.get(key) is not None:
+        return f"{key} = {config[key]}", config[key]
+    if key in config or family.absent_head_dim is None:
+        hidden, heads = family.keys.hidden_size, _name(config, family.keys.n_heads)
+        return f"{hidden} / {heads} = {implied}", implied
+    return f"no {key}, which {family.model_type} takes as {family.absent_head_dim}", family.absent_head_dim
 
 
 def _n_kv_heads(family: Family, layers: Layers, n_heads: int, head_dim: int) -> int:
     """Return what layer 0 holds; 0 where that is missing or no whole number, which other checks refuse."""
-    tensor = layers[0].get(f"{family.key if family.fused is None else family.fused}.weight")
+    name = family.key if family.fused is None else family.fused
+    tensor = layers[0].get(f"{family.attention[0]}.{name}.weight")
     if tensor is None or not tensor.shape:
         return 0
-    return tensor.shape[0] // head_dim if family.fused is None else (tensor.shape[0] // head_dim - n_heads) // 2
+    n = tensor.shape[0] // head_dim
+    return n if family.fused is None else (n - n_heads) // 2
 
 
 def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, found: int) -> None:
-    key = "num_key_value_heads"
-    if config.get(key) is not None:
-        stated, how = config[key], f"{key} = {config[key]}"
-    else:
-        assumed = family.null_n_kv_heads if key in config else family.absent_n_kv_heads
-        spelt = f"{key} = null" if key in config else f"no {key}"
-        if assumed == "refused":
-            raise CheckpointError(
-                f"config.json says {spelt}, which the class of {family.model_type} refuses; the weights hold {found} "
-                f"K/V heads, so set {key} to {found}."
-            )
-        stated = n_heads if assumed == "n_heads" else assumed
-        how = f"{spelt}, which {family.model_type} takes as {stated}"
+    stated, how = _stated_n_kv_heads(config, family, n_heads, found)
     if type(stated) is not int or stated != found:
+        key = family.keys.n_kv_heads if family.switch is None else family.switch.key
         raise CheckpointError(
             f"config.json says {how}, but the weights hold {found} K/V heads; set {key} to what is true."
         )
     if n_heads % found:
         raise CheckpointError(f"the weights hold {found} K/V heads, which do not divide {n_heads} query heads.")
+
+
+def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, found: int) -> tuple[Any, str]:
+    """Return the number of K/V heads that the class makes of a config, and in words why."""
+    key = family.keys.n_kv_heads
+    if family.switch is not None:
+        n, how = _switched(config, family.switch)
+        if n is not None:
+            return n_heads if n == "n_heads" else n, how
+    if _get(config, key) is not None:
+        return _get(config, key), f"{key} = {_get(config, key)}"
+    is_null = key in config
+    assumed = family.null_n_kv_heads if is_null else family.absent_n_kv_heads
+    spelt = f"{key} = null" if is_null else f"no {key}"
+    if assumed == "refused":
+        raise CheckpointError(
+            f"config.json says {spelt}, which the class of {family.model_type} refuses; the weights hold {found} "
+            f"K/V heads, so set {key} to {found}."
+        )
+    stated = n_heads if assumed == "n_heads" else assumed
+    return stated, f"{spelt}, which {family.model_type} takes as {stated}"
+
+
+def _switched(config: Mapping[str, Any], switch: Switch) -> tuple[int | Assumed | None, str]:
+    """Return the number of K/V heads that a switch decides, and how it stands."""
+    value = _get(config, switch.key)
+    how = f"{switch.key} = {json.dumps(value)}" if value is not None else f"no {switch.key}"
+    value = switch.absent if value is None else value
+    for known, n in switch.values.items():
+        if type(value) is type(known) and value == known:
+            return n, how
+    possible = ", ".join(map(json.dumps, switch.values))
+    raise CheckpointError(f"config.json has {how}; it can be {possible}.")
+
+
+def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
+    for key, (value, why) in family.refused.items():
+        if _get(config, key) == value:
+            raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {why}")
 
 
 def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> None:
@@ -150,16 +215,3 @@ def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) ->
     for name in checkpoint.tensors:
         if PACKED.search(name):
             raise CheckpointError(f"the tensor {name} belongs to quantised weights: {advice}")
-
-
-def with_n_kv_heads(config_text: bytes, n_kv_heads: int, text_config: str | None = None) -> bytes:
-    """Return `config.json` with `num_key_value_heads` set; every other key, its spelling and its order are kept.
-
-    `text_config` is as in `Geometry`.
-    """
-    config = json.loads(config_text)
-    inner = config if text_config is None else config[text_config]
-    if inner.get("num_key_value_heads") == n_kv_heads:
-        return config_text
-    inner["num_key_value_heads"] = n_kv_heads
-    return json_text(config)

@@ -1,8 +1,8 @@
-"""Where attention lies among a checkpoint's tensors: the shape of every part, and which rows are K/V heads."""
+"""Where attention lies among a checkpoint's tensors: the shape of every part, and which rows are which heads."""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,9 +12,10 @@ from model.families import Family
 
 # Buffers that old checkpoints hold.
 BUFFERS = ("rotary_emb.inv_freq",)
-LOOKS_LIKE_ATTENTION = re.compile(r"attn\.|attention\.|[._](k|v|kv|qkv)_proj\.")
+LOOKS_LIKE_ATTENTION = re.compile(r"(?i)attn\.|attention\.|[._](k|v|kv|qkv)_proj\.|query_key_value")
+Kind = Literal["q", "k", "v"]
 Layers = Mapping[int, Mapping[str, Tensor]]
-"""Layer → part, the rest of the name after `self_attn.` → tensor."""
+"""Layer → part, the rest of the name after `layers.0.` → tensor."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,27 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class KVHeads:
-    """All K heads, or all V heads, of one layer in its weights, biases or norms, one head after another."""
+class Heads:
+    """All heads of one kind that one attention has in its weights, or in its biases or norms."""
 
-    kind: Literal["k", "v"]
+    kind: Kind
     tensors: tuple[str, ...]
     """The tensor whose rows they are, or one tensor for each head."""
     first_row: int
-    """How many rows stand before the first head: those of the queries, where the projection is fused."""
+    """How many rows stand before the first head, where the projection is fused."""
     rows_per_head: int
+    n: int
+    heads_per_block: int
+    """How many lie one after another, before heads of another kind follow."""
+    rows_per_block: int
+    """From the first row of one such run to that of the next."""
+
+    def place(self, head: int) -> tuple[str, int]:
+        """Return the tensor that holds a head, and the head's first row in it."""
+        if len(self.tensors) > 1:
+            return self.tensors[head], 0
+        block, rest = divmod(head, self.heads_per_block)
+        return self.tensors[0], self.first_row + block * self.rows_per_block + rest * self.rows_per_head
 
 
 @dataclass(frozen=True)
@@ -45,42 +58,72 @@ class Layout:
 
     shapes: Mapping[str, tuple[int, ...]]
     required: frozenset[str]
-    kv_heads: tuple[KVHeads, ...]
+    heads: tuple[Heads, ...]
+    """K and V heads, and the queries where they share a tensor with those; in the same order whatever the sizes."""
 
 
 def make_layout(family: Family, sizes: Sizes) -> Layout:
     """Return the shapes of a family's attention, all optional parts included."""
-    rows = sizes.n_heads * sizes.head_dim
-    shapes = {f"{family.output}.weight": (sizes.hidden_size, rows), f"{family.output}.bias": (sizes.hidden_size,)}
-    n_rows, kv_heads = _fused(family.fused, sizes) if family.fused is not None else _separate(family, sizes)
+    one = _one_attention(family, sizes)
+    return Layout(
+        {f"{place}.{part}": shape for place in family.attention for part, shape in one.shapes.items()},
+        frozenset(f"{place}.{part}" for place in family.attention for part in one.required),
+        tuple(_below(f"{place}.", heads) for place in family.attention for heads in one.heads),
+    )
+
+
+def _below(stem: str, heads: Heads) -> Heads:
+    return replace(heads, tensors=tuple(stem + part for part in heads.tensors))
+
+
+def _one_attention(family: Family, sizes: Sizes) -> Layout:
+    n_rows, heads = _fused(family.fused, family.fused_by, sizes) if family.fused else _separate(family, sizes)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{family.output}.weight": (sizes.hidden_size, sizes.n_heads * sizes.head_dim),
+        f"{family.output}.bias": (sizes.hidden_size,),
+    }
     for name, n in n_rows.items():
         shapes |= {f"{name}.weight": (n, sizes.hidden_size), f"{name}.bias": (n,)}
     required = frozenset(part for part in shapes if part.endswith(".weight"))
     if family.head_norms is not None:
         norms = family.head_norms
-        shapes |= _norm_shapes(norms.query, norms.layout, sizes.n_heads, sizes.head_dim)
         of_keys = _norm_shapes(norms.key, norms.layout, sizes.n_kv_heads, sizes.head_dim)
-        shapes |= of_keys
-        kv_heads.append(KVHeads("k", tuple(of_keys), 0, 1 if norms.layout == "matrix" else sizes.head_dim))
-    return Layout(shapes, required, tuple(kv_heads))
+        shapes |= of_keys | _norm_shapes(norms.query, norms.layout, sizes.n_heads, sizes.head_dim)
+        rows = 1 if norms.layout == "matrix" else sizes.head_dim
+        heads.append(_one_after_another("k", tuple(of_keys), 0, rows, sizes.n_kv_heads))
+    return Layout(shapes, required, tuple(heads))
 
 
-def _separate(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[KVHeads]]:
+def _one_after_another(kind: Kind, tensors: tuple[str, ...], first_row: int, rows_per_head: int, n: int) -> Heads:
+    return Heads(kind, tensors, first_row, rows_per_head, n, heads_per_block=n, rows_per_block=n * rows_per_head)
+
+
+def _separate(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
     """Return each projection's number of rows, and the K/V heads in weights and biases."""
     n_q, n_kv = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
-    kv_heads = [KVHeads("k", (f"{family.key}.{kind}",), 0, sizes.head_dim) for kind in ("weight", "bias")]
-    kv_heads += [KVHeads("v", (f"{family.value}.{kind}",), 0, sizes.head_dim) for kind in ("weight", "bias")]
-    return {family.query: n_q, family.key: n_kv, family.value: n_kv}, kv_heads
+    kinds: tuple[tuple[Kind, str], ...] = (("k", family.key), ("v", family.value))
+    heads = [
+        _one_after_another(kind, (f"{name}.{parameter}",), 0, sizes.head_dim, sizes.n_kv_heads)
+        for kind, name in kinds
+        for parameter in ("weight", "bias")
+    ]
+    return {family.query: n_q, family.key: n_kv, family.value: n_kv}, heads
 
 
-def _fused(name: str, sizes: Sizes) -> tuple[dict[str, int], list[KVHeads]]:
-    """Return the same for one projection whose rows are [q | k | v]."""
-    n_q, n_kv = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
-    kv_heads = []
-    for kind in ("weight", "bias"):
-        kv_heads.append(KVHeads("k", (f"{name}.{kind}",), n_q, sizes.head_dim))
-        kv_heads.append(KVHeads("v", (f"{name}.{kind}",), n_q + n_kv, sizes.head_dim))
-    return {name: n_q + 2 * n_kv}, kv_heads
+def _fused(name: str, by: Literal["kind", "group"], sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
+    """Return the same for one projection, whose rows are [q | k | v], or that for one group after another."""
+    kinds: tuple[tuple[Kind, int], ...] = (("q", sizes.n_heads), ("k", sizes.n_kv_heads), ("v", sizes.n_kv_heads))
+    n_blocks = sizes.n_kv_heads if by == "group" else 1
+    rows_per_block = (sizes.n_heads + 2 * sizes.n_kv_heads) // n_blocks * sizes.head_dim
+    heads: list[Heads] = []
+    for parameter in ("weight", "bias"):
+        first_row = 0
+        for kind, n in kinds:
+            heads.append(
+                Heads(kind, (f"{name}.{parameter}",), first_row, sizes.head_dim, n, n // n_blocks, rows_per_block)
+            )
+            first_row += n // n_blocks * sizes.head_dim
+    return {name: n_blocks * rows_per_block}, heads
 
 
 def _norm_shapes(name: str, layout: str, n_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
@@ -89,18 +132,15 @@ def _norm_shapes(name: str, layout: str, n_heads: int, head_dim: int) -> dict[st
     return {f"{name}.weight": (n_heads, head_dim) if layout == "matrix" else (n_heads * head_dim,)}
 
 
-def attention_tensors(
-    family: Family, others: str | None, tensors: Mapping[str, Tensor]
-) -> dict[int, dict[str, Tensor]]:
-    """Find the attention of each layer. Any tensor that looks like attention but does not fit is refused.
-
-    `others` is the pattern of names that belong to another model in the same checkpoint (`families.Wrapper`).
-    """
-    pattern = re.compile(rf"(?:{family.prefix})layers\.(?P<layer>0|[1-9][0-9]{{0,5}})\.self_attn\.(?P<part>.+)")
+def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Find the attention of each layer. Any tensor that looks like attention but does not fit is refused."""
+    places = "|".join(map(re.escape, family.attention))
+    layer = rf"(?:{family.prefix}){family.layers}\.(?P<layer>0|[1-9][0-9]{{0,5}})"
+    pattern = re.compile(rf"{layer}\.(?P<part>(?:{places})\..+)")
     known = _known_parts(family)
     layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        if others is not None and re.match(others, name):
+        if family.others is not None and re.match(family.others, name):
             continue
         match = pattern.fullmatch(name)
         if match and known.fullmatch(match["part"]):
@@ -121,29 +161,57 @@ def attention_tensors(
 def _known_parts(family: Family) -> re.Pattern[str]:
     """Return the pattern of all parts a family may have, whatever its sizes."""
     layout = make_layout(family, Sizes(n_heads=1, n_kv_heads=1, head_dim=1, hidden_size=1))
-    parts = {re.escape(part) for part in (*layout.shapes, *family.not_per_head, *BUFFERS)}
+    parts = {re.escape(part) for part in (*layout.shapes, *_copied(family))}
     return re.compile("|".join(part.replace(r"norms\.0\.", r"norms\.(?:0|[1-9][0-9]{0,5})\.") for part in parts))
 
 
-def find_kv_heads(family: Family, sizes: Sizes, layers: Layers) -> tuple[KVHeads, ...]:
-    """Return the K/V heads of all layers, by tensor names. Raises CheckpointError where a layer lacks something."""
+def _copied(family: Family) -> set[str]:
+    """Return the parts that do not depend on the number of heads."""
+    return {f"{place}.{part}" for place in family.attention for part in (*family.not_per_head, *BUFFERS)}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The heads that a checkpoint holds, and where they will lie when their number is another."""
+
+    family: Family
+    sizes: Sizes
+    present: tuple[tuple[str, int], ...]
+    """For each layer, what stands before the parts' names, and which of the layout's heads it has."""
+
+    def heads(self, n_kv_heads: int) -> tuple[Heads, ...]:
+        """Return all heads by tensor names, in the same order for every number of K/V heads."""
+        layout = make_layout(self.family, replace(self.sizes, n_kv_heads=n_kv_heads))
+        return tuple(_below(stem, layout.heads[i]) for stem, i in self.present)
+
+
+def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
+    """Return where the heads of all layers lie. Raises CheckpointError where a layer lacks something."""
     layout = make_layout(family, sizes)
-    copied = {*family.not_per_head, *BUFFERS}
-    present = {part for parts in layers.values() for part in parts if part not in copied}
+    present = {part for parts in layers.values() for part in parts if part not in _copied(family)}
     for layer, parts in layers.items():
-        if family.fused is None and (f"{family.key}.bias" in parts) != (f"{family.value}.bias" in parts):
-            raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
+        _check_biases(layer, family, parts)
     found = []
     for layer, parts in sorted(layers.items()):
         _check_layer(layer, layout, parts, present)
-        found += list(_named(layout, parts))
-    return tuple(found)
+        stem = _stem(parts)
+        found += [(stem, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
+    return Attention(family, sizes, tuple(found))
 
 
-def _named(layout: Layout, parts: Mapping[str, Tensor]) -> Iterator[KVHeads]:
-    for heads in layout.kv_heads:
-        if heads.tensors[0] in parts:
-            yield replace(heads, tensors=tuple(parts[part].name for part in heads.tensors))
+def _stem(parts: Mapping[str, Tensor]) -> str:
+    """Return what stands before the names of a layer's parts."""
+    stems = {tensor.name.removesuffix(part): tensor.name for part, tensor in parts.items()}
+    if len(stems) > 1:
+        first, second, *_ = stems.values()
+        raise CheckpointError(f"{first} and {second} belong to one layer, but not by their names; rename one.")
+    return next(iter(stems))
+
+
+def _check_biases(layer: int, family: Family, parts: Mapping[str, Tensor]) -> None:
+    for place in family.attention:
+        if (f"{place}.{family.key}.bias" in parts) != (f"{place}.{family.value}.bias" in parts):
+            raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
 
 
 def _check_layer(layer: int, layout: Layout, parts: Mapping[str, Tensor], present: set[str]) -> None:
@@ -157,12 +225,12 @@ def _check_layer(layer: int, layout: Layout, parts: Mapping[str, Tensor], presen
             raise CheckpointError(
                 f"{tensor.name} belongs to a head that config.json and the other tensors do not have."
             )
-    for heads in layout.kv_heads:
+    for heads in layout.heads:
         if present.intersection(heads.tensors):
             _check_heads(layer, heads, parts)
 
 
-def _check_heads(layer: int, heads: KVHeads, parts: Mapping[str, Tensor]) -> None:
+def _check_heads(layer: int, heads: Heads, parts: Mapping[str, Tensor]) -> None:
     """Check that a layer has these heads, all in one dtype."""
     for part in heads.tensors:
         if part not in parts:

@@ -14,7 +14,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from model.families import FAMILIES
+from model.families import FAMILIES, load_family
+from model.families.family import Wrapper
 
 N_LAYERS, N_HEADS, HIDDEN = 2, 8, 32
 SIDE_FILES = {
@@ -44,6 +45,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"head_dim": 4},
 }
+# The families whose stock class holds any number of K/V heads; tests/numerics/test_other_families.py has the rest.
+STOCK = tuple(
+    name for name in FAMILIES if isinstance(entry := load_family(name), Wrapper) or entry.stock_class_holds_few
+)
 WRAPPERS = ("llava", "llava_next")
 VISION = {
     "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

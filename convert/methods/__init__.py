@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # the command line reads METHODS for its help, and must not w
 
 # One module each in this folder.
 METHODS = ("mean", "first", "random")
+REPEAT = "repeat"
+"""What a conversion to more heads says instead of a method: each head stands there several times, nothing is merged."""
 
 
 def find_method(name: str) -> "Merge":

@@ -9,13 +9,13 @@ from model.errors import CheckpointError
 from model.families.family import Family, Wrapper
 from model.families.refused import reason
 
-__all__ = ["FAMILIES", "Family", "Found", "find_family"]
+__all__ = ["FAMILIES", "Family", "Found", "find_family", "load_family"]
 
 # One module each in this folder, named as its `model_type`.
 FAMILIES = (
-    "cohere", "gemma", "gemma2", "glm", "granite", "helium", "llama", "llava", "llava_next", "mistral", "mixtral",
-    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3",
-    "stablelm", "starcoder2",
+    "cohere", "falcon", "gemma", "gemma2", "glm", "gpt_neox", "gpt_neox_gqa", "granite", "helium", "llama", "llava",
+    "llava_next", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "smollm3", "stablelm", "starcoder2", "t5", "t5_gqa",
 )  # fmt: skip
 
 
@@ -30,8 +30,6 @@ class Found:
     """The language model's config."""
     text_config: str | None = None
     """The key under which it stands, where the language model is wrapped."""
-    others: str | None = None
-    """As in `Wrapper`."""
 
 
 def find_family(config: Mapping[str, Any]) -> Found:
@@ -51,13 +49,19 @@ def find_family(config: Mapping[str, Any]) -> Found:
     family = _load(inner_type, f"{given} around model_type {inner_type!r}")
     if not isinstance(family, Family):
         raise CheckpointError(f"{given} around model_type {inner_type!r}, itself a wrapper, is not supported.")
-    return Found(entry.model_type, replace(family, prefix=entry.prefix), text, entry.text_config, entry.others)
+    family = replace(family, prefix=entry.prefix, others=entry.others)
+    return Found(entry.model_type, family, text, entry.text_config)
+
+
+def load_family(name: str) -> Family | Wrapper:
+    """Return what we know of one of FAMILIES."""
+    entry: Family | Wrapper = import_module(f"model.families.{name}").FAMILY
+    return entry
 
 
 def _load(model_type: object, given: str) -> Family | Wrapper:
     if model_type in FAMILIES:
-        entry: Family | Wrapper = import_module(f"model.families.{model_type}").FAMILY
-        return entry
+        return load_family(str(model_type))
     why = reason(model_type)
     if why is not None:
         raise CheckpointError(f"{given} cannot be converted: {why}")

@@ -22,8 +22,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "it is multi-query already: one K/V head is as few as there can be; use it as it is.": (
         "deepseek_v4", "gpt_bigcode",
     ),
-    "falcon-7b is multi-query and falcon-40b and 180b are grouped already, to be used as they are; falcon-rw has a K/V "
-    f"head for each query head, and transformers' class cannot hold a number in between; {_PARENT}": ("falcon",),
     "its heads come in pairs whose attentions are subtracted, so that merging neighbours would mix the two; "
     f"{_PARENT}": ("diffllama",),
     "its experts share the K/V heads, and the number of query heads follows from theirs, so it cannot have fewer; "
@@ -31,8 +29,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "transformers' class for it has no number of K/V heads, so it could not open the result; "
     f"{_PARENT}": (
         "bart", "bigbird_pegasus", "biogpt", "blenderbot", "bloom", "codegen", "ctrl", "fuyu", "gpt2", "gpt_neo",
-        "gpt_neox", "gpt_neox_japanese", "gptj", "longt5", "mbart", "mpt", "mt5", "openai-gpt", "opt", "pegasus",
-        "persimmon", "switch_transformers", "t5", "umt5", "xglm",
+        "gpt_neox_japanese", "gptj", "longt5", "mbart", "mt5", "openai-gpt", "opt", "pegasus",
+        "persimmon", "switch_transformers", "umt5", "xglm",
     ),
     "it runs on code of its own that may not heed the number of K/V heads; rewrite it as llama or qwen2 first "
     "(LLaMA-Factory: scripts/convert_ckpt/llamafy_*.py), and convert that.": (

@@ -352,7 +352,7 @@ def test_two_tensors_for_one_place(refuse, source, prefix):
 
 def test_missing_attention_tensor(refuse, source):
     rewrite(source, lambda tensors: tensors.pop("model.layers.1.self_attn.v_proj.weight"))
-    refuse("layer 1 has no v_proj.weight")
+    refuse("layer 1 has no self_attn.v_proj.weight")
 
 
 def test_bias_on_k_only(refuse, source):
@@ -385,7 +385,12 @@ FUSED = "model.layers.1.self_attn.qkv_proj.weight"
 @pytest.mark.parametrize(
     ("family", "changes", "change", "words"),
     [
-        ("olmo2", {}, lambda t: t.pop("model.layers.1.self_attn.k_norm.weight"), ("layer 1 has no k_norm.weight",)),
+        (
+            "olmo2",
+            {},
+            lambda t: t.pop("model.layers.1.self_attn.k_norm.weight"),
+            ("no self_attn.k_norm.weight",),
+        ),
         (
             "olmo2",
             {},
@@ -414,7 +419,7 @@ FUSED = "model.layers.1.self_attn.qkv_proj.weight"
             "stablelm",
             {"qk_layernorm": True},
             lambda t: t.update({f"{NORMS}.3.weight": t[f"{NORMS}.3.weight"].half()}),
-            ("layer 1 has k_layernorm.norms.0.weight", "different dtypes"),
+            ("layer 1 has self_attn.k_layernorm.norms.0.weight", "different dtypes"),
         ),
         (
             "phi3",
@@ -422,7 +427,7 @@ FUSED = "model.layers.1.self_attn.qkv_proj.weight"
             lambda t: t.update({FUSED: t[FUSED][:-4].clone()}),
             ("qkv_proj.weight has shape (92, 32)", "(96, 32)"),
         ),
-        ("phi3", {}, lambda t: t.pop(FUSED.replace(".1.", ".0.")), ("layer 0 has no qkv_proj.weight",)),
+        ("phi3", {}, lambda t: t.pop(FUSED.replace(".1.", ".0.")), ("layer 0 has no self_attn.qkv_proj.weight",)),
         (
             "phi3",
             {},

@@ -22,7 +22,7 @@ def test_good_outputs_pass(convert, source, tmp_path, method, groups, shard_size
     result = convert("verify", source, tmp_path / "out", "--json")
     found = json.loads(result.out)
     assert (result.code, found["ok"], found["differences"]) == (0, True, [])
-    assert found["n_merged"] == (0 if groups == 8 else 4)
+    assert found["n_regrouped"] == (0 if groups == 8 else 4)
 
 
 def flip(folder, tensor, byte=0):

@@ -6,8 +6,10 @@ import pytest
 import tiny
 from safetensors.torch import save_file
 
+from convert.plan import make_plan
+from convert.side_files import config_text
 from model.checkpoint import open_checkpoint
-from model.config import read_geometry, with_n_kv_heads
+from model.config import read_geometry
 
 
 def geometry_of(folder):
@@ -30,7 +32,7 @@ def test_geometry(tmp_path, n_kv_heads, head_dim):
 def test_kv_heads_are_all_and_only_k_and_v(tmp_path):
     model = tiny.build("qwen2")
     found = geometry_of(tiny.save(model, tmp_path / "m"))
-    names = [name for heads in found.kv_heads for name in heads.tensors]
+    names = [name for heads in found.attention.heads(8) for name in heads.tensors]
     assert set(names) == {name for name in model.state_dict() if tiny.is_kv(name)}
     assert len(names) == 8
 
@@ -49,7 +51,7 @@ def test_a_base_model_without_head_and_prefix(tmp_path):
     model = tiny.build()
     folder = tiny.save(model, tmp_path / "m")
     save_file(model.model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    assert geometry_of(folder).kv_heads[0].tensors == ("layers.0.self_attn.k_proj.weight",)
+    assert geometry_of(folder).attention.heads(8)[0].tensors == ("layers.0.self_attn.k_proj.weight",)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path):
@@ -58,13 +60,17 @@ def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path):
     folder = tiny.save(tiny.build(), tmp_path / "m")
     extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)}
     save_file({**tiny.tensors(folder), **extra}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert len(geometry_of(folder).kv_heads) == 4
+    assert len(geometry_of(folder).attention.heads(8)) == 4
 
 
-def test_config_is_edited_in_place():
-    text = b'{"b": 1e-05, "num_key_value_heads": 8, "a": [1.0, null], "\xc3\xbc": "\xe2\x9c\x93"}'
-    edited = with_n_kv_heads(text, 2)
-    assert json.loads(edited) == {**json.loads(text), "num_key_value_heads": 2}
-    assert list(json.loads(edited)) == list(json.loads(text))
-    assert "ü" in edited.decode() and "1e-05" in edited.decode()
-    assert with_n_kv_heads(text, 8) is text
+def test_config_is_edited_in_place(tmp_path):
+    folder = tiny.save(tiny.build(), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    text = json.dumps({"b": 1e-05, **config, "a": [1.0, None], "ü": "✓"}, ensure_ascii=False).encode()
+    (folder / "config.json").write_bytes(text)
+    with open_checkpoint(folder) as checkpoint:
+        edited = config_text(checkpoint, make_plan(checkpoint, 2, "mean", 0, None))
+        assert json.loads(edited) == {**json.loads(text), "num_key_value_heads": 2}
+        assert list(json.loads(edited)) == list(json.loads(text))
+        assert "ü" in edited.decode() and "1e-05" in edited.decode()
+        assert config_text(checkpoint, make_plan(checkpoint, 8, "mean", 0, None)) == text

@@ -1,0 +1,25 @@
+"""Falcon-RW 1B and 7B, which have a K/V head for each query head: to multi-query, the other layout their class knows.
+
+Falcon 7B is multi-query already. 40B and 180B are grouped already, in a class with other norms.
+"""
+
+from model.families.family import ConfigKeys, Family, Switch
+
+FAMILY = Family(
+    "falcon",
+    keys=ConfigKeys(
+        n_layers=("num_hidden_layers", "n_layer"), n_heads=("num_attention_heads", "n_head"), n_kv_heads="num_kv_heads"
+    ),
+    absent_sizes={"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32},
+    prefix=r"(?:transformer\.)?",
+    layers="h",
+    attention=("self_attention",),
+    output="dense",
+    fused="query_key_value",
+    fused_by="group",
+    switch=Switch("multi_query", absent=True, values={True: 1, False: "n_heads"}, merged=True),
+    only_multi_query=True,
+    refused={
+        "new_decoder_architecture": (True, "that is falcon-40b or 180b, which is grouped already; use it as it is.")
+    },
+)

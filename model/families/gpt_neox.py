@@ -1,0 +1,26 @@
+"""GPT-NeoX: Pythia, GPT-NeoX-20B, Dolly, RedPajama. Fewer K/V heads need code, which the output brings along."""
+
+from model.families.family import CustomCode, Family
+
+CODE = CustomCode(
+    "gpt_neox_gqa",
+    config="GPTNeoXGQAConfig",
+    architectures={
+        "GPTNeoXForCausalLM": ("AutoModelForCausalLM", "GPTNeoXGQAForCausalLM"),
+        "GPTNeoXModel": ("AutoModel", "GPTNeoXGQAModel"),
+        "GPTNeoXGQAForCausalLM": ("AutoModelForCausalLM", "GPTNeoXGQAForCausalLM"),
+        "GPTNeoXGQAModel": ("AutoModel", "GPTNeoXGQAModel"),
+    },
+)
+SIZES = {"hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 44}
+FAMILY = Family(
+    "gpt_neox",
+    absent_sizes=SIZES,
+    prefix=r"(?:gpt_neox\.)?",
+    attention=("attention",),
+    output="dense",
+    fused="query_key_value",
+    fused_by="group",
+    not_per_head=("bias", "masked_bias"),  # the causal mask, in old checkpoints
+    custom_code=CODE,
+)

@@ -1,0 +1,24 @@
+"""MPT, with the code of llm-foundry that its checkpoints bring (`attn_config.kv_n_heads`)."""
+
+from model.families.family import ConfigKeys, Family, HeadNorms, Switch
+
+FAMILY = Family(
+    "mpt",
+    keys=ConfigKeys(
+        n_layers=("n_layers",), n_heads=("n_heads",), hidden_size="d_model", n_kv_heads="attn_config.kv_n_heads"
+    ),
+    absent_sizes={"d_model": 2048, "n_heads": 16, "n_layers": 24},
+    prefix=r"(?:transformer\.)?",
+    layers="blocks",
+    attention=("attn",),
+    output="out_proj",
+    fused="Wqkv",
+    head_norms=HeadNorms("q_ln", "k_ln", "flat"),
+    switch=Switch(
+        "attn_config.attn_type",
+        absent="multihead_attention",
+        values={"multihead_attention": "n_heads", "multiquery_attention": 1, "grouped_query_attention": None},
+        merged="grouped_query_attention",
+    ),
+    needs_own_code="kv_n_heads",
+)

@@ -1,0 +1,35 @@
+"""T5 1.0 and 1.1, FLAN-T5: the paper's model. Its decoder's heads are merged, in self- and cross-attention.
+
+The encoder keeps its heads: it computes all its tokens at once, so memory bandwidth does not limit it (Ainslie et al.
+2023, section 2.2). Fewer K/V heads need code, which the output brings along.
+"""
+
+from model.families.family import ConfigKeys, CustomCode, Family
+
+CODE = CustomCode(
+    "t5_gqa",
+    config="T5GQAConfig",
+    architectures={
+        "T5ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "T5GQAForConditionalGeneration"),
+        "T5WithLMHeadModel": ("AutoModelForSeq2SeqLM", "T5GQAForConditionalGeneration"),  # its name until 2020
+        "T5GQAForConditionalGeneration": ("AutoModelForSeq2SeqLM", "T5GQAForConditionalGeneration"),
+    },
+)
+FAMILY = Family(
+    "t5",
+    keys=ConfigKeys(
+        n_layers=("num_decoder_layers", "num_layers"), n_heads=("num_heads",), hidden_size="d_model", head_dim="d_kv"
+    ),
+    absent_head_dim=64,
+    absent_sizes={"d_model": 512, "num_heads": 8, "num_layers": 6},
+    prefix=r"decoder\.",
+    layers="block",
+    attention=("layer.0.SelfAttention", "layer.1.EncDecAttention"),
+    others=r"encoder\.",
+    query="q",
+    key="k",
+    value="v",
+    output="o",
+    not_per_head=("relative_attention_bias.weight",),  # one number for each query head
+    custom_code=CODE,
+)
