@@ -1,9 +1,9 @@
 """GPT-NeoX (Pythia) with grouped-query attention.
 
-The model is transformers' own GPT-NeoX but for its attention: consecutive query heads form `num_key_value_heads` groups,
-and a group shares one key and one value head (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). The cache holds
-only those. Names of tensors are the stock ones; of their shapes, only that of `query_key_value` differs. Its rows are,
-group after group,
+The model is transformers' own GPT-NeoX but for its attention: consecutive query heads form `num_key_value_heads`
+groups, and a group shares one key and one value head (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). The cache
+holds only those. Names of tensors are the stock ones; of their shapes, only that of `query_key_value` differs. Its rows
+are, group after group,
 
     [ the group's query heads | its key head | its value head ]      each head of head_size rows
 
@@ -11,10 +11,14 @@ in all (num_attention_heads + 2 * num_key_value_heads) * head_size. With as many
 query head, and this is exactly the stock layout. Query head h reads K/V head h // (heads per group).
 """
 
+from typing import ClassVar
+
 from torch import nn
-from transformers import GPTNeoXForCausalLM, GPTNeoXModel
+from transformers import GenerationMixin, GPTNeoXModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neox import modeling_gpt_neox as stock
+from transformers.utils import can_return_tuple
 
 from .configuration_gpt_neox_gqa import GPTNeoXGQAConfig
 
@@ -63,13 +67,6 @@ class GPTNeoXGQAAttention(stock.GPTNeoXAttention):
         return self.dense(output.reshape(*shape, -1)), weights
 
 
-def _group_heads(body):
-    """Put grouped attention in the place of every layer's own; its weights are drawn as the stock model draws them."""
-    for i, layer in enumerate(body.layers):
-        layer.attention = GPTNeoXGQAAttention(body.config, i)
-    body.post_init()
-
-
 class GPTNeoXGQAModel(GPTNeoXModel):
     """`GPTNeoXModel` with grouped-query attention."""
 
@@ -77,14 +74,64 @@ class GPTNeoXGQAModel(GPTNeoXModel):
 
     def __init__(self, config):
         super().__init__(config)
-        _group_heads(self)
+        for i, layer in enumerate(self.layers):
+            layer.attention = GPTNeoXGQAAttention(config, i)
+        self.post_init()
 
 
-class GPTNeoXGQAForCausalLM(GPTNeoXForCausalLM):
-    """`GPTNeoXForCausalLM` with grouped-query attention."""
+class GPTNeoXGQAForCausalLM(stock.GPTNeoXPreTrainedModel, GenerationMixin):
+    """The model and its head, as in `GPTNeoXForCausalLM`.
+
+    The head is called `embed_out` as in the files of every GPT-NeoX; transformers 5 renames it in its own class alone.
+    """
 
     config_class = GPTNeoXGQAConfig
+    _tied_weights_keys: ClassVar = {"embed_out.weight": "gpt_neox.embed_in.weight"}  # if the config says so
 
     def __init__(self, config):
         super().__init__(config)
-        _group_heads(self.gpt_neox)
+        self.gpt_neox = GPTNeoXGQAModel(config)
+        self.embed_out = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.embed_out
+
+    def set_output_embeddings(self, new_embeddings):
+        self.embed_out = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        past_key_values=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """Return logits of all tokens, or of the last `logits_to_keep`; with `labels`, the loss too."""
+        body = self.gpt_neox(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.embed_out(body.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=body.past_key_values,
+            hidden_states=body.hidden_states,
+            attentions=body.attentions,
+        )

@@ -2,10 +2,10 @@
 
 The model is transformers' own T5 but for the decoder's self-attention and cross-attention: consecutive query heads form
 `num_key_value_heads` groups, and a group shares one key and one value head (Ainslie et al. 2023,
-https://arxiv.org/abs/2305.13245). The cache holds only those. The encoder stays as it is: it runs once, all tokens
-together, and has no cache to save. Names of tensors are the stock ones; of their shapes, only those of the decoder's `k`
-and `v` differ, which have num_key_value_heads * d_kv rows. Query head h reads K/V head h // (heads per group), and keeps
-its own relative position bias.
+https://arxiv.org/abs/2305.13245). The cache holds only those. The encoder stays as it is: it reads all tokens at once,
+and has no cache to save. Names of tensors are the stock ones; of their shapes, only those of the decoder's `k` and `v`
+differ, which have num_key_value_heads * d_kv rows. Query head h reads K/V head h // (heads per group), and keeps its
+own relative position bias.
 """
 
 import inspect
