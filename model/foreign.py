@@ -70,18 +70,42 @@ class ForeignModel(nn.Module):
         }
 
 
+def read_foreign_config(folder: Path) -> Any:
+    """Return a folder's config as transformers reads it. Raises CheckpointError unless it is a causal language model's.
+
+    No code in the folder is run: what we ship with converted models (`model.custom_code`) is here already.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    from model.custom_code.register import register
+
+    register()
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{folder}: model_type {config.model_type!r} is an encoder-decoder, and only causal language models can be "
+            "trained and evaluated here; open it with transformers' AutoModelForSeq2SeqLM."
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it "
+            "with the class that config.json names under architectures."
+        )
+    return config
+
+
 def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> ForeignModel:
     """Open a folder with transformers' auto class. Raises CheckpointError where tensors are missing or left over."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    config = read_foreign_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise CheckpointError(
-                f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it "
-                "with the class that config.json names under architectures."
-            )
-        opened: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, trust_remote_code=False, dtype=dtype or "auto", output_loading_info=True
+        )
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error
     theirs, loading = opened

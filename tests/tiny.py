@@ -10,7 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    PreTrainedConfig,
+    PretrainedConfig,  # so named in transformers 4 too
     PreTrainedModel,
 )
 
@@ -56,7 +56,7 @@ VISION = {
 }  # fmt: skip
 
 
-def make_config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
+def make_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
     """Return the config of a tiny model; of a wrapper, `changes` are the language model's."""
     settings: dict[str, Any] = {
         "vocab_size": 67, "hidden_size": HIDDEN, "intermediate_size": 40, "num_hidden_layers": N_LAYERS,

@@ -27,6 +27,7 @@ from uptrain.training_checkpoint import STATE, TENSORS, complete, damage, folder
 DTYPES = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
 MAX_SHARD_SIZE = 5 * 10**9
 RECORD = "uptraining.json"
+HEADS = "lm_head.weight", "embed_out.weight"
 _PREFIX = re.compile(rf"model\.{re.escape(STUDENT)}(?:theirs\.)?")
 Progress = Callable[[float], None]
 
@@ -112,8 +113,8 @@ def _write_weights(source: Path, folder: Path, tied: bool, dtype: str, progress:
     short, torch_dtype = DTYPES[dtype]
     reader = FileSystemReader(source)
     stored = _stored_weights(reader)
-    if tied:
-        stored.pop("lm_head.weight", None)
+    for head in HEADS if tied else ():
+        stored.pop(head, None)
     tensors = {name: Tensor(name, short, tuple(entry.size)) for name, (_, entry) in stored.items()}
     groups = divide(tensors.values(), MAX_SHARD_SIZE)
     shards = name_shards(groups, {})

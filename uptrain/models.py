@@ -8,7 +8,7 @@ from torch import nn
 
 from model.checkpoint.folder import read_config
 from model.errors import InputError
-from model.foreign import ForeignModel
+from model.foreign import ForeignModel, read_foreign_config
 from model.llama import LlamaForCausalLM
 from model.llama_config import NATIVE_FAMILIES, read_llama_config
 from model.loading import load_model
@@ -33,10 +33,13 @@ def empty_student(folder: Path) -> LanguageModel:
         with torch.device("meta"):
             model = LlamaForCausalLM(read_llama_config(config))
         return model.to_empty(device="cpu").eval()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    foreign_config = AutoConfig.from_pretrained(folder)
-    return ForeignModel(AutoModelForCausalLM.from_config(foreign_config, dtype=torch.float32))  # type: ignore[no-untyped-call]
+    return ForeignModel(
+        AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            read_foreign_config(folder), trust_remote_code=False, dtype=torch.float32
+        )
+    )
 
 
 def random_student(folder: Path, seed: int) -> LanguageModel:
@@ -64,14 +67,14 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
     return student
 
 
-def block_names(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the class names of a model's layers, which are sharded one by one."""
+def block_names(folder: Path) -> tuple[str, ...]:
+    """Return the class names of the layers of a folder's model, which are sharded one by one."""
+    _, config = read_config(folder)
     if config.get("model_type") in NATIVE_FAMILIES:
         return ("Block",)
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(**config))]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(read_foreign_config(folder))]
     return tuple(model_class._no_split_modules or ())
 
 

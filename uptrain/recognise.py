@@ -27,7 +27,8 @@ def candidates(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[
     `config` is its `config.json`; `source_names` are from `source_names`. A name alone proves nothing, since anybody
     may choose one.
     """
-    shape = (config.get("model_type"), *(config.get(key) for key in SHAPE_KEYS))
+    model_type = str(config.get("model_type")).removesuffix("_gqa")  # what `model.custom_code` calls its own
+    shape = (model_type, *(config.get(key) for key in SHAPE_KEYS))
     of_shape = tuple(original for original in ORIGINALS if original.shape == shape)
     last_parts = [name.lower().rsplit("/", 1)[-1] for name in source_names]
     of_name = tuple(o for o in of_shape if any(re.fullmatch(o.pattern, part) for part in last_parts))
