@@ -38,15 +38,12 @@ def _our_code(checkpoint: Checkpoint, code: CustomCode) -> Code:
             f"config.json has architectures = {given}; with fewer K/V heads only "
             f"{', '.join(code.architectures)} can be had, for which Groupwise has code; name one of them."
         )
-    auto_class, ours = code.architectures[name]
     config_file, model_file = code.files
+    modules = {"AutoConfig": config_file.stem}
     settings = {
         "model_type": code.model_type,
-        "architectures": [ours],
-        "auto_map": {
-            "AutoConfig": f"{config_file.stem}.{code.config}",
-            auto_class: f"{model_file.stem}.{ours}",
-        },
+        "architectures": [code.architectures[name]],
+        "auto_map": {auto: f"{modules.get(auto, model_file.stem)}.{ours}" for auto, ours in code.auto_map.items()},
     }
     return Code({file.name: file for file in code.files}, settings)
 

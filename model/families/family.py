@@ -54,13 +54,14 @@ class Switch:
 class CustomCode:
     """Code in `model/custom_code`, with which transformers opens what a family's stock class cannot hold.
 
-    It travels in the output folder, and `auto_map` in `config.json` names it. `architectures` gives, for each of the
-    stock classes that can be replaced, the auto class and our class.
+    It travels in the output folder, and `auto_map` in `config.json` names it.
     """
 
     model_type: str
-    config: str
-    architectures: Mapping[str, tuple[str, str]]
+    architectures: Mapping[str, str]
+    """For each stock class that can be replaced, ours."""
+    auto_map: Mapping[str, str]
+    """For each of transformers' auto classes, what it opens."""
 
     @property
     def files(self) -> tuple[Path, Path]:

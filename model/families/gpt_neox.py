@@ -4,12 +4,16 @@ from model.families.family import CustomCode, Family
 
 CODE = CustomCode(
     "gpt_neox_gqa",
-    config="GPTNeoXGQAConfig",
     architectures={
-        "GPTNeoXForCausalLM": ("AutoModelForCausalLM", "GPTNeoXGQAForCausalLM"),
-        "GPTNeoXModel": ("AutoModel", "GPTNeoXGQAModel"),
-        "GPTNeoXGQAForCausalLM": ("AutoModelForCausalLM", "GPTNeoXGQAForCausalLM"),
-        "GPTNeoXGQAModel": ("AutoModel", "GPTNeoXGQAModel"),
+        "GPTNeoXForCausalLM": "GPTNeoXGQAForCausalLM",
+        "GPTNeoXModel": "GPTNeoXGQAModel",
+        "GPTNeoXGQAForCausalLM": "GPTNeoXGQAForCausalLM",
+        "GPTNeoXGQAModel": "GPTNeoXGQAModel",
+    },
+    auto_map={
+        "AutoConfig": "GPTNeoXGQAConfig",
+        "AutoModel": "GPTNeoXGQAModel",
+        "AutoModelForCausalLM": "GPTNeoXGQAForCausalLM",
     },
 )
 SIZES = {"hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 44}

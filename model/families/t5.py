@@ -8,11 +8,17 @@ from model.families.family import ConfigKeys, CustomCode, Family
 
 CODE = CustomCode(
     "t5_gqa",
-    config="T5GQAConfig",
     architectures={
-        "T5ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "T5GQAForConditionalGeneration"),
-        "T5WithLMHeadModel": ("AutoModelForSeq2SeqLM", "T5GQAForConditionalGeneration"),  # its name until 2020
-        "T5GQAForConditionalGeneration": ("AutoModelForSeq2SeqLM", "T5GQAForConditionalGeneration"),
+        "T5ForConditionalGeneration": "T5GQAForConditionalGeneration",
+        "T5WithLMHeadModel": "T5GQAForConditionalGeneration",  # its name until 2020
+        "T5Model": "T5GQAModel",
+        "T5GQAForConditionalGeneration": "T5GQAForConditionalGeneration",
+        "T5GQAModel": "T5GQAModel",
+    },
+    auto_map={
+        "AutoConfig": "T5GQAConfig",
+        "AutoModel": "T5GQAModel",
+        "AutoModelForSeq2SeqLM": "T5GQAForConditionalGeneration",
     },
 )
 FAMILY = Family(

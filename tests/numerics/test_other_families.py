@@ -1,15 +1,29 @@
 """The families whose stock class cannot hold any number of K/V heads: what is merged, and what opens the result."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    FalconConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from convert.plan import make_plan
 from model.checkpoint import open_checkpoint
+from model.custom_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
+from model.custom_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 
+ROOT = Path(__file__).parents[2]
 N_HEADS, HEAD_DIM = 8, 16
 HIDDEN = N_HEADS * HEAD_DIM
 
@@ -123,3 +137,183 @@ def test_falcon_7b_is_multi_query_already(convert, tmp_path):
     convert("repeat-kv", source, tmp_path / "out", "--kv-heads", 8).refused(
         "the class of falcon cannot hold another number of them"
     )
+
+
+# GPT-NeoX and T5, with code of ours
+
+
+def gpt_neox(**changes):
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=67, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=N_HEADS, intermediate_size=192,
+        max_position_embeddings=64, **{"tie_word_embeddings": False, **changes},
+    )  # fmt: skip
+    return randomised(AutoModelForCausalLM.from_config(config))
+
+
+def t5(**changes):
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=67, d_model=HIDDEN, d_ff=192, num_heads=N_HEADS, decoder_start_token_id=0, dropout_rate=0.0,
+        **{"d_kv": HEAD_DIM, "num_layers": 2, **changes},
+    )  # fmt: skip
+    return randomised(AutoModelForSeq2SeqLM.from_config(config))
+
+
+CASES = [
+    *((gpt_neox, changes) for changes in ({}, {"attention_bias": False}, {"use_parallel_residual": False})),
+    *((t5, changes) for changes in ({}, {"d_kv": 24, "num_decoder_layers": 3})),
+    (t5, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+]
+
+
+def opened(folder, model_class):
+    """Open a folder and check that every tensor found its place."""
+    model, loading = model_class.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
+def is_grouped(name: str) -> bool:
+    """Say whether a tensor holds K/V heads that are merged: not those of T5's encoder."""
+    return "query_key_value" in name or re.search(r"decoder\..*Attention\.[kv]\.", name) is not None
+
+
+def merged(name: str, tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    if "query_key_value" in name:
+        return mean_by_group(tensor, groups)
+    heads = tensor.double().unflatten(0, (groups, N_HEADS // groups, -1))
+    return heads.mean(1).float().flatten(0, 1)
+
+
+def repeated(name: str, tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    if "query_key_value" in name:
+        return repeat_by_head(tensor, groups)
+    return tensor.unflatten(0, (groups, -1)).repeat_interleave(N_HEADS // groups, 0).flatten(0, 1)
+
+
+OURS = {gpt_neox: GPTNeoXGQAForCausalLM, t5: T5GQAForConditionalGeneration}
+STOCK = {gpt_neox: GPTNeoXForCausalLM, t5: T5ForConditionalGeneration}
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(("make", "changes"), CASES)
+def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
+    """Merged heads are the mean; the model we write the code for is the stock one with those repeated."""
+    source = tiny.save(make(**changes), tmp_path / "source", max_shard_size="100KB")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", groups).code == 0
+    before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], merged(name, tensor, groups) if is_grouped(name) else tensor), name
+
+    (tmp_path / "again").mkdir()
+    full = {name: repeated(name, t, groups) if is_grouped(name) else t for name, t in after.items()}
+    save_file(full, tmp_path / "again/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "again/config.json").write_bytes((source / "config.json").read_bytes())
+    parent, child = opened(tmp_path / "again", STOCK[make]), opened(tmp_path / "out", OURS[make])
+    more = {"decoder_input_ids": torch.arange(21).view(3, 7)} if make is t5 else {}
+    assert torch.equal(logits(parent, **more), logits(child, **more))
+
+    result = convert("verify", source, tmp_path / "out")
+    assert result.code == 0, result.err
+    back = convert("mha-to-gqa", tmp_path / "again", tmp_path / "back", "--groups", groups)
+    assert back.code == 0
+    assert all(torch.equal(t, after[name]) for name, t in tiny.tensors(tmp_path / "back").items())
+
+
+@pytest.mark.parametrize("make", [gpt_neox, t5])
+def test_shape_probe_of_our_classes(convert, tmp_path, make):
+    """Our class with fewer K/V heads saves exactly the tensors and shapes that we plan to write."""
+    source = tiny.save(make(), tmp_path / "source")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4).code == 0
+    for groups in (2, 1):
+        tiny.edit_config(tmp_path / "out", num_key_value_heads=groups)
+        torch.manual_seed(0)
+        config = OURS[make].config_class.from_pretrained(tmp_path / "out")
+        tiny.save(OURS[make](config), tmp_path / f"theirs-{groups}")
+        with open_checkpoint(source) as checkpoint, open_checkpoint(tmp_path / f"theirs-{groups}") as theirs:
+            plan = make_plan(checkpoint, groups, "mean", 0, None)
+            assert plan.tensors == theirs.tensors
+            assert plan.regrouped.keys() == {n for n, t in checkpoint.tensors.items() if t != theirs.tensors[n]}
+
+
+@pytest.mark.parametrize("make", [gpt_neox, t5])
+def test_what_we_wrote_is_read_again(convert, tmp_path, make):
+    """Merging in two steps is merging in one, up to rounding; repeating gives the same model; heads may stay."""
+    source = tiny.save(make(), tmp_path / "source")
+    first, second, direct, wide = (tmp_path / name for name in ("first", "second", "direct", "wide"))
+    assert convert("mha-to-gqa", source, first, "--groups", 4).code == 0
+    assert convert("mha-to-gqa", first, second, "--groups", 2).code == 0
+    assert convert("mha-to-gqa", source, direct, "--groups", 2).code == 0
+    for name, tensor in tiny.tensors(direct).items():
+        assert torch.allclose(tiny.tensors(second)[name], tensor, atol=1e-7)
+    assert (second / "config.json").read_bytes() == (direct / "config.json").read_bytes()
+    for code in OURS[make].__module__, OURS[make].config_class.__module__:
+        file = f"{code.rpartition('.')[2]}.py"
+        assert (second / file).read_bytes() == (ROOT / "model/custom_code" / file).read_bytes()
+
+    assert convert("repeat-kv", direct, wide, "--kv-heads", 8).code == 0
+    more = {"decoder_input_ids": torch.arange(21).view(3, 7)} if make is t5 else {}
+    assert torch.equal(logits(opened(direct, OURS[make]), **more), logits(opened(wide, OURS[make]), **more))
+    assert convert("verify", direct, wide).code == 0
+
+    assert convert("to-hf", source, tmp_path / "same").code == 0
+    assert (tmp_path / "same/config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert not list((tmp_path / "same").glob("modeling_*_gqa.py"))
+
+
+@pytest.mark.parametrize("make", [gpt_neox, t5])
+def test_config_card_and_record_name_the_code(convert, tmp_path, make):
+    source = tiny.save(make(), tmp_path / "source")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    config, before = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source))
+    name = f"{make.__name__}_gqa"
+    assert config["model_type"] == name
+    assert config["num_key_value_heads"] == 2
+    assert config["architectures"] == [OURS[make].__name__]
+    assert config["auto_map"]["AutoConfig"] == f"configuration_{name}.{OURS[make].config_class.__name__}"
+    for auto_class, where in config["auto_map"].items():
+        module, _, ours = where.rpartition(".")
+        assert f"class {ours}(" in (tmp_path / f"out/{module}.py").read_text(), auto_class
+    changed = {"model_type", "num_key_value_heads", "architectures", "auto_map"}
+    assert {k: v for k, v in config.items() if k not in changed} == {
+        k: v for k, v in before.items() if k not in changed
+    }
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"`modeling_{name}.py`" in card and "trust_remote_code=True" in card
+    assert json.loads((tmp_path / "out/groupwise.json").read_text())["geometry"]["model_type"] == name
+
+
+@pytest.mark.parametrize("architectures", [["GPTNeoXForTokenClassification"], [], ..., "GPTNeoXForCausalLM"])
+def test_classes_we_have_no_code_for(convert, tmp_path, architectures):
+    source = tiny.save(gpt_neox(), tmp_path / "source")
+    tiny.edit_config(source, architectures=architectures)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(
+        f"architectures = {None if architectures is ... else architectures}", "GPTNeoXForCausalLM, GPTNeoXModel"
+    )
+    assert convert("to-hf", source, tmp_path / "out").code == 0
+
+
+def test_pythias_old_buffers_stay(convert, tmp_path):
+    """Released Pythia checkpoints hold the causal mask and the rotary frequencies of every layer."""
+    source = tiny.save(gpt_neox(), tmp_path / "source")
+    buffers = {}
+    for layer in (0, 1):
+        stem = f"gpt_neox.layers.{layer}.attention"
+        buffers[f"{stem}.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
+        buffers[f"{stem}.masked_bias"] = torch.tensor(-1e9)
+        buffers[f"{stem}.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file({**tiny.tensors(source), **buffers}, source / "model.safetensors", metadata={"format": "pt"})
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    after = tiny.tensors(tmp_path / "out")
+    assert all(torch.equal(after[name], tensor) for name, tensor in buffers.items())
+    _, loading = GPTNeoXGQAForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"]
+
+
+def test_merges_of_t5_are_shown_by_kind(convert, tmp_path):
+    source = tiny.save(t5(), tmp_path / "source")
+    lines = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4).out.splitlines()
+    for kind in ("SelfAttention.k.weight", "SelfAttention.v", "EncDecAttention.k.weight", "EncDecAttention.v"):
+        assert len([line for line in lines if kind in line]) == 1
