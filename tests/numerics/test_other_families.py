@@ -317,3 +317,78 @@ def test_merges_of_t5_are_shown_by_kind(convert, tmp_path):
     lines = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4).out.splitlines()
     for kind in ("SelfAttention.k.weight", "SelfAttention.v", "EncDecAttention.k.weight", "EncDecAttention.v"):
         assert len([line for line in lines if kind in line]) == 1
+
+
+# MPT, with the code that its checkpoints bring
+
+
+MPT = {
+    "model_type": "mpt", "architectures": ["MPTForCausalLM"], "d_model": HIDDEN, "n_heads": N_HEADS, "n_layers": 2,
+    "attn_config": {"attn_type": "multihead_attention", "alibi": True},
+    "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
+}  # fmt: skip
+
+
+def mpt(folder: Path, code: str = "kv_n_heads = 1", norms: bool = False) -> Path:
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"transformer.wte.weight": torch.randn(67, HIDDEN, generator=generator)}
+    for layer in (0, 1):
+        stem = f"transformer.blocks.{layer}.attn"
+        tensors[f"{stem}.Wqkv.weight"] = torch.randn(3 * HIDDEN, HIDDEN, generator=generator)
+        tensors[f"{stem}.out_proj.weight"] = torch.randn(HIDDEN, HIDDEN, generator=generator)
+        for name in ("q_ln", "k_ln") if norms else ():
+            tensors[f"{stem}.{name}.weight"] = torch.randn(HIDDEN, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(MPT))
+    (folder / "modeling_mpt.py").write_text(code)
+    return folder
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_mpt(convert, tmp_path, norms):
+    """[q | k | v], and the code is told of groups (llm-foundry 0.22, `GroupedQueryAttention`)."""
+    source = mpt(tmp_path / "source", norms=norms)
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
+    for name, tensor in before.items():
+        expected = tensor
+        if "Wqkv" in name or "k_ln" in name:
+            heads = tensor.double().view(-1, 4, HEAD_DIM, *tensor.shape[1:])  # four neighbours become one
+            expected = heads.mean(1).float().flatten(0, 1)
+        if "Wqkv" in name:
+            expected = torch.cat([tensor[:HIDDEN], expected[2 * HEAD_DIM :]])  # but for the queries
+        assert torch.equal(after[name], expected), name
+    attention = {"attn_type": "grouped_query_attention", "alibi": True, "kv_n_heads": 2}
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {**MPT, "attn_config": attention}
+    assert convert("verify", source, tmp_path / "out").code == 0
+    assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["attention"] == "GQA-2"
+    assert convert("repeat-kv", tmp_path / "out", tmp_path / "wide", "--kv-heads", 4).code == 0
+    convert("mha-to-gqa", tmp_path / "out", tmp_path / "one", "--groups", 1)
+    assert json.loads((tmp_path / "one/config.json").read_text())["attn_config"]["kv_n_heads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "words"),
+    [
+        ("", {}, "own code (modeling_mpt.py) does not know kv_n_heads either"),
+        ("kv_n_heads", {"auto_map": ...}, "brings no code of its own (auto_map in config.json)"),
+        ("kv_n_heads", {"auto_map": {"AutoModel": "a/b--c.D"}}, "own code is elsewhere (a/b--c.D); put those"),
+        ("kv_n_heads", {"attn_config": {"attn_type": "multiquery_attention"}},
+         'attn_config.attn_type = "multiquery_attention", but the weights hold 8 K/V heads'),
+        ("kv_n_heads", {"attn_config": {"attn_type": "new"}}, 'attn_config.attn_type = "new"; it can be "multihead'),
+    ],
+)  # fmt: skip
+def test_mpt_that_could_not_be_opened(convert, tmp_path, code, changes, words):
+    source = mpt(tmp_path / "source", code)
+    tiny.edit_config(source, **changes)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_checkpoints_own_code_is_read_and_not_run(convert, tmp_path):
+    trap = f"open({str(tmp_path / 'ran')!r}, 'w')  # kv_n_heads"
+    source = mpt(tmp_path / "source", trap)
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert (tmp_path / "out/modeling_mpt.py").read_text() == trap
+    assert not (tmp_path / "ran").exists()
