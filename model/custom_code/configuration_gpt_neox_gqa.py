@@ -12,6 +12,8 @@ class GPTNeoXGQAConfig(GPTNeoXConfig):
     model_type = "gpt_neox_gqa"
 
     def __init__(self, num_key_value_heads=None, **kwargs):
+        # What AutoTokenizer takes if tokenizer_config.json names no class; it does not know this model type.
+        kwargs.setdefault("tokenizer_class", "GPTNeoXTokenizer")
         super().__init__(**kwargs)
         n_heads = self.num_attention_heads
         n_kv_heads = n_heads if num_key_value_heads is None else num_key_value_heads

@@ -15,6 +15,8 @@ class T5GQAConfig(T5Config):
     model_type = "t5_gqa"
 
     def __init__(self, num_key_value_heads=None, **kwargs):
+        # What AutoTokenizer takes if tokenizer_config.json names no class; it does not know this model type.
+        kwargs.setdefault("tokenizer_class", "T5Tokenizer")
         super().__init__(**kwargs)
         n_kv_heads = self.num_heads if num_key_value_heads is None else num_key_value_heads
         if type(n_kv_heads) is not int or n_kv_heads < 1 or self.num_heads % n_kv_heads:

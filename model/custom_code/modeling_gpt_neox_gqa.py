@@ -59,7 +59,8 @@ class GPTNeoXGQAAttention(stock.GPTNeoXAttention):
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention)
+        kind = self.config._attn_implementation
+        attend = eager_attention if kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind]
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs

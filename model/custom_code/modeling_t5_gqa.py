@@ -82,7 +82,8 @@ class T5GQAAttention(T5Attention):
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self._relative_bias(positions, key.shape[2])  # the other layers are handed this one's
 
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention)
+        kind = self.config._attn_implementation
+        attend = eager_attention if kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind]
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, mask, dropout=dropout, scaling=1.0, position_bias=position_bias, **kwargs

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXForCausalLM, GPTNeoXModel, T5ForConditionalGeneration, T5Model
 
 import model.custom_code
@@ -301,6 +302,8 @@ import json, sys, torch, transformers
 folder, again, auto_class, inputs = sys.argv[1:]
 inputs = {name: torch.tensor(ids) for name, ids in json.loads(inputs).items()}
 auto_class = getattr(transformers, auto_class)
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+assert "Tokenizer" in type(tokenizer).__name__ and tokenizer.decode(tokenizer("ab").input_ids[:2]) == "ab", tokenizer
 try:
     auto_class.from_pretrained(folder)
 except ValueError as error:
@@ -317,12 +320,28 @@ for place in (folder, again):
 """
 
 
+def make_tokenizer(family: str) -> Tokenizer:
+    """Return one of the kind that the family has."""
+    if family == "gpt_neox":
+        tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "<|endoftext|>": 2}, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
+        return tokenizer
+    tokenizer = Tokenizer(models.Unigram([("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁a", -1.0), ("b", -1.0)], 2))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tokenizer
+
+
 @pytest.mark.parametrize(("family", "changes"), [("gpt_neox", {}), ("t5", T5_V1_1)])
 def test_opens_anywhere_from_the_files_beside_it(tmp_path, family, changes):
     """Where none of our packages is installed; and what transformers saves then opens the same way."""
     folder, again = save(tmp_path / "model", *grouped(family, 2, changes)), tmp_path / "again"
     for file in Path(model.custom_code.__file__).parent.glob(f"*_{family}_gqa.py"):
         shutil.copy(file, folder)
+    make_tokenizer(family).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 64}')
     auto_class = list(AUTO_MAPS[family])[-1]
     inputs = json.dumps({name: ids.tolist() for name, ids in INPUTS[family].items()})
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
