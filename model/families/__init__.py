@@ -13,9 +13,12 @@ __all__ = ["FAMILIES", "Family", "Found", "find_family"]
 
 # One module each in this folder, named as its `model_type`.
 FAMILIES = (
-    "cohere", "gemma", "gemma2", "glm", "granite", "helium", "llama", "llava", "llava_next", "mistral", "mixtral",
-    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3",
-    "stablelm", "starcoder2",
+    "apertus", "arcee", "aya_vision", "cohere", "cohere2", "dots1", "ernie4_5", "exaone4", "flex_olmo", "gemma",
+    "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense",
+    "idefics2", "idefics3", "jais2", "llama", "llava", "llava_next", "llava_next_video", "llava_onevision",
+    "ministral3", "mistral", "mistral3", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
+    "paligemma", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "smolvlm",
+    "stablelm", "starcoder2", "video_llava", "vipllava",
 )  # fmt: skip
 
 
