@@ -3,6 +3,9 @@
 What only needs logits and losses (calibration, evaluation, a teacher) need not ask which of the two it holds.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +74,19 @@ class ForeignModel(nn.Module):
 
 
 def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> ForeignModel:
-    """Open a folder with transformers' auto class. Raises CheckpointError where tensors are missing or left over."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    """Open a folder with transformers' auto class.
 
+    Raises CheckpointError where that makes no model of config.json, or tensors are missing, left over or misshapen.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        build_foreign(folder, dtype)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise CheckpointError(
-                f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it "
-                "with the class that config.json names under architectures."
+        with _without_warnings():
+            opened: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True
             )
-        opened: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error
     theirs, loading = opened
@@ -89,3 +94,70 @@ def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> Foreig
         if loading[kind]:
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
     return ForeignModel(theirs.to(device)).eval()
+
+
+def build_foreign(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Return transformers' model of a folder's config.json, without the folder's weights.
+
+    Raises CheckpointError where transformers knows no such model, or stops.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(folder)
+    with _refusing(folder):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    return model
+
+
+def layer_class_names(folder: Path) -> tuple[str, ...]:
+    """Return what transformers calls the layers of a folder's model. Raises as `build_foreign`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_read_config(folder))]
+    return tuple(model_class._no_split_modules or ())
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    with _refusing(folder):
+        config = AutoConfig.from_pretrained(folder)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it with "
+            "the class that config.json names under architectures."
+        )
+    return config
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Say in one line what in config.json transformers stops at.
+
+    What is caught is broad, because a value of a wrong type or size makes its classes stop by whatever it breaks;
+    nothing but config.json goes in.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        with _without_warnings():
+            yield
+    except (
+        StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
+        RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"transformers can build no model from {folder}/config.json: {what}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep transformers from reporting in many lines what we report in one."""
+    from transformers.utils import logging as theirs
+
+    verbosity = theirs.get_verbosity()
+    theirs.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(verbosity)

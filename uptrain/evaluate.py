@@ -12,7 +12,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from model import terminal
-from model.checkpoint.folder import read_config
 from model.errors import InputError
 from uptrain.data.batch import MICRO_BATCH_TOKENS, Batch, micro_batches
 from uptrain.data.cache import Cache
@@ -76,8 +75,7 @@ def _evaluate_folder(
     cache = Cache.open(data)
     check_tokenizer(cache, data, model)
     precision = precision or ("bf16" if torch.accelerator.is_available() else "fp32")
-    _, config = read_config(model)
-    accelerator = make_accelerator(precision, block_names(config))
+    accelerator = make_accelerator(precision, block_names(model))
     if accelerator.distributed_type == DistributedType.FSDP:
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     student = load_student(model)

@@ -1,14 +1,13 @@
 """Students and teachers: read from a checkpoint, drawn at random, or empty until a training checkpoint fills them."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from model.checkpoint.folder import read_config
 from model.errors import InputError
-from model.foreign import ForeignModel
+from model.foreign import ForeignModel, build_foreign, layer_class_names
 from model.llama import LlamaForCausalLM
 from model.llama_config import NATIVE_FAMILIES, read_llama_config
 from model.loading import load_model
@@ -33,10 +32,7 @@ def empty_student(folder: Path) -> LanguageModel:
         with torch.device("meta"):
             model = LlamaForCausalLM(read_llama_config(config))
         return model.to_empty(device="cpu").eval()
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    foreign_config = AutoConfig.from_pretrained(folder)
-    return ForeignModel(AutoModelForCausalLM.from_config(foreign_config, dtype=torch.float32))  # type: ignore[no-untyped-call]
+    return ForeignModel(build_foreign(folder, torch.float32))
 
 
 def random_student(folder: Path, seed: int) -> LanguageModel:
@@ -64,15 +60,10 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
     return student
 
 
-def block_names(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the class names of a model's layers, which are sharded one by one."""
-    if config.get("model_type") in NATIVE_FAMILIES:
-        return ("Block",)
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(**config))]
-    return tuple(model_class._no_split_modules or ())
+def block_names(folder: Path) -> tuple[str, ...]:
+    """Return the class names of the layers of a folder's model, which are sharded one by one."""
+    _, config = read_config(folder)
+    return ("Block",) if config.get("model_type") in NATIVE_FAMILIES else layer_class_names(folder)
 
 
 def recompute_activations(layers: list[nn.Module]) -> None:

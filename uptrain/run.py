@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from model.checkpoint.folder import json_text, list_files, read_config
+from model.checkpoint.folder import json_text, list_files
 from model.errors import Failure, InputError
 from model.staging import sync_file, sync_folder
 from uptrain.data.cache import Cache
@@ -57,8 +57,7 @@ def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, d
 
     `config_folder` has the config and tokenizer: the model's folder, or that of a model to be trained from nothing.
     """
-    _, config = read_config(config_folder)
-    accelerator = make_accelerator(s.precision, block_names(config), s.track, out)
+    accelerator = make_accelerator(s.precision, block_names(config_folder), s.track, out)
     check_batch(s.global_batch, accelerator.num_processes)
     on_main(accelerator, lambda: refuse_existing(out))
     training = build(s, first_student(s, config_folder), accelerator, out, deadline, show)
@@ -71,8 +70,7 @@ def resume(folder: Path, deadline: float, show: Show) -> str:
     """Train on from the newest whole checkpoint, with any number of processes; from the beginning if there is none."""
     run = Run.read(folder)
     s = run.settings
-    _, config = read_config(folder / MODEL)
-    accelerator = make_accelerator(s.precision, block_names(config), s.track, folder)
+    accelerator = make_accelerator(s.precision, block_names(folder / MODEL), s.track, folder)
     check_batch(s.global_batch, accelerator.num_processes)
     check_same_data(run)
     with _alone(accelerator, folder):

@@ -20,7 +20,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"some of its layers read the K/V heads of other layers, so they cannot be merged layer by layer; {_PARENT}": (
         "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
     ),
-    "some of its layers attend to an image instead of the text, with K/V heads of their own, which are not merged here; "
+    "some of its layers attend to an image instead of the text, with K/V heads of their own that are not merged; "
     f"{_PARENT}": (
         "mllama", "mllama_text_model",
     ),
