@@ -3,6 +3,7 @@
 from importlib import import_module
 from pathlib import Path
 
+from model.checkpoint import remote_code
 from model.checkpoint.checkpoint import Checkpoint, Shard
 from model.checkpoint.folder import refuse_without_weights
 from model.checkpoint.hub import find_in_cache
@@ -41,6 +42,7 @@ def _open(path: Path) -> Checkpoint:
         reader = import_module(f"model.checkpoint.{name}")
         if reader.recognises(path):
             checkpoint: Checkpoint = reader.read(path)
+            checkpoint.notes += remote_code.notes(checkpoint.config)
             return checkpoint
     if path.is_dir():
         refuse_without_weights(path)
