@@ -139,7 +139,7 @@ def _convert(
     with open_checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, n_kv_heads, method, seed, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
-        summary |= {"left_out": checkpoint.left_out, "notes": checkpoint.notes}
+        summary |= {"left_out": checkpoint.left_out}
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
             (terminal.print_json if as_json else show.plan)(summary)

@@ -8,7 +8,8 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-from convert.custom_code import Code, find_code
+from convert import custom_code
+from convert.custom_code import Code
 from convert.merge import Merge
 from convert.methods import REPEAT
 from convert.regroup import Regrouped, regroup
@@ -41,6 +42,8 @@ class Plan:
     """What becomes of the tensors with K/V heads; all others are copied. Empty when the number of heads stays."""
     code: Code | None
     """Code that the output needs beside the weights."""
+    notes: tuple[str, ...]
+    """As in `Checkpoint`, and of code that the source names."""
     largest_group: int
     """Bytes of the largest group of heads in one tensor."""
     rewrites: bool
@@ -95,6 +98,7 @@ class Plan:
             "kv_cache_bytes_per_token": {"before": cache(self.geometry.n_kv_heads), "after": cache(self.n_kv_heads)},
             "workers": self.workers(wanted_workers),
             "peak_memory_bytes": self.peak_memory(wanted_workers),
+            "notes": self.notes,
         }
 
 
@@ -106,6 +110,7 @@ def make_plan(
     Raises CheckpointError where that is impossible.
     """
     geometry = read_geometry(checkpoint)
+    family = geometry.attention.family
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     _check_n_kv_heads(geometry, n_kv_heads, method)
     _check_slices(checkpoint, geometry, n_kv_heads)
@@ -123,7 +128,8 @@ def make_plan(
         tensors=tensors,
         shards=_plan_shards(checkpoint, shards, tensors, max_shard_size),
         regrouped=regrouped,
-        code=find_code(checkpoint, geometry.attention.family) if regrouped else None,
+        code=custom_code.find_code(checkpoint, family) if regrouped else None,
+        notes=(*checkpoint.notes, *custom_code.notes(checkpoint.config, family)),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
         reader_bytes=checkpoint.reader_bytes,
         largest_group=max(

@@ -126,7 +126,7 @@ def _section(checkpoint: Checkpoint, plan: Plan) -> str:
     quantised = " The source is a GGUF file; where its weights were quantised, so are the values here." * (
         checkpoint.format == "gguf"
     )
-    notes = "".join(f"- {note}\n" for note in checkpoint.notes)
+    notes = "".join(f"- {note}\n" for note in plan.notes)
     return f"""{CARD_BEGIN}
 ## Conversion by Groupwise
 

@@ -3,6 +3,9 @@
 What only needs logits and losses (calibration, evaluation, a teacher) need not ask which of the two it holds.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +73,56 @@ class ForeignModel(nn.Module):
         }
 
 
-def read_foreign_config(folder: Path) -> Any:
-    """Return a folder's config as transformers reads it. Raises CheckpointError unless it is a causal language model's.
+def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> ForeignModel:
+    """Open a folder with transformers' auto class.
+
+    Raises CheckpointError where that makes no model of config.json, or tensors are missing, left over or misshapen.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        build_foreign(folder, dtype)
+    try:
+        with _without_warnings():
+            opened: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                trust_remote_code=False,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error
+    theirs, loading = opened
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading[kind]:
+            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
+    return ForeignModel(theirs.to(device)).eval()
+
+
+def build_foreign(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Return transformers' model of a folder's config.json, without the folder's weights.
+
+    Raises CheckpointError where transformers knows no such model, or stops.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(folder)
+    with _refusing(folder):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
+    return model
+
+
+def layer_class_names(folder: Path) -> tuple[str, ...]:
+    """Return what transformers calls the layers of a folder's model. Raises as `build_foreign`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_read_config(folder))]
+    return tuple(model_class._no_split_modules or ())
+
+
+def _read_config(folder: Path) -> Any:
+    """Return a folder's config as transformers reads it.
 
     No code in the folder is run: what we ship with converted models (`model.custom_code`) is here already.
     """
@@ -80,10 +131,8 @@ def read_foreign_config(folder: Path) -> Any:
     from model.custom_code.register import register
 
     register()
-    try:
-        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error
+    with _refusing(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{folder}: model_type {config.model_type!r} is an encoder-decoder, and only causal language models can be "
@@ -91,25 +140,40 @@ def read_foreign_config(folder: Path) -> Any:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(
-            f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it "
-            "with the class that config.json names under architectures."
+            f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it with "
+            "the class that config.json names under architectures."
         )
     return config
 
 
-def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> ForeignModel:
-    """Open a folder with transformers' auto class. Raises CheckpointError where tensors are missing or left over."""
-    from transformers import AutoModelForCausalLM
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Say in one line what in config.json transformers stops at.
 
-    config = read_foreign_config(folder)
+    What is caught is broad, because a value of a wrong type or size makes its classes stop by whatever it breaks;
+    nothing but config.json goes in.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
-        opened: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, trust_remote_code=False, dtype=dtype or "auto", output_loading_info=True
-        )
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error
-    theirs, loading = opened
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if loading[kind]:
-            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
-    return ForeignModel(theirs.to(device)).eval()
+        with _without_warnings():
+            yield
+    except (
+        StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
+        RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"transformers can build no model from {folder}/config.json: {what}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep transformers from reporting in many lines what we report in one."""
+    from transformers.utils import logging as theirs
+
+    verbosity = theirs.get_verbosity()
+    theirs.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(verbosity)

@@ -1,5 +1,6 @@
 """Tiny random checkpoints, made by transformers: what the converter meets, at a size that takes milliseconds."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -29,31 +30,70 @@ SIDE_FILES = {
 }
 
 
-# What keeps a family tiny, or its special tokens inside the vocabulary.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "gemma": {"head_dim": 4},
-    "gemma2": {"head_dim": 4},
-    "glm": {"head_dim": 4},
-    "helium": {"head_dim": 4},
-    "mixtral": {"num_local_experts": 2},
-    "olmoe": {"num_experts": 2, "num_experts_per_tok": 1},
-    "qwen2_moe": {
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-    },
-    "qwen3": {"head_dim": 4},
-}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
+LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 # The families whose stock class holds any number of K/V heads; tests/numerics/test_other_families.py has the rest.
 STOCK = tuple(
     name for name in FAMILIES if isinstance(entry := load_family(name), Wrapper) or entry.stock_class_holds_few
 )
-WRAPPERS = ("llava", "llava_next")
-VISION = {
-    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 8,
+# What keeps a family tiny, or its special tokens inside the vocabulary.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dots1": {
+        "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+    "ernie4_5": {"head_dim": 4},
+    "flex_olmo": EXPERTS,
+    "gemma": {"head_dim": 4},
+    "gemma2": {"head_dim": 4},
+    "gemma3_text": {"head_dim": 4},
+    "glm": {"head_dim": 4},
+    "glm4": {"head_dim": 4},
+    "gpt_oss": {"head_dim": 4, **LOCAL_EXPERTS},
+    "granitemoe": LOCAL_EXPERTS,
+    "helium": {"head_dim": 4},
+    "hunyuan_v1_dense": {"head_dim": 4},
+    "ministral3": {"head_dim": 4, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 64,
+    }},
+    "mixtral": {"num_local_experts": 2},
+    "olmoe": EXPERTS,
+    "phimoe": {"num_local_experts": 2},
+    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "qwen3": {"head_dim": 4},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 24},
+    "seed_oss": {"head_dim": 4},
 }  # fmt: skip
+# Around language models: the family of the one inside, and what keeps the rest tiny.
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = {**SIZES, "image_size": 8, "patch_size": 4}
+CLIP = {"model_type": "clip_vision_model", **VISION, "projection_dim": 8}
+SIGLIP = {"model_type": "siglip_vision_model", **VISION}
+RESAMPLER = {
+    "hidden_size": HIDDEN, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,
+    "resampler_head_dim": 8, "num_key_value_heads": 2,
+}  # fmt: skip
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "aya_vision": ("cohere2", {"vision_config": SIGLIP}),
+    "gemma3": ("gemma3_text", {"vision_config": SIGLIP, "mm_tokens_per_image": 4}),
+    "idefics2": ("mistral", {"vision_config": VISION, "perceiver_config": RESAMPLER}),
+    "idefics3": ("llama", {"vision_config": VISION, "scale_factor": 2}),
+    "llava": ("llama", {"vision_config": CLIP}),
+    "llava_next": ("llama", {"vision_config": CLIP}),
+    "llava_next_video": ("llama", {"vision_config": CLIP}),
+    "llava_onevision": ("qwen2", {"vision_config": SIGLIP}),
+    "mistral3": ("ministral3", {"vision_config": {"model_type": "pixtral", **VISION}, "spatial_merge_size": 1}),
+    "paligemma": ("gemma2", {"vision_config": SIGLIP, "projection_dim": HIDDEN}),
+    "smolvlm": ("llama", {"vision_config": VISION, "scale_factor": 2}),
+    "video_llava": ("llama", {"vision_config": CLIP}),
+    "vipllava": ("llama", {"vision_config": CLIP, "vision_feature_layers": [0, 1]}),
+}
+
+
+def inner(family: str) -> str:
+    """Return the family of the language model itself."""
+    return WRAPPERS[family][0] if family in WRAPPERS else family
 
 
 def make_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
@@ -63,10 +103,11 @@ def make_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
         "num_attention_heads": N_HEADS, "num_key_value_heads": N_HEADS, "max_position_embeddings": 64,
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
     }  # fmt: skip
-    settings |= {**SETTINGS.get(family, {}), **changes}
+    settings |= {**SETTINGS.get(inner(family), {}), **changes}
     if family in WRAPPERS:
-        text = {"model_type": "llama", **settings}
-        return AutoConfig.for_model(family, text_config=text, vision_config=VISION, image_token_index=66)
+        text = {"model_type": inner(family), **settings}
+        image = "image_token_id" if family in ("idefics2", "idefics3", "smolvlm") else "image_token_index"
+        return AutoConfig.for_model(family, text_config=text, **{image: 66}, **copy.deepcopy(WRAPPERS[family][1]))
     return AutoConfig.for_model(family, **settings)
 
 

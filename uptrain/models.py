@@ -1,14 +1,13 @@
 """Students and teachers: read from a checkpoint, drawn at random, or empty until a training checkpoint fills them."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from model.checkpoint.folder import read_config
 from model.errors import InputError
-from model.foreign import ForeignModel, read_foreign_config
+from model.foreign import ForeignModel, build_foreign, layer_class_names
 from model.llama import LlamaForCausalLM
 from model.llama_config import NATIVE_FAMILIES, read_llama_config
 from model.loading import load_model
@@ -33,13 +32,7 @@ def empty_student(folder: Path) -> LanguageModel:
         with torch.device("meta"):
             model = LlamaForCausalLM(read_llama_config(config))
         return model.to_empty(device="cpu").eval()
-    from transformers import AutoModelForCausalLM
-
-    return ForeignModel(
-        AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            read_foreign_config(folder), trust_remote_code=False, dtype=torch.float32
-        )
-    )
+    return ForeignModel(build_foreign(folder, torch.float32))
 
 
 def random_student(folder: Path, seed: int) -> LanguageModel:
@@ -70,12 +63,7 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
 def block_names(folder: Path) -> tuple[str, ...]:
     """Return the class names of the layers of a folder's model, which are sharded one by one."""
     _, config = read_config(folder)
-    if config.get("model_type") in NATIVE_FAMILIES:
-        return ("Block",)
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(read_foreign_config(folder))]
-    return tuple(model_class._no_split_modules or ())
+    return ("Block",) if config.get("model_type") in NATIVE_FAMILIES else layer_class_names(folder)
 
 
 def recompute_activations(layers: list[nn.Module]) -> None:

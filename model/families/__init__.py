@@ -13,9 +13,13 @@ __all__ = ["FAMILIES", "Family", "Found", "find_family", "load_family"]
 
 # One module each in this folder, named as its `model_type`.
 FAMILIES = (
-    "cohere", "falcon", "gemma", "gemma2", "glm", "gpt_neox", "gpt_neox_gqa", "granite", "helium", "llama", "llava",
-    "llava_next", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2",
-    "qwen2_moe", "qwen3", "smollm3", "stablelm", "starcoder2", "t5", "t5_gqa",
+    "apertus", "arcee", "aya_vision", "cohere", "cohere2", "dots1", "ernie4_5", "exaone4", "falcon", "flex_olmo",
+    "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "gpt_neox", "gpt_neox_gqa", "gpt_oss", "granite",
+    "granitemoe", "helium", "hunyuan_v1_dense", "idefics2", "idefics3", "jais2", "llama", "llava", "llava_next",
+    "llava_next_video", "llava_onevision", "ministral3", "mistral", "mistral3", "mixtral", "mpt", "nanochat",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "paligemma", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_moe", "seed_oss", "smollm3", "smolvlm", "stablelm", "starcoder2", "t5", "t5_gqa", "video_llava",
+    "vipllava",
 )  # fmt: skip
 
 

@@ -2,4 +2,5 @@
 
 from model.families.family import Family
 
-FAMILY = Family("gemma", absent_n_kv_heads=16, null_n_kv_heads="refused", absent_head_dim=256)
+SIZES = {"hidden_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28}
+FAMILY = Family("gemma", absent_n_kv_heads=16, null_n_kv_heads="refused", absent_head_dim=256, absent_sizes=SIZES)

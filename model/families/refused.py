@@ -6,19 +6,26 @@ _PARENT = "start from a model of a supported family instead."
 REFUSED: dict[str, tuple[str, ...]] = {
     "its attention is multi-head latent attention (MLA), which caches one small vector for all heads: there are no K/V "
     "heads to merge, and the cache is compressed already; use it as it is.": (
-        "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
+        "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite",
         "glm5_next", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_k25", "kimi_linear", "kimi_vl", "longcat",
         "longcat_flash", "minicpm3", "mistral4", "mistral_large4", "youtu",
     ),
     "only some of its layers have attention, the others are linear or recurrent, so there is little K/V cache to save; "
     f"{_PARENT}": (
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm3", "mamba",
-        "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-        "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3",
+        "lfm3_vl", "mamba", "mamba2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "nemotron_h",
+        "nemotron_h_omni", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+        "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
     ),
     f"some of its layers read the K/V heads of other layers, so they cannot be merged layer by layer; {_PARENT}": (
         "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
     ),
+    "some of its layers attend to an image instead of the text, with K/V heads of their own that are not merged; "
+    f"{_PARENT}": (
+        "mllama", "mllama_text_model",
+    ),
+    "tensors of its attention beside K and V depend on the number of K/V heads, and no merge of theirs is known; "
+    f"{_PARENT}": ("doge",),
     "it is multi-query already: one K/V head is as few as there can be; use it as it is.": (
         "deepseek_v4", "gpt_bigcode",
     ),
@@ -28,9 +35,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"{_PARENT}": ("jetmoe",),
     "transformers' class for it has no number of K/V heads, so it could not open the result; "
     f"{_PARENT}": (
-        "bart", "bigbird_pegasus", "biogpt", "blenderbot", "bloom", "codegen", "ctrl", "fuyu", "gpt2", "gpt_neo",
-        "gpt_neox_japanese", "gptj", "longt5", "mbart", "mt5", "openai-gpt", "opt", "pegasus",
-        "persimmon", "switch_transformers", "umt5", "xglm",
+        "bart", "bert", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "camembert",
+        "codegen", "ctrl", "electra", "fuyu", "gpt-sw3", "gpt2", "gpt_neo", "gpt_neox_japanese", "gptj", "longt5",
+        "marian", "mbart", "modernbert-decoder", "mt5", "mvp", "openai-gpt", "opt", "pegasus", "persimmon", "plbart",
+        "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm", "xlm-roberta", "xlnet",
     ),
     "it runs on code of its own that may not heed the number of K/V heads; rewrite it as llama or qwen2 first "
     "(LLaMA-Factory: scripts/convert_ckpt/llamafy_*.py), and convert that.": (

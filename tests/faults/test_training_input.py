@@ -148,3 +148,54 @@ def test_resuming_where_another_trains(inputs, tmp_path, processes):
     assert error == f"{out} is being trained by another process; see `uptrain status {out}`."
     assert tiny.snapshot(out) == before
     succeed(("resume", out), tmp_path, processes)
+
+
+# Models that transformers opens
+
+
+BROKEN = {
+    "null": ("gemma", {"num_key_value_heads": None}, "Field 'num_key_value_heads' expected int, got NoneType"),
+    "text": ("olmo2", {"hidden_size": "32"}, "Field 'hidden_size' expected int, got str"),
+    "no heads": ("olmo2", {"num_attention_heads": 0}, "ZeroDivisionError"),
+    "activation": ("olmo2", {"hidden_act": "nonsense"}, "KeyError: 'nonsense'"),
+    "RoPE": ("olmo2", {"rope_parameters": {"rope_type": "linear"}}, "Missing required keys in `rope_parameters`"),
+    "dtype": ("olmo2", {"dtype": "torch.bfloat16"}, "AttributeError: module 'torch' has no attribute"),
+    "vocabulary": ("olmo2", {"vocab_size": -3}, "RuntimeError: Trying to create tensor with negative dimension"),
+    "padding": ("olmo2", {"pad_token_id": 999}, "AssertionError: Padding_idx must be within num_embeddings"),
+    "layers": ("gemma2", {"layer_types": ["full_attention"]}, "`num_hidden_layers` (2) must be equal"),
+}
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    return caches.write_cache(tmp_path_factory.mktemp("windows") / "cache", [[[1, 2, 3] * 20]], 16, 67)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_configs_that_transformers_stops_at(uptrain, windows, tmp_path, case):
+    family, changes, words = BROKEN[case]
+    folder = tiny.save(tiny.build(family), tmp_path / "model")
+    tiny.edit_config(folder, **changes)
+    result = uptrain("evaluate", folder, "--data", windows)
+    result.refused(words, "config.json")
+
+
+def test_weights_that_are_not_the_config_s(uptrain, windows, tmp_path):
+    folder = tiny.save(tiny.build("olmo2"), tmp_path / "model")
+    tiny.edit_config(folder, intermediate_size=41)
+    result = uptrain("evaluate", folder, "--data", windows)
+    assert result.code == 2
+    last = result.err.splitlines()[-1]  # after a progress bar of transformers'
+    assert f"Error: {folder}: mismatched keys: ('model.layers.0.mlp.down_proj.weight'" in last
+
+
+def test_a_model_that_is_no_language_model(uptrain, windows, tmp_path):
+    folder = tiny.save(tiny.build("llava"), tmp_path / "model")
+    uptrain("evaluate", folder, "--data", windows).refused("no causal language model of model_type 'llava'")
+
+
+def test_a_parent_that_transformers_stops_at(uptrain, windows, tmp_path):
+    student = tiny.save(tiny.build(), tmp_path / "student")
+    parent = tiny.save(tiny.build("gemma"), tmp_path / "parent")
+    tiny.edit_config(parent, num_key_value_heads=None)
+    uptrain("evaluate", student, "--data", windows, "--teacher", parent).refused(str(parent), "num_key_value_heads")

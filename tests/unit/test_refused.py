@@ -1,13 +1,16 @@
 """Model types that cannot be converted are refused by name, with a reason that holds."""
 
+from importlib import import_module
+
 import pytest
 import tiny
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model.errors import CheckpointError
 from model.families import FAMILIES, find_family
-from model.families.refused import REFUSED
+from model.families.refused import REFUSED, reason
 
 TYPES = [(model_type, why) for why, types in REFUSED.items() for model_type in types]
 KNOWN = [(model_type, why) for model_type, why in TYPES if model_type in CONFIG_MAPPING]
@@ -46,6 +49,30 @@ def test_the_reason_holds_in_transformers(model_type, why):
         assert "kv_lora_rank" in config.to_dict()
     elif "other layers" in why:
         assert "num_kv_shared_layers" in config.to_dict()
+    elif "attend to an image" in why:
+        assert "cross_attention_layers" in config.to_dict()
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_language_model_of_transformers_has_a_verdict(model_type):
+    """It is known, refused by name, or said to be unknown; nothing else happens, whatever the type."""
+    if model_type in FAMILIES:
+        entry = import_module(f"model.families.{model_type}").FAMILY
+        assert entry.model_type == model_type
+        return
+    with pytest.raises(CheckpointError) as error:
+        find_family({"model_type": model_type})
+    refused, unknown = " cannot be converted: ", f" is not supported; supported are: {', '.join(FAMILIES)}."
+    assert str(error.value).startswith(f"model_type {model_type!r}{refused if reason(model_type) else unknown}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo_y", "bitnet", "llama4", "gpt-neox\nllama"])
+def test_a_type_nobody_knows_on_the_command_line(convert, source, tmp_path, model_type):
+    tiny.edit_config(source, model_type=model_type)
+    for command in (("inspect", source), ("mha-to-mqa", source, tmp_path / "out"), ("to-hf", source, tmp_path / "out")):
+        convert(*command).refused("is not supported; supported are: apertus, ")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,11 @@
+"""Aya Vision: as LLaVA, around Cohere 2."""
+
+from model.families.family import Wrapper
+
+FAMILY = Wrapper(
+    "aya_vision",
+    text_config="text_config",
+    absent_text_type="cohere2",
+    prefix=r"language_model\.(?:model\.)?|model\.language_model\.",  # the last since transformers 4.52
+    others=r"(?:model\.)?vision_tower\.",
+)

@@ -1,0 +1,69 @@
+"""`auto_map` in config.json: told of wherever a person or a program looks, and never run."""
+
+import json
+
+import pytest
+import tiny
+
+from convert.custom_code import notes
+from model.families import find_family
+
+LLAMA = find_family({"model_type": "llama"}).family
+
+WARNING = (
+    "config.json has auto_map: with trust_remote_code=True, transformers runs code from {}, which may ignore "
+    "num_key_value_heads; open the result without it."
+)
+BESIDE = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+ELSEWHERE = {name: f"org/repo--{value}" for name, value in BESIDE.items()}
+CASES = [(BESIDE, "configuration_x.py beside it and modeling_x.py beside it"), (ELSEWHERE, "org/repo")]
+
+
+@pytest.mark.parametrize(("auto_map", "place"), CASES)
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monkeypatch, auto_map, place, form):
+    if form == "bin":
+        from torch_files import write_bin
+
+        for file in source.glob("model*"):
+            file.unlink()
+        write_bin(source, tiny.build())
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    for name in ("configuration_x.py", "modeling_x.py", "convert.py", "sitecustomize.py"):
+        (source / name).write_text(code)
+    tiny.edit_config(source, auto_map=auto_map)
+    monkeypatch.chdir(source)
+    warning, out = WARNING.format(place), tmp_path / "out"
+    assert json.loads(convert("inspect", source, "--json").out)["notes"] == [warning]
+    planned = convert("mha-to-mqa", source, out, "--dry-run", "--json")
+    assert json.loads(planned.out)["notes"] == [warning]
+    shown = convert("mha-to-mqa", source, out)
+    assert shown.code == 0
+    assert "trust_remote_code=True" in shown.out
+    assert f"- {warning}\n" in (out / "README.md").read_text()
+    assert json.loads((out / "config.json").read_text())["auto_map"] == auto_map
+    assert {f.name for f in out.glob("*.py")} == {f.name for f in source.glob("*.py")}
+    assert (out / "modeling_x.py").read_text() == code
+    assert convert("verify", source, out).code == 0
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [None, {}, [], "x", {"AutoTokenizer": ["tokenization_x.X", None]}, {"AutoModel": None}, {"AutoModel": 3}],
+)
+def test_no_note_where_no_model_s_code_is_named(auto_map):
+    assert notes({"auto_map": auto_map}, LLAMA) == ()
+    assert notes({}, LLAMA) == ()
+
+
+def test_no_note_where_that_code_is_needed(convert, tmp_path):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=8, intermediate_size=40
+    )
+    source = tiny.save(GPTNeoXForCausalLM(config), tmp_path / "source")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["notes"] == []
+    assert "auto_map" in json.loads((tmp_path / "out/config.json").read_text())
