@@ -87,7 +87,7 @@ def refuse_lfs_pointer(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
     if start == LFS_POINTER:
-        raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder.")
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder.")
 
 
 def json_text(value: Any) -> bytes:
@@ -131,6 +131,7 @@ def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes]
             elif not path.is_file() or not os.access(path, os.R_OK):
                 raise CheckpointError(f"{path} cannot be read; check its permissions, or move it away.")
             elif relative not in OWN_FILES:
+                refuse_lfs_pointer(path)
                 side_files[relative] = path
     return side_files, tuple(left_out)
 

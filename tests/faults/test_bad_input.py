@@ -95,6 +95,9 @@ def test_no_config(refuse, source):
         ("\xff", "valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ('{"a": "\\ud800"}', "not valid JSON"),
+        ("", "not valid JSON"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "not valid JSON"),
+        ("\xff\xfe{\x00}\x00", "not valid JSON in UTF-8"),
     ],
 )
 def test_damaged_config(refuse, source, text, word):
@@ -110,9 +113,14 @@ def test_no_weights(refuse, source):
     refuse("only tf_model.h5", "safetensors first")
 
 
-def test_adapter_folder(refuse, source):
-    (source / "adapter_config.json").write_text("{}")
-    refuse("adapter", "merge it into its base model")
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_adapter_folder(refuse, source, name, alone):
+    if alone:
+        for file in source.glob("model*"):
+            file.unlink()
+    (source / name).write_text("{}")
+    refuse("adapter", name, "merge it into its base model")
 
 
 @pytest.mark.parametrize("name", ["NOTICE", "model-00001-of-00002.safetensors", "config.json"])
@@ -245,6 +253,22 @@ def test_git_lfs_pointer(refuse, source):
     refuse(shard.name, "git-lfs pointer", "git lfs pull")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "chat_templates/tool.jinja"])
+def test_git_lfs_pointer_beside_the_weights(refuse, source, name):
+    (source / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    refuse(name, "git-lfs pointer", "git lfs pull")
+
+
+def test_shards_that_the_index_does_not_name(convert, source, tmp_path):
+    """Left from another download: no part of the model, and said so."""
+    stray = {"model.layers.0.self_attn.k_proj.weight": torch.ones(32, 32)}
+    save_file(stray, source / "model-00009-of-00009.safetensors")
+    result = convert("mha-to-gqa", source, tmp_path / "good", "--groups", 2, "--json")
+    assert "model-00009-of-00009.safetensors" in json.loads(result.out)["left_out"]
+    assert not (tmp_path / "good/model-00009-of-00009.safetensors").exists()
+    assert not torch.equal(tiny.tensors(tmp_path / "good")["model.layers.0.self_attn.k_proj.weight"], torch.ones(8, 32))
+
+
 def entry(**changes):
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
 
@@ -282,15 +306,23 @@ def test_quantised_config(refuse, source):
     refuse("quantization_config (gptq)", "unquantised")
 
 
-def test_packed_tensors(refuse, source):
-    rewrite(source, lambda t: t.update({"model.layers.0.self_attn.k_proj.qweight": torch.zeros(4, dtype=torch.int32)}))
-    refuse("k_proj.qweight", "quantised")
+PACKED = ("qweight", "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_packed", "weight.absmax")
 
 
-def test_integer_weights(refuse, source):
+@pytest.mark.parametrize("part", PACKED)
+def test_packed_tensors_without_a_word_in_the_config(refuse, source, part):
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    rewrite(source, lambda t: t.update({name: torch.zeros(4, dtype=torch.int32)}))
+    refuse(name, "quantised", "original, unquantised model")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.uint8, "U8"), (torch.bool, "BOOL")]
+)
+def test_weights_that_are_no_plain_floats(refuse, source, dtype, word):
     name = "model.layers.0.self_attn.k_proj.weight"
-    rewrite(source, lambda t: t.update({name: t[name].to(torch.int8)}))
-    refuse(name, "I8", "quantised or packed")
+    rewrite(source, lambda t: t.update({name: t[name].to(dtype)}))
+    refuse(name, word, "quantised or packed")
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neo_y", "", None, 7, ["llama"]])
@@ -336,11 +368,55 @@ def test_config_and_shapes_disagree(refuse, source, changes, words):
         "model.layers.0.self_attn.k_norm.weight",
         "vision_tower.layers.0.self_attn.k_proj.weight",
         "transformer.h.0.attn.c_attn.weight",
+        "audio_tower.layers.0.self_attn.k_proj.weight",
+        "qformer.encoder.layer.0.attention.attention.key.weight",
+        "model.layers.0.cross_attn.k_proj.weight",
+        "model.layers.0.encoder_attn.k_proj.weight",
+        "model.mtp_block.0.self_attn.k_proj.weight",
+        "mtp.layers.0.self_attn.k_proj.weight",
+        "draft.model.layers.0.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.k_proj.lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.k_proj.base_layer.weight",
+        "module.model.layers.0.self_attn.k_proj.weight",
+        "_orig_mod.model.layers.0.self_attn.k_proj.weight",
     ],
 )
 def test_unknown_attention_tensors(refuse, source, name):
+    """Of another tower, a draft head, cross-attention, an adapter, or a wrapper that training left around the model."""
     rewrite(source, lambda tensors: tensors.update({name: torch.zeros(4, 4)}))
     refuse(name, "refused rather than guessed")
+
+
+def test_a_whole_model_inside_a_wrapper_of_training(refuse, source):
+    def wrap(tensors):
+        for name in list(tensors):
+            tensors[f"module.{name}"] = tensors.pop(name)
+
+    rewrite(source, wrap)
+    refuse("module.model.layers.", "refused rather than guessed")
+
+
+def test_the_layer_of_a_draft_head_after_the_last(refuse, source):
+    """Multi-token prediction, as GLM and DeepSeek store it."""
+
+    def add(tensors):
+        for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+            tensors[name.replace(".1.", ".2.")] = tensors[name].clone()
+
+    rewrite(source, add)
+    refuse("num_hidden_layers = 2", "3 layers (layer 2 is one too many)")
+
+
+def test_heads_that_do_not_divide(refuse, source):
+    """The class of transformers takes such a config without a word, and stops in its forward pass."""
+
+    def cut(tensors):
+        for name in filter(tiny.is_kv, list(tensors)):
+            tensors[name] = tensors[name][:12].clone()
+
+    rewrite(source, cut)
+    tiny.edit_config(source, num_key_value_heads=3)
+    refuse("hold 3 K/V heads", "do not divide 8 query heads", groups=1)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
