@@ -1,6 +1,5 @@
-"""Code beside the weights: what an output needs because no stock class can hold it, and what may mislead."""
+"""Code that an output needs, because the stock class of its family cannot hold fewer K/V heads than query heads."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,28 +60,3 @@ def _check_own_code(checkpoint: Checkpoint, word: str) -> None:
     files = {n: c for n, c in checkpoint.side_files.items() if n.endswith(".py") and isinstance(c, Path)}
     if not any(word.encode() in file.read_bytes() for file in files.values()):
         raise CheckpointError(f"{why}'s own code ({', '.join(files) or 'no file'}) does not know {word} either.")
-
-
-def notes(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return what a user should know of code that a config names (`auto_map`) and that is not needed.
-
-    Its values are `module.Class` for a file beside config.json, or `org/repo--module.Class` for one in another
-    repository (transformers, `dynamic_module_utils.get_class_from_dynamic_module`).
-    """
-    table = config.get("auto_map")
-    if not isinstance(table, dict) or family.custom_code is not None or family.needs_own_code is not None:
-        return ()
-    models = ("AutoConfig", "AutoModel")  # how the keys begin; others name tokenizers and processors
-    names = [value for key, value in table.items() if key.startswith(models) and isinstance(value, str)]
-    places = dict.fromkeys(map(_place, names))
-    if not places:
-        return ()
-    return (
-        f"config.json has auto_map: with trust_remote_code=True, transformers runs code from {' and '.join(places)}, "
-        f"which may ignore {family.keys.n_kv_heads}; open the result without it.",
-    )
-
-
-def _place(name: str) -> str:
-    repository, found, _ = name.partition("--")
-    return repository if found else f"{name.rpartition('.')[0]}.py beside it"

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from convert import custom_code
+from convert.notes import find_notes
 from model.checkpoint import Checkpoint, Tensor
 from model.config import Geometry, read_geometry
 from model.layout import Heads
@@ -36,7 +36,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "files": [path.name for path in checkpoint.weight_files],
         "side_files": sorted(checkpoint.side_files),
         "left_out": list(checkpoint.left_out),
-        "notes": [*checkpoint.notes, *custom_code.notes(checkpoint.config, geometry.attention.family)],
+        "notes": list(find_notes(checkpoint, geometry.attention.family)),
         "repeats": list(geometry.legal_repeats),
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }

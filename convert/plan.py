@@ -8,10 +8,10 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-from convert import custom_code
-from convert.custom_code import Code
+from convert.custom_code import Code, find_code
 from convert.merge import Merge
 from convert.methods import REPEAT
+from convert.notes import find_notes
 from convert.regroup import Regrouped, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.writer import divide, header_bytes, name_shards
@@ -43,7 +43,7 @@ class Plan:
     code: Code | None
     """Code that the output needs beside the weights."""
     notes: tuple[str, ...]
-    """As in `Checkpoint`, and of code that the source names."""
+    """What a user should know of the source, in sentences."""
     largest_group: int
     """Bytes of the largest group of heads in one tensor."""
     rewrites: bool
@@ -128,8 +128,8 @@ def make_plan(
         tensors=tensors,
         shards=_plan_shards(checkpoint, shards, tensors, max_shard_size),
         regrouped=regrouped,
-        code=custom_code.find_code(checkpoint, family) if regrouped else None,
-        notes=(*checkpoint.notes, *custom_code.notes(checkpoint.config, family)),
+        code=find_code(checkpoint, family) if regrouped else None,
+        notes=find_notes(checkpoint, family),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
         reader_bytes=checkpoint.reader_bytes,
         largest_group=max(

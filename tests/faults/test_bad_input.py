@@ -407,6 +407,12 @@ def test_the_layer_of_a_draft_head_after_the_last(refuse, source):
     refuse("num_hidden_layers = 2", "3 layers (layer 2 is one too many)")
 
 
+def test_sizes_that_differ_from_layer_to_layer(refuse, source):
+    """Transformers 5, `per_layer_config`."""
+    tiny.edit_config(source, per_layer_config={"0": {"num_key_value_heads": 8}})
+    refuse("per_layer_config, sizes that differ from layer to layer")
+
+
 def test_heads_that_do_not_divide(refuse, source):
     """The class of transformers takes such a config without a word, and stops in its forward pass."""
 

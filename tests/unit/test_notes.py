@@ -1,11 +1,12 @@
-"""`auto_map` in config.json: told of wherever a person or a program looks, and never run."""
+"""What a user is told of a config that may mislead: code that `auto_map` names, numbers that stay. None of it runs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny
 
-from convert.custom_code import notes
+from convert.notes import find_notes
 from model.families import find_family
 
 LLAMA = find_family({"model_type": "llama"}).family
@@ -53,8 +54,8 @@ def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monk
     [None, {}, [], "x", {"AutoTokenizer": ["tokenization_x.X", None]}, {"AutoModel": None}, {"AutoModel": 3}],
 )
 def test_no_note_where_no_model_s_code_is_named(auto_map):
-    assert notes({"auto_map": auto_map}, LLAMA) == ()
-    assert notes({}, LLAMA) == ()
+    assert find_notes(SimpleNamespace(config={"auto_map": auto_map}, notes=()), LLAMA) == ()
+    assert find_notes(SimpleNamespace(config={}, notes=()), LLAMA) == ()
 
 
 def test_no_note_where_that_code_is_needed(convert, tmp_path):
@@ -67,3 +68,15 @@ def test_no_note_where_that_code_is_needed(convert, tmp_path):
     assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["notes"] == []
     assert "auto_map" in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_a_note_of_numbers_that_stay(convert, source, tmp_path):
+    """As configs have them that passed through other programs; the class reads one of them."""
+    tiny.edit_config(source, num_kv_heads=8, num_query_groups=8)
+    shown = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--json")
+    notes = json.loads(shown.out)["notes"]
+    assert [note.split(",")[0] for note in notes] == [
+        "config.json has num_kv_heads = 8", "config.json has num_query_groups = 8",
+    ]  # fmt: skip
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["num_kv_heads"], config["num_key_value_heads"]) == (8, 2)

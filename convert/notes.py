@@ -1,0 +1,48 @@
+"""What a user should know of a source before trusting what becomes of it, in sentences."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from model.checkpoint import Checkpoint
+from model.families import Family
+
+# How other programs call the number of K/V heads: Falcon's and MPT's classes, Megatron, Meta.
+OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
+
+
+def find_notes(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
+    """Return what the reader has to say, and what config.json holds that may mislead."""
+    return (*checkpoint.notes, *_code(checkpoint.config, family), *_other_names(checkpoint.config, family))
+
+
+def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Tell of code that a config names and that is not needed.
+
+    The values of `auto_map` are `module.Class` for a file beside config.json, or `org/repo--module.Class` for one in
+    another repository (transformers, `dynamic_module_utils.get_class_from_dynamic_module`).
+    """
+    table = config.get("auto_map")
+    if not isinstance(table, dict) or family.custom_code is not None or family.needs_own_code is not None:
+        return
+    models = ("AutoConfig", "AutoModel")  # how the keys begin; others name tokenizers and processors
+    names = [value for key, value in table.items() if key.startswith(models) and isinstance(value, str)]
+    places = dict.fromkeys(map(_place, names))
+    if places:
+        yield (
+            f"config.json has auto_map: with trust_remote_code=True, transformers runs code from "
+            f"{' and '.join(places)}, which may ignore {family.keys.n_kv_heads}; open the result without it."
+        )
+
+
+def _place(name: str) -> str:
+    repository, found, _ = name.partition("--")
+    return repository if found else f"{name.rpartition('.')[0]}.py beside it"
+
+
+def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    for key in OTHER_NAMES:
+        if key in config and key != family.keys.n_kv_heads:
+            yield (
+                f"config.json has {key} = {config[key]}, which the class of {family.model_type} does not read and which "
+                f"stays as it is; the number of K/V heads is {family.keys.n_kv_heads}."
+            )
