@@ -43,6 +43,6 @@ def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     for key in OTHER_NAMES:
         if key in config and key != family.keys.n_kv_heads:
             yield (
-                f"config.json has {key} = {config[key]}, which the class of {family.model_type} does not read and which "
-                f"stays as it is; the number of K/V heads is {family.keys.n_kv_heads}."
+                f"config.json has {key} = {config[key]}, which the class of {family.model_type} does not read and "
+                f"which stays as it is; the number of K/V heads is {family.keys.n_kv_heads}."
             )

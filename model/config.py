@@ -202,8 +202,8 @@ def _switched(config: Mapping[str, Any], switch: Switch) -> tuple[int | Assumed 
 def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
     if config.get("per_layer_config"):
         raise CheckpointError(
-            "config.json has per_layer_config, sizes that differ from layer to layer; a conversion gives all layers the "
-            "same number of K/V heads, so remove those keys, or start from a model without."
+            "config.json has per_layer_config, sizes that differ from layer to layer; a conversion gives all layers "
+            "the same number of K/V heads, so start from a model without."
         )
     for key, (value, why) in family.refused.items():
         if _get(config, key) == value:
