@@ -20,7 +20,7 @@ from uptrain.data.texts import cache_of
 from uptrain.extend import extend, extended_steps
 from uptrain.fitting import check_tokenizer
 from uptrain.losses import WITHOUT_TEACHER
-from uptrain.parallel import leave, on_main
+from uptrain.parallel import check_launcher, leave, on_main
 from uptrain.recognise import source_names
 from uptrain.run import refuse_existing, resume, start
 from uptrain.run_folder import Run
@@ -70,6 +70,7 @@ def launch_extended(
 ) -> None:
     """Make a longer run of one that is there, and go on with it."""
     total = extended_steps(Run.read(run), alpha, tokens, steps)
+    check_launcher()
     on_main(PartialState(cpu=not torch.accelerator.is_available()), lambda: extend(run, out, total))
     launch_resumed(out, max_minutes)
 
