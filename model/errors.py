@@ -15,3 +15,7 @@ class CheckpointError(InputError):
 
 class Failure(Exception):
     """Work stopped midway, for a reason that the message tells in one line. The command line exits with code 1."""
+
+
+class LoneFailure(Failure):
+    """One of many processes stopped, for a reason that the others do not know: it must say so itself."""

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from model.errors import Failure, InputError
+from model.errors import Failure, InputError, LoneFailure
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -44,12 +44,15 @@ def run(cli: click.Group) -> None:
         _fail(str(error), BAD_INPUT)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted; the same command continues where this one stopped.", FAILED)
+    except LoneFailure as error:
+        _fail(str(error), FAILED, alone=True)
     except (Failure, OSError) as error:
         _fail(str(error), FAILED)
 
 
-def _fail(message: str, code: int) -> None:
-    if os.environ.get("RANK", "0") == "0":  # of many processes, which all meet the same error, one says it
+def _fail(message: str, code: int, alone: bool = False) -> None:
+    # Of many processes, which mostly meet the same error, one says it.
+    if alone or os.environ.get("RANK", "0") == "0":
         text = message.encode(errors="backslashreplace").decode()  # a file's name may hold half a letter
         click.echo(f"Error: {' '.join(text.split())}", err=True)
     sys.exit(code)

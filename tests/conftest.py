@@ -1,8 +1,9 @@
 """Fixtures that all tests share."""
 
 import os
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,43 @@ def uptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     from uptrain.cli import main
 
     return command_line("uptrain", main, capsys, monkeypatch)
+
+
+@pytest.fixture
+def refuse(convert: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
+    """Convert what is at a path, and check the refusal: one line with all words."""
+
+    def run(path: Path, *words: str) -> None:
+        convert("mha-to-gqa", path, tmp_path / "out", "--groups", 2).refused(*words)
+
+    return run
+
+
+@pytest.fixture
+def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
+    """Check after a test that there is no OUT, no staging folder, and nothing that a payload has made."""
+    yield
+    left = {p.name for p in tmp_path.iterdir()}
+    assert not {name for name in left if name in ("out", "pwned") or name.endswith(".groupwise")}, left
+
+
+class Payload:
+    """Something whose unpickling makes a file, unless it is refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> Payload:
+    """Return an object whose pickle runs code; that it does is checked first."""
+    found = Payload(tmp_path / "pwned")
+    pickle.loads(pickle.dumps(found))
+    (tmp_path / "pwned").rmdir()
+    return found
 
 
 @pytest.fixture

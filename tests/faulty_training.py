@@ -39,8 +39,8 @@ class Fault:
     """What goes wrong, where, and in which process."""
 
     action: str
-    """`kill`; `kill 1`: that rank, from this one; `no space`; signals to itself, as in `SIGTERM later SIGINT`;
-    `launcher SIGTERM`."""
+    """`kill`; `kill 1`: that rank, from this one; `no space`; `unreadable`; signals to itself, as in
+    `SIGTERM later SIGINT`; `launcher SIGTERM`."""
     at: str
     """A pattern of what is called out."""
     rank: int = 0
@@ -277,6 +277,8 @@ class _Saboteur:
             os.kill(int(victim.read_text()), signal.SIGKILL)
         elif action == "no space":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif action == "unreadable":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         elif action.startswith("launcher "):
             os.kill(os.getppid(), signal.Signals[action.removeprefix("launcher ")])
             _wait_for_request()

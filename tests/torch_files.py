@@ -22,6 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+META_SHAPE = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 64}
+"""Of a model that Meta's params.json can describe in several parts."""
 
 
 def cast(model: PreTrainedModel, dtype: str) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def arguments(
 def environment(sharded: bool = False) -> dict[str, str]:
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     settings |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
-    return {**os.environ, "PYTHONPATH": str(HERE), **settings}
+    return {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", **settings}
 
 
 def command(script: list[str], n_processes: int) -> list[str]:

@@ -1,20 +1,14 @@
 """From a training checkpoint to an ordinary Hugging Face folder, a tensor at a time."""
 
 import json
-import re
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-
-from model.checkpoint import open_checkpoint
+from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
+from model.checkpoint.dcp import DistributedFolder
 from model.checkpoint.folder import INDEX, SINGLE, json_text, list_files, read_config
-from model.checkpoint.tensor import Tensor
 from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
 from model.errors import InputError
 from model.staging import Staging, sync_file, sync_folder, write_file
@@ -24,11 +18,11 @@ from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.trainee import STUDENT
 from uptrain.training_checkpoint import STATE, TENSORS, complete, damage, folder_name
 
-DTYPES = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
+DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 MAX_SHARD_SIZE = 5 * 10**9
 RECORD = "uptraining.json"
-HEADS = "lm_head.weight", "embed_out.weight"
-_PREFIX = re.compile(rf"model\.{re.escape(STUDENT)}(?:theirs\.)?")
+_PIECE = 64 << 20
+"""Bytes of a tensor held at a time."""
 Progress = Callable[[float], None]
 
 
@@ -42,10 +36,10 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: 
     if out.exists():
         raise InputError(f"{out} exists already; choose another OUT.")
     record = make_record(Run.read(run_folder), run_folder, checkpoint)
-    with Staging(out) as staging:
+    with _open_weights(checkpoint) as weights, Staging(out) as staging:
         staging.open("")  # an interrupted export starts anew: reading back is all the work there is
         try:
-            _write_weights(checkpoint / TENSORS, staging.folder, _is_tied(run_folder), dtype, progress)
+            _write_weights(weights, staging.folder, dtype, progress)
             _write_files(run_folder / MODEL, staging.folder, record, dtype)
             staging.publish()
         except BaseException:
@@ -78,8 +72,13 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
 
 
 def checkpoint_size(checkpoint: Path) -> int:
-    """Return the bytes of a checkpoint's weights in float32."""
-    return sum(4 * entry.size.numel() for _, entry in _stored_weights(FileSystemReader(checkpoint / TENSORS)).values())
+    """Return the bytes of a checkpoint's weights, as they are stored."""
+    with _open_weights(checkpoint) as weights:
+        return sum(tensor.nbytes for tensor in weights.tensors.values())
+
+
+def _open_weights(checkpoint: Path) -> Checkpoint:
+    return DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
 
 
 def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
@@ -104,55 +103,24 @@ def _name(path: str) -> str:
     return Path(path).name if path else ""
 
 
-def _is_tied(run_folder: Path) -> bool:
-    _, config = read_config(run_folder / MODEL)
-    return bool(config.get("tie_word_embeddings", False))
-
-
-def _write_weights(source: Path, folder: Path, tied: bool, dtype: str, progress: Progress) -> None:
-    short, torch_dtype = DTYPES[dtype]
-    reader = FileSystemReader(source)
-    stored = _stored_weights(reader)
-    for head in HEADS if tied else ():
-        stored.pop(head, None)
-    tensors = {name: Tensor(name, short, tuple(entry.size)) for name, (_, entry) in stored.items()}
+def _write_weights(source: Checkpoint, folder: Path, dtype: str, progress: Progress) -> None:
+    short = DTYPES[dtype]
+    tensors = {name: replace(tensor, dtype=short) for name, tensor in source.tensors.items()}
     groups = divide(tensors.values(), MAX_SHARD_SIZE)
     shards = name_shards(groups, {})
     for shard, group in zip(shards, groups, strict=True):
         file = ShardFile(folder / shard.name, group, shard.metadata)
         try:
             for tensor in group:
-                value = _load_one(reader, *stored[tensor.name]).to(torch_dtype)
-                file.write_rows(tensor.name, 0, _bits(value))
-                progress(4 * value.numel())
+                for start, stop in tensor.row_blocks(_PIECE):
+                    rows = source.rows(tensor.name, start, stop)
+                    file.write_rows(tensor.name, start, rows.astype(FLOAT_DTYPES[short], copy=False))
+                    progress(rows.nbytes)
         finally:
             file.finish()
     index = index_text(shards, tensors)
     if index is not None:
         write_file(folder / INDEX, index)
-
-
-def _stored_weights(reader: FileSystemReader) -> dict[str, tuple[str, TensorStorageMetadata]]:
-    """Return the weights by their names in the model: the names in the checkpoint, and what is stored there."""
-    return {
-        _PREFIX.sub("", name): (name, entry)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if _PREFIX.match(name) and isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _load_one(reader: FileSystemReader, name: str, entry: TensorStorageMetadata) -> torch.Tensor:
-    """Read one tensor whole, from however many shards it is in."""
-    value = torch.empty(entry.size, dtype=entry.properties.dtype)
-    key, _, rest = name.partition(".")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is the point
-        load({key: {rest: value}}, storage_reader=reader, no_dist=True)
-    return value
-
-
-def _bits(value: torch.Tensor) -> Any:
-    return value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
 
 
 def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str) -> None:

@@ -1,10 +1,9 @@
 """From the options of `uptrain run`, `resume` and `extend` to a training under way."""
 
 import math
-import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,15 @@ from uptrain.budget import Budget, Request, make_budget, make_schedule
 from uptrain.data.batch import MICRO_BATCH_TOKENS
 from uptrain.data.cache import Cache
 from uptrain.data.texts import cache_of
+from uptrain.extend import extend, extended_steps
 from uptrain.fitting import check_tokenizer
 from uptrain.losses import WITHOUT_TEACHER
-from uptrain.metrics import read_metrics, write_metrics
-from uptrain.parallel import leave, on_main
+from uptrain.parallel import check_launcher, leave, on_main
 from uptrain.recognise import source_names
-from uptrain.run import make_folder, refuse_existing, resume, schedule_of, start
-from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
-from uptrain.schedule import decay_start
+from uptrain.run import refuse_existing, resume, start
+from uptrain.run_folder import Run
 from uptrain.settings import Settings
 from uptrain.show import Show, training_bar
-from uptrain.training_checkpoint import complete, damage, folder_name
 
 SHARES = 10
 """A run saves and evaluates this often unless told otherwise."""
@@ -73,6 +70,7 @@ def launch_extended(
 ) -> None:
     """Make a longer run of one that is there, and go on with it."""
     total = extended_steps(Run.read(run), alpha, tokens, steps)
+    check_launcher()
     on_main(PartialState(cpu=not torch.accelerator.is_available()), lambda: extend(run, out, total))
     launch_resumed(out, max_minutes)
 
@@ -146,53 +144,3 @@ def make_settings(
 def describe_budget(budget: Budget) -> dict[str, Any]:
     original = budget.original.name if budget.original else None
     return {**asdict(budget), "original": original, "tokens": budget.tokens}
-
-
-def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
-    """Return how many steps a longer run shall have; α counts from the same original."""
-    s, batch = run.settings, run.budget["global_batch_tokens"]
-    original = run.budget["original_tokens"]
-    request = Request(alpha, tokens, steps, original, None, batch, s.lr)
-    total = make_budget(request, {}, (), batch).steps
-    if total <= s.steps:
-        raise InputError(f"the run has {s.steps} steps already; {total} would not extend it.")
-    return total
-
-
-def extend(folder: Path, out: Path, steps: int) -> None:
-    """Make the folder of a longer run, with the checkpoint it goes on from and what was measured up to there."""
-    run = Run.read(folder)
-    longer = replace(run.settings, steps=steps)
-    branch = branch_step(folder, run)
-    first_decay = decay_start(schedule_of(longer))
-    assert first_decay is None or first_decay >= branch
-    source = folder / CHECKPOINTS / folder_name(branch)
-    if problem := damage(source):
-        raise InputError(f"the checkpoint to go on from is not whole: {problem}.")
-    parent = {"run": str(folder.resolve()), "step": branch}
-    budget = {**run.budget, "steps": steps, "tokens": steps * run.budget["global_batch_tokens"], "alpha": None}
-    if run.budget["original_tokens"]:
-        budget["alpha"] = budget["tokens"] / run.budget["original_tokens"]
-
-    def fill(unfinished: Path) -> None:
-        shutil.copytree(source, unfinished / CHECKPOINTS / source.name)
-        kept = [line for line in read_metrics(folder / METRICS) if line["step"] <= branch]
-        write_metrics(unfinished / METRICS, kept)
-
-    make_folder(longer, budget, folder / MODEL, out, parent, fill)
-
-
-def branch_step(folder: Path, run: Run) -> int:
-    """Return the step from which a run can be made longer: the last whose learning rate the longer run shares."""
-    schedule = schedule_of(run.settings)
-    if schedule.kind == "cosine":
-        raise InputError(
-            f"{folder} has a cosine schedule, whose every step depends on its length; it cannot be extended. "
-            "Start a new run, with --schedule wsd to extend it later."
-        )
-    decay = decay_start(schedule)
-    found = [int(path.name.removeprefix("step-")) for path in complete(folder / CHECKPOINTS)]
-    usable = [step for step in found if decay is None or step <= decay]
-    if not usable:
-        raise InputError(f"{folder} has no checkpoint from before its learning rate decays; `uptrain resume` it first.")
-    return max(usable)

@@ -95,7 +95,7 @@ def train(t: Training, progress: Progress) -> str:
         started = time.perf_counter()
         torch.manual_seed(hash((t.seed, step, rank)))
         windows = windows_of_step(step, t.cache.n_windows, t.global_batch, t.seed)
-        n_targets = t.cache.n_targets(windows)
+        n_targets = max(1, t.cache.n_targets(windows))  # of none, loss and gradient are 0
         rate = learning_rate(t.schedule, step)
         for group in t.optimizer.param_groups:
             group["lr"] = rate

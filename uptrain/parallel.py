@@ -31,6 +31,7 @@ def make_accelerator(
     if missing := set(track) - {str(tracker) for tracker in get_available_trackers()}:
         # accelerate would leave it out without a word
         raise InputError(f"--track {min(missing)} needs a package: pip install {min(missing)}.")
+    check_launcher()
     wants_sharding = _is_set("ACCELERATE_USE_FSDP")
     if _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise InputError("DeepSpeed is not supported by this version; use scripts/accelerate/fsdp2.yaml or ddp.yaml.")
@@ -53,6 +54,17 @@ def make_accelerator(
             f"{accelerator.distributed_type.value}; use scripts/accelerate/ddp.yaml here."
         )
     return accelerator
+
+
+def check_launcher() -> None:
+    """Refuse a WORLD_SIZE that no launcher has set, as it would have set more."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world != "1" and missing:
+        raise InputError(
+            f"WORLD_SIZE={world} is set, but not {', '.join(missing)}; start many processes with torchrun or "
+            "`accelerate launch`, or one with WORLD_SIZE unset."
+        )
 
 
 def _is_set(variable: str) -> bool:

@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 
 from model.checkpoint.folder import json_text, list_files
-from model.errors import Failure, InputError
+from model.errors import Failure, InputError, LoneFailure
 from model.staging import sync_file, sync_folder
 from uptrain.data.cache import Cache
 from uptrain.fitting import check_batch, check_teacher, check_vocabulary
@@ -158,7 +158,7 @@ def execute(folder: Path, s: Settings, training: Training, progress: Progress, f
     try:
         reason = train(training, progress)
     except Exception as error:
-        failure = _explain(error, folder, progress.step)
+        failure = _explain(error, folder, progress.step, accelerator)
         if accelerator.is_main_process:
             _write_state(folder, "halted" if isinstance(error, Halted) else "failed", progress.step, str(failure))
         if failure is error:
@@ -173,14 +173,21 @@ def execute(folder: Path, s: Settings, training: Training, progress: Progress, f
     return status
 
 
-def _explain(error: Exception, folder: Path, step: int) -> Exception:
-    """Return an error as one line for the user if it is no error of the program's, else as it is."""
+def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator) -> Exception:
+    """Return an error as one line for the user if it is no error of the program's, else as it is.
+
+    What the processes agreed on, as that a save failed, the main one says for all. Any other is one process' own.
+    """
     hint = f"`uptrain resume {folder}` goes on from the newest checkpoint"
     if isinstance(error, SaveError):
         return Failure(f"step {step}, where the run ends, could not be saved: {error}. Put that right, then {hint}.")
     if is_lost_process(error):
         said = " ".join(str(error).split())
         return Failure(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {said}")
+    if accelerator.num_processes > 1 and isinstance(error, (InputError, OSError)):
+        return LoneFailure(
+            f"process {accelerator.process_index}, after step {step}: {error}. Put that right, then {hint}."
+        )
     return error
 
 

@@ -6,7 +6,7 @@ states are left aside. config.json and the other files come from a folder nearby
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +31,12 @@ class DistributedFolder(Checkpoint):
     reader_bytes = TORCH_BYTES
     is_sharded_by_user = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:
+        """Open a folder. Of `prefixes` the first that there is ends before the model's own names; else it is found."""
         self.path = path
         self._home = _find_home(path)
         self.config_text, self.config = folder.read_config(self._home)
-        entries = _of_the_model(path, _read_metadata(path))
+        entries = _of_the_model(path, _read_metadata(path), prefixes)
         names = sorted({chunk.file for entry in entries.values() for chunk in entry.chunks})
         self.weight_files = (path / FILE, *(path / name for name in names))
         files = {name: _map(path, name) for name in names}
@@ -79,16 +80,11 @@ def _read_metadata(path: Path) -> dict[str, Entry]:
     return read_metadata(path / FILE)
 
 
-def _of_the_model(path: Path, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def _of_the_model(path: Path, entries: Mapping[str, Entry], known: Sequence[str]) -> dict[str, Entry]:
     """Return the model's tensors by their own names. Raises CheckpointError if that is not certain."""
-    prefixes = [n.removesuffix(EMBEDDING) for n in entries if re.fullmatch(rf"(?:.+\.)?{re.escape(EMBEDDING)}", n)]
-    if len(prefixes) != 1:
-        found = ", ".join(map(repr, prefixes)) if prefixes else f"names like {', '.join(list(entries)[:3])}"
-        raise CheckpointError(
-            f"{path}: a model has one tensor {EMBEDDING}, after some prefix; here are {len(prefixes)} ({found}). "
-            "Save one model under its Hugging Face names."
-        )
-    prefix = prefixes[0]
+    prefix = next((p for p in known if any(n.startswith(p) for n in entries)), None)
+    if prefix is None:
+        prefix = _find_prefix(path, entries)
     chosen = {}
     for name, entry in entries.items():
         if OTHERS.search(name):
@@ -101,6 +97,17 @@ def _of_the_model(path: Path, entries: Mapping[str, Entry]) -> dict[str, Entry]:
             )
         chosen[name.removeprefix(prefix)] = entry
     return chosen
+
+
+def _find_prefix(path: Path, entries: Iterable[str]) -> str:
+    prefixes = [n.removesuffix(EMBEDDING) for n in entries if re.fullmatch(rf"(?:.+\.)?{re.escape(EMBEDDING)}", n)]
+    if len(prefixes) != 1:
+        found = ", ".join(map(repr, prefixes)) if prefixes else f"names like {', '.join(list(entries)[:3])}"
+        raise CheckpointError(
+            f"{path}: a model has one tensor {EMBEDDING}, after some prefix; here are {len(prefixes)} ({found}). "
+            "Save one model under its Hugging Face names."
+        )
+    return prefixes[0]
 
 
 def _map(path: Path, name: str) -> Array:

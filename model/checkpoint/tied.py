@@ -10,6 +10,15 @@ from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.tensor import Tensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What may be equal, as the families call it.
+NAMES = (
+    (EMBEDDING, HEAD),
+    ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    ("transformer.word_embeddings.weight", "lm_head.weight"),
+    ("shared.weight", "lm_head.weight"),
+    ("shared.weight", "encoder.embed_tokens.weight"),
+    ("shared.weight", "decoder.embed_tokens.weight"),
+)
 _PIECE = 8 << 20
 
 
@@ -18,20 +27,20 @@ def without_tied_head(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
     A head that differs stays: the model may have been trained so, and transformers then does not tie either.
     """
-    tensors = checkpoint.tensors
-    if checkpoint.config.get("tie_word_embeddings") is not True or not _are_equal(checkpoint):
-        return tensors
-    return {name: tensor for name, tensor in tensors.items() if name != HEAD}
+    if checkpoint.config.get("tie_word_embeddings") is not True:
+        return checkpoint.tensors
+    tied = {head for embedding, head in NAMES if _are_equal(checkpoint, embedding, head)}
+    return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in tied}
 
 
-def _are_equal(checkpoint: Checkpoint) -> bool:
-    embedding, head = checkpoint.tensors.get(EMBEDDING), checkpoint.tensors.get(HEAD)
-    if not embedding or not head or (embedding.dtype, embedding.shape) != (head.dtype, head.shape):
+def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    one, other = checkpoint.tensors.get(first), checkpoint.tensors.get(second)
+    if not one or not other or (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    if checkpoint.span(EMBEDDING) is not None and checkpoint.span(EMBEDDING) == checkpoint.span(HEAD):
+    if checkpoint.span(first) is not None and checkpoint.span(first) == checkpoint.span(second):
         return True
     return all(
-        np.ascontiguousarray(checkpoint.rows(EMBEDDING, start, stop)).tobytes()
-        == np.ascontiguousarray(checkpoint.rows(HEAD, start, stop)).tobytes()
-        for start, stop in embedding.row_blocks(_PIECE)
+        np.ascontiguousarray(checkpoint.rows(first, start, stop)).tobytes()
+        == np.ascontiguousarray(checkpoint.rows(second, start, stop)).tobytes()
+        for start, stop in one.row_blocks(_PIECE)
     )

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
+from dying import dying_at
 from tokenizers_ import make_tokenizer
 
 from model.errors import InputError
@@ -321,28 +322,10 @@ def test_source_that_changes_under_a_worker(tmp_path):
 
 # Kills
 
-# Runs the command line with small units, and kills itself just before the nth time it sees something to the disk.
-KILL_AT = """
-import os, signal, sys
-count, target = 0, int(sys.argv.pop(1))
-def dying(real):
-    def call(*arguments, **options):
-        global count
-        count += 1
-        if count == target:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return call
-os.fsync, os.rename, os.truncate = map(dying, (os.fsync, os.rename, os.truncate))
-from uptrain.data import units
-units.UNIT_BYTES = 1000
-from uptrain.cli import main
-main()
-"""
+SMALL_UNITS = "from uptrain.data import units; units.UNIT_BYTES = 1000"
 
 
-def start(code, *arguments):
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+def start(command):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -383,7 +366,7 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_so
     killed = 0
     for n in range(1, 100):
         out = tmp_path / f"out{n}"
-        process = start(KILL_AT, n, *arguments, "--out", out, *share)
+        process = start(dying_at(n, "uptrain", *arguments, "--out", out, *share, before=SMALL_UNITS))
         process.communicate()
         if process.returncode != -signal.SIGKILL:
             break
@@ -405,6 +388,10 @@ main()
 """
 
 
+def start_slow(*arguments):
+    return start([sys.executable, "-c", SLOW, *map(str, arguments)])
+
+
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals, whole_group):
@@ -412,7 +399,7 @@ def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)  # 8 MB, some seconds
     arguments = ("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1, "--out", out)
-    process = start(SLOW, *arguments)
+    process = start_slow(*arguments)
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
     for number in signals:
@@ -435,7 +422,7 @@ def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals
 def test_killed_worker(tmp_path, tokenizer):
     source = tmp_path / "a.jsonl"
     source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)
-    process = start(SLOW, "prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1,
+    process = start_slow("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1,
                     "--out", tmp_path / "out")  # fmt: skip
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)

@@ -12,28 +12,11 @@ import time
 
 import pytest
 import tiny
-
-# Runs the command line, and kills itself just before the nth time something reaches the disk for good.
-KILL_AT = """
-import os, signal, sys
-count, target = 0, int(sys.argv.pop(1))
-def dying(real):
-    def call(*arguments, **options):
-        global count
-        count += 1
-        if count == target:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return call
-os.fsync, os.rename, os.copy_file_range = map(dying, (os.fsync, os.rename, os.copy_file_range))
-from convert.cli import main
-main()
-"""
+from dying import dying_at
 
 
 def kill_at(n, *arguments):
-    command = [sys.executable, "-c", KILL_AT, str(n), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, check=False).returncode
+    return subprocess.run(dying_at(n, "convert", *arguments), capture_output=True, check=False).returncode
 
 
 @pytest.fixture

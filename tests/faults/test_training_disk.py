@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import training
-from faulty_runs import SAVE, UNFINISHED, error_of, succeed
+from faulty_runs import SAVE, UNFINISHED, error_of, only_error, succeed
 from faulty_training import Fault, Faults, run
 from training import assert_each_is_whole, assert_same_run, checkpoints, events, records, state, status
 
@@ -156,3 +156,23 @@ def test_a_disk_that_is_really_full(runs, tmp_path, spare):
         assert "step 12: held-out loss" in result.stderr
     succeed(("resume", copy), tmp_path)
     assert_same_run(copy, runs.expected())
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=slow)])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=slow)])
+def test_one_process_that_cannot_read_says_so(runs, tmp_path, rank, sharded):
+    """The others do not know why they lost it, and do not wait for it."""
+    out, faults = tmp_path / "run", Faults([Fault("unreadable", "before _backward 5", rank)])
+    results = run(*runs.arguments(out), folder=tmp_path, processes=2, sharded=sharded, faults=faults)
+    assert [r.code for r in results] == [1, 1], results
+    assert only_error(results[rank : rank + 1]) == (
+        f"process {rank}, after step 5: [Errno 5] Input/output error. "
+        f"Put that right, then `uptrain resume {out}` goes on from the newest checkpoint."
+    )
+    if rank == 1:
+        assert only_error(results[:1]).startswith("after step 5, another process cannot be reached;")
+    else:
+        assert not results[1].err
+    assert status(out) == ("failed", 5)
+    succeed(("resume", out), tmp_path, 2, sharded=sharded)
+    assert status(out) == ("finished", 12)

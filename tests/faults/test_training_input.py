@@ -95,6 +95,23 @@ def test_one_line_from_all_processes(inputs, tmp_path):
     assert_nothing_made(tmp_path)
 
 
+@pytest.mark.parametrize("command", ["run", "evaluate", "extend"])
+def test_processes_that_no_launcher_started(inputs, runs, tmp_path, uptrain, monkeypatch, command):
+    arguments = {
+        "run": training.arguments(inputs, tmp_path / "out"),
+        "evaluate": ("evaluate", inputs["model"], "--data", inputs["data"]),
+        "extend": ("extend", runs.expected(), "--out", tmp_path / "out", "--steps", 20),
+    }[command]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    result = uptrain(*arguments)
+    result.refused(
+        "WORLD_SIZE=2 is set, but not RANK, MASTER_ADDR, MASTER_PORT; start many processes with torchrun or "
+        "`accelerate launch`, or one with WORLD_SIZE unset."
+    )
+    assert_nothing_made(tmp_path)
+
+
 def test_sharding_that_accelerate_drops(inputs, tmp_path):
     """As it does on CPUs, without a word."""
     arguments = training.arguments(inputs, tmp_path / "run")

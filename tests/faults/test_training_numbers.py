@@ -3,6 +3,7 @@
 import json
 import math
 
+import caches
 import pytest
 import tiny
 import torch
@@ -58,6 +59,22 @@ def test_the_first_update(inputs, tmp_path):
     succeed(("resume", out), tmp_path)
     succeed(training.arguments(inputs, other), tmp_path, faults=Faults(losses={0: math.nan}))
     assert_same_run(out, other)
+
+
+@pytest.mark.parametrize(
+    ("processes", "sharded"), [(1, False), *(pytest.param(2, x, marks=pytest.mark.slow) for x in (False, True))]
+)
+def test_nothing_to_predict(inputs, tmp_path, processes, sharded):
+    """Where every document is one token long, a step has no loss to divide, and changes no weight."""
+    out = tmp_path / "run"
+    data = caches.write_cache(tmp_path / "data", [[[i] for i in range(256)]], 32, training.VOCAB)
+    options = ("--save-every-steps", 1, "--warmup-steps", 1)
+    arguments = training.arguments({**inputs, "data": data}, out, *options, loss="mix", steps=2)
+    succeed(arguments, tmp_path, processes, sharded=sharded)
+    assert training.steps(out, "loss", "grad_norm", "tokens") == [(1, 0.0, 0.0, 256), (2, 0.0, 0.0, 512)]
+    differing = differing_tensors(saved_after(out, 1), saved_after(out, 2))
+    assert differing
+    assert all(name.endswith(".step") for name in differing)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])

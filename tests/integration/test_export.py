@@ -72,6 +72,13 @@ def test_card_tells_of_the_teacher_and_what_came_back(tmp_path, uptrain, distill
         assert row in card, (row, card)
 
 
+def test_an_earlier_step_tells_nothing_of_later_ones(tmp_path, uptrain, distilled):
+    assert uptrain("export", distilled, tmp_path / "out", "--step", 10).code == 0
+    record = json.loads((tmp_path / "out/uptraining.json").read_text())
+    assert (record["step"], [found["step"] for found in record["evaluations"]]) == (10, [0, 4, 8])
+    assert "at step 0 → " in (tmp_path / "out/README.md").read_text()
+
+
 def test_card_of_a_loss_that_was_not_finite():
     rows = dict(_losses([{"step": 0, "loss": 3.0}, {"step": 5, "loss": None}]))
     assert rows["Held-out loss"] == "3.0000 at step 0 → not finite at step 5"

@@ -59,8 +59,22 @@ def test_from_a_file_of_options(uptrain, tmp_path, model, texts):
     assert uptrain("run", model, "--config", path, "--steps", 5, "--out", tmp_path / "run").code == 0
     run = json.loads((tmp_path / "run/run.json").read_text())["settings"]
     assert (run["steps"], run["lr"], run["global_batch"]) == (5, 1e-3, 8)
-    path.write_text("speed = 3\n")
-    uptrain("run", model, "--config", path, "--out", tmp_path / "run").refused("'speed'", "no option")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("speed = 3", ["sets 'speed'", "no option"]),
+        ('config = "other.toml"', ["sets 'config'", "no option"]),
+        ("steps = = 3", ["run.toml cannot be read"]),
+        ("steps = -3", ["steps"]),
+    ],
+)
+def test_bad_files_of_options(uptrain, tmp_path, content, words):
+    path = tmp_path / "run.toml"
+    path.write_text(content)
+    options = ("--config", path, "--data", tmp_path, "--out", tmp_path / "run")
+    uptrain("run", tmp_path, *options).refused(*words)
 
 
 def test_nothing_is_tokenised_for_a_run_that_exists(uptrain, tmp_path, model, texts):

@@ -113,6 +113,20 @@ def test_troubles_are_named(tmp_path, uptrain):
     assert shown.count("not finite") == 3
 
 
+def test_evaluation_of_a_step_that_is_lost(tmp_path, uptrain):
+    """Lines that waited for room on the disk are gone where the run was killed then; it goes on after them."""
+    records = [step(4), evaluation(8, 2.5), step(9)]
+    found = read_json(uptrain("status", write_run(tmp_path / "run", records), "--json"))
+    assert (found["step"], found["evaluation"]) == (9, None)
+
+
+@pytest.mark.parametrize(("model", "expected"), [("/models/gqa", 0.5), ("", None)])
+def test_a_model_from_nothing_recovers_nothing(tmp_path, uptrain, model, expected):
+    records = [with_teacher(0, 4.0), step(1), with_teacher(1, 3.0)]
+    found = read_json(uptrain("status", write_run(tmp_path / "run", records, model=model), "--json"))
+    assert found["evaluation"]["recovered_fraction"] == expected
+
+
 def test_line_that_is_being_written_does_not_count(tmp_path, uptrain):
     run = write_run(tmp_path / "run", [step(1), step(2)])
     with (run / "metrics.jsonl").open("a") as file:

@@ -1,0 +1,207 @@
+"""Bad pytorch_model.bin: one clear line, exit code 2, nothing left behind, and nothing run."""
+
+import json
+import pickle
+import sys
+import zipfile
+
+import pytest
+import tiny
+import torch
+from torch_files import LFS_POINTER, save_bins, write_bin
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_bin(tmp_path / "source", tiny.build())
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return write_bin(tmp_path / "source", tiny.build(), n_shards=3)
+
+
+def test_bin_is_a_git_lfs_pointer(refuse, folder):
+    (folder / "pytorch_model.bin").write_text(LFS_POINTER)
+    refuse(folder, "pytorch_model.bin", "git-lfs pointer", "git lfs pull")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 4, 100, 5000, 0.5, -1, -30])
+def test_bin_is_truncated(refuse, folder, keep):
+    path = folder / "pytorch_model.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
+    refuse(folder, "pytorch_model.bin", "damaged")
+
+
+def zipped(path, entries, **options):
+    with zipfile.ZipFile(path, "w", **options) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+
+
+@pytest.mark.parametrize("how", ["text", "other zip", "compressed", "no version", "two models", "twice"])
+def test_bin_is_not_what_torch_writes(refuse, folder, how):
+    path = folder / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        entries = {info.filename: archive.read(info) for info in archive.infolist()}
+    if how == "text":
+        path.write_text("no weights at all")
+    elif how == "other zip":
+        zipped(path, {"readme.txt": "hello"})
+    elif how == "compressed":
+        zipped(path, entries, compression=zipfile.ZIP_DEFLATED)
+    elif how == "no version":
+        zipped(path, {name: content for name, content in entries.items() if not name.endswith("version")})
+    elif how == "two models":
+        zipped(path, {**entries, "other/data.pkl": b""})
+    else:
+        with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr(next(name for name in entries if name.endswith("data/0")), b"")
+    refuse(folder, "pytorch_model.bin", "damaged")
+
+
+def test_bin_of_the_other_byte_order(refuse, folder):
+    path = folder / "pytorch_model.bin"
+    content = path.read_bytes()
+    assert content.count(b"little") == 1
+    path.write_bytes(content.replace(b"little", b"big   "))
+    refuse(folder, "other byte order")
+
+
+def test_bin_of_old_torch(refuse, folder):
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    refuse(folder, "torch before 1.6", "save it anew")
+
+
+def nested(tensors):
+    return {"state_dict": tensors, "epoch": 3}
+
+
+CONTENTS = {
+    "a list": (lambda t: [t], "holds a list"),
+    "a tensor": (lambda t: t["lm_head.weight"], "holds a Tensor"),
+    "nested": (nested, "'state_dict', which is a dict"),
+    "a number": (lambda t: {**t, "step": 3}, "'step', which is a int"),
+    "a number's name": (lambda t: {**t, 7: torch.ones(2)}, "holds 7, which cannot be the name"),
+    "a reserved name": (lambda t: {**t, "__metadata__": torch.ones(2)}, "'__metadata__', which cannot be"),
+    "half a letter": (lambda t: {**t, "\ud800": torch.ones(2)}, "cannot be the name"),
+    "sparse": (lambda t: {**t, "x": torch.eye(3).to_sparse()}, "sparse_coo"),
+    "complex": (lambda t: {**t, "x": torch.ones(3, dtype=torch.complex64)}, "complex64"),
+    "without data": (lambda t: {**t, "x": torch.ones(3, device="meta")}, "on meta"),
+    "a module": (lambda t: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
+    "an array": (lambda t: {**t, "x": t["lm_head.weight"].numpy()}, "not a tensor; nothing of it was run"),
+}
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_bin_holds_something_else(refuse, folder, kind):
+    change, words = CONTENTS[kind]
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    torch.save(change(tensors), folder / "pytorch_model.bin")
+    refuse(folder, "pytorch_model.bin", words)
+
+
+@pytest.mark.parametrize("form", ["zip", "old zip-less", "bare pickle"])
+def test_bin_with_code_in_it_does_not_run(refuse, folder, payload, form):
+    path = folder / "pytorch_model.bin"
+    content = {**torch.load(path, weights_only=True), "x": payload}
+    if form == "bare pickle":
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
+    refuse(folder, *(["mkdir", "nothing of it was run"] if form == "zip" else ["torch before 1.6"]))
+
+
+def edit_index(folder, change):
+    path = folder / "pytorch_model.bin.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "name", ["../stolen.bin", "/etc/passwd", "sub/x.bin", "..", "pytorch_model.safetensors", "x.pt"]
+)
+def test_bin_index_names_another_file(refuse, sharded, name):
+    edit_index(sharded, lambda table: table.update({"model.norm.weight": name}))
+    refuse(sharded, name, "outside the folder" if "/" in name or name == ".." else "not a .bin file")
+
+
+def test_bin_index_names_a_missing_shard(refuse, sharded):
+    (sharded / "pytorch_model-00002-of-00003.bin").unlink()
+    refuse(sharded, "names the shard pytorch_model-00002-of-00003.bin, which is missing")
+
+
+def test_bin_index_is_stale(refuse, sharded):
+    edit_index(sharded, lambda table: table.update({"model.extra.weight": next(iter(table.values()))}))
+    refuse(sharded, "model.extra.weight", "does not hold it")
+    edit_index(sharded, lambda table: [table.pop(name) for name in ("model.extra.weight", "model.norm.weight")])
+    refuse(sharded, "model.norm.weight", "does not name")
+
+
+def test_bin_tensor_in_two_shards(refuse, sharded):
+    path = sharded / "pytorch_model-00002-of-00003.bin"
+    first = torch.load(sharded / "pytorch_model-00001-of-00003.bin", weights_only=True)
+    torch.save(torch.load(path, weights_only=True) | dict(list(first.items())[:1]), path)
+    refuse(sharded, "stands in two shards")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}'])
+def test_bin_index_is_damaged(refuse, sharded, text):
+    (sharded / "pytorch_model.bin.index.json").write_text(text)
+    refuse(sharded, "is not a shard index")
+
+
+def test_bin_both_a_single_file_and_an_index(refuse, sharded):
+    save_bins(sharded, tiny.build().state_dict())
+    refuse(sharded, "holds both", "remove the one that is stale")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_bin_is_a_dangling_link(refuse, folder, name):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(folder / "gone")
+    refuse(folder, name, "dangling symlink")
+
+
+def test_bin_beside_a_stale_safetensors_index(refuse, folder):
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuse(folder, "model-00001-of-00001.safetensors", "missing")
+
+
+def test_bin_of_an_adapter(refuse, folder):
+    (folder / "adapter_model.bin").write_bytes(b"")
+    refuse(folder, "adapter", "merge it into its base model")
+
+
+def test_bin_without_config(refuse, folder):
+    (folder / "config.json").unlink()
+    refuse(folder, "no config.json")
+
+
+def test_variants_are_not_taken_for_the_model(refuse, folder):
+    (folder / "pytorch_model.bin").rename(folder / "pytorch_model.fp16.bin")
+    refuse(folder, "only pytorch_model.fp16.bin")
+
+
+def test_bin_quantised(refuse, folder):
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    save_bins(folder, {**tensors, "model.layers.0.self_attn.k_proj.weight": torch.ones(32, 32, dtype=torch.uint8)})
+    refuse(folder, "U8", "quantised or packed")
+
+
+def test_bin_not_finite(refuse, folder):
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    tensors["model.layers.1.self_attn.v_proj.weight"][-1, -1] = float("nan")
+    save_bins(folder, tensors)
+    refuse(folder, "v_proj.weight", "NaN or infinite")
+
+
+def test_without_torch(refuse, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    refuse(folder, "with torch only", "pip install torch")

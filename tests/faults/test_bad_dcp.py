@@ -1,0 +1,171 @@
+"""Bad torch.distributed.checkpoint folders: one clear line, exit code 2, nothing left behind, and nothing run."""
+
+import io
+import json
+import pickle
+
+import pytest
+import tiny
+import torch
+from torch_files import LFS_POINTER, write_dcp
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture
+def dcp(tmp_path):
+    model = tiny.build()
+    folder = write_dcp(tmp_path / "dcp", {f"model.{n}": t for n, t in model.state_dict().items()}, 2)
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    return folder
+
+
+def edit_metadata(folder, change):
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_dcp_without_metadata(refuse, dcp):
+    (dcp / ".metadata").unlink()
+    refuse(dcp, "no .metadata", "incomplete")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no pickle", b"\x80\x04.", "half", pickle.dumps([1]), pickle.dumps({"a": 1})]
+)
+def test_dcp_metadata_is_damaged(refuse, dcp, content):
+    whole = (dcp / ".metadata").read_bytes()
+    (dcp / ".metadata").write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's")
+
+
+def test_dcp_metadata_with_code_in_it_does_not_run(refuse, dcp, payload):
+    edit_metadata(dcp, lambda metadata: setattr(metadata, "planner_data", payload))
+    refuse(dcp, ".metadata", "posix.mkdir", "nothing of it was run")
+
+
+@pytest.mark.parametrize(
+    "name", ["builtins eval", "builtins getattr", "torch load", "torch.serialization load", "pickle loads", "os system"]
+)
+def test_dcp_metadata_can_name_nothing_that_runs(refuse, dcp, name):
+    (dcp / ".metadata").write_bytes(b"c" + name.replace(" ", "\n").encode() + b"\n(S'1'\ntR.")
+    refuse(dcp, ".metadata", name.replace(" ", "."), "nothing of it was run")
+
+
+def test_dcp_piece_with_code_in_it_does_not_run(refuse, dcp, payload):
+    buffer = io.BytesIO()
+    torch.save({"x": payload}, buffer)
+    path = dcp / "__0_0.distcp"
+    end = path.stat().st_size
+    path.write_bytes(path.read_bytes() + buffer.getvalue())
+
+    def lead_there(metadata):
+        place = next(p for i, p in metadata.storage_data.items() if i.fqn == "model.model.norm.weight")
+        place.relative_path, place.offset, place.length = path.name, end, len(buffer.getvalue())
+
+    edit_metadata(dcp, lead_there)
+    refuse(dcp, "__0_0.distcp", "mkdir", "nothing of it was run")
+
+
+def test_dcp_file_is_missing(refuse, dcp):
+    (dcp / "__1_0.distcp").unlink()
+    refuse(dcp, "names the file __1_0.distcp, which is missing")
+
+
+@pytest.mark.parametrize("keep", [0, 10, -1, -2000])
+def test_dcp_file_is_truncated(refuse, dcp, keep):
+    path = dcp / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:keep])
+    refuse(dcp, "__1_0.distcp", "empty" if keep == 0 else "ends before byte")
+
+
+def test_dcp_git_lfs_pointer(refuse, dcp):
+    (dcp / "__1_0.distcp").write_text(LFS_POINTER)
+    refuse(dcp, "__1_0.distcp", "git-lfs pointer")
+
+
+@pytest.mark.parametrize("name", ["../stolen.distcp", "/etc/passwd", "sub/x.distcp", ".."])
+def test_dcp_names_a_path_outside_the_folder(refuse, dcp, name):
+    edit_metadata(dcp, lambda m: [setattr(place, "relative_path", name) for place in m.storage_data.values()])
+    refuse(dcp, ".metadata", name, "outside the folder")
+
+
+@pytest.mark.parametrize("number", [-1, "5", 2.5, None])
+def test_dcp_places_that_are_no_numbers(refuse, dcp, number):
+    edit_metadata(dcp, lambda m: [setattr(place, "offset", number) for place in m.storage_data.values()])
+    refuse(dcp, ".metadata", "damaged")
+
+
+def test_dcp_places_that_are_another_tensor_s(refuse, dcp):
+    def swap(metadata):
+        by_name = {index.fqn: place for index, place in metadata.storage_data.items()}
+        a, b = by_name["model.model.norm.weight"], by_name["model.lm_head.weight"]
+        vars(a).update(dict(vars(b)))
+
+    edit_metadata(dcp, swap)
+    refuse(dcp, "model.norm.weight", "do not belong together")
+
+
+@pytest.mark.parametrize("how", ["hole", "overlap", "outside", "less axes"])
+def test_dcp_pieces_that_do_not_fit(refuse, dcp, how):
+    def edit(metadata):
+        entry = metadata.state_dict_metadata["model.lm_head.weight"]
+        if how == "hole":
+            entry.chunks.pop()
+        elif how == "overlap":
+            entry.chunks[1] = entry.chunks[0]
+        elif how == "outside":
+            entry.size = torch.Size((60, 32))
+        else:
+            entry.size = torch.Size((67 * 32,))
+
+    edit_metadata(dcp, edit)
+    refuse(dcp, "lm_head.weight", "do not make up its shape")
+
+
+def test_dcp_compressed(refuse, dcp):
+    edit_metadata(dcp, lambda m: [setattr(p, "transform_descriptors", ["zstd"]) for p in m.storage_data.values()])
+    refuse(dcp, "compressed", "zstd")
+
+
+def test_dcp_out_is_where_its_config_is(convert, tmp_path):
+    model = tiny.build()
+    run = tmp_path / "run"
+    tensors = {f"model.student.{n}": t for n, t in model.state_dict().items()}
+    path = write_dcp(run / "checkpoints/step-00000001/tensors", tensors)
+    tiny.save(model, run / "model")
+    before = tiny.snapshot(run)
+    convert("mha-to-mqa", path, run / "model", "--overwrite").refused("holds files of SOURCE")
+    assert tiny.snapshot(run) == before
+
+
+def test_dcp_without_config(refuse, dcp):
+    (dcp / "config.json").unlink()
+    refuse(dcp, "needs the model's config.json", "none of", "copy it")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (lambda n: [f"model.{n}", f"ema.{n}"], ("here are 2", "'model.'", "'ema.'")),
+        (lambda n: [n.replace("embed_tokens", "tok_embeddings")], ("here are 0", "Hugging Face names")),
+        (
+            lambda n: [f"model.{n}", f"reward.{n}"] if "norm" in n else [f"model.{n}"],
+            ("reward.", "refused rather than"),
+        ),
+    ],
+)
+def test_dcp_names_that_are_not_one_model_s(refuse, tmp_path, names, words):
+    tensors = {new: t for n, t in tiny.build().state_dict().items() for new in names(n)}
+    folder = write_dcp(tmp_path / "dcp", tensors)
+    (folder / "config.json").write_text("{}")
+    refuse(folder, *words)
+
+
+def test_dcp_complex_tensor_in_the_model(refuse, tmp_path):
+    tensors = {**tiny.build().state_dict(), "freqs": torch.ones(3, dtype=torch.complex64)}
+    folder = write_dcp(tmp_path / "dcp", tensors)
+    (folder / "config.json").write_text("{}")
+    refuse(folder, "freqs (complex64)")

@@ -1,0 +1,58 @@
+"""Any bytes of what torch.save wrote changed: read, or refused in one line."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch_files import META_SHAPE, meta_parts, write_bin, write_dcp, write_meta
+
+
+@pytest.fixture(scope="module")
+def small_files(tmp_path_factory):
+    """Return small folders of each format, and their files."""
+    place = tmp_path_factory.mktemp("small")
+    model = tiny.build(num_hidden_layers=1)
+    write_bin(place / "bin", model, n_shards=2)
+    write_meta(place / "meta", tiny.build(**META_SHAPE, num_hidden_layers=1), 2, fused=True)
+    write_dcp(place / "dcp", model.state_dict(), 2)
+    (place / "dcp/config.json").write_text(json.dumps(model.config.to_dict()))
+    return place
+
+
+KINDS = {
+    "bin": "pytorch_model-00001-of-00002.bin",
+    "meta": "consolidated.01.pth",
+    "dcp": "__0_0.distcp",
+    "dcp ": ".metadata",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_bytes_changed_are_read_or_refused(convert, small_files, tmp_path, kind, data):
+    """A changed byte of a weight is no error; a changed byte of anything else is a refusal in one line."""
+    source, name = tmp_path / "source", KINDS[kind]
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(small_files / kind.strip(), source)
+    content = bytearray((source / name).read_bytes())
+    edges = st.integers(0, min(2000, len(content) - 1)) | st.integers(max(0, len(content) - 3000), len(content) - 1)
+    for _ in range(data.draw(st.integers(1, 4))):
+        place, length = data.draw(edges | st.integers(0, len(content) - 1)), data.draw(st.integers(1, 8))
+        content[place : place + length] = data.draw(st.binary(max_size=8))
+    (source / name).write_bytes(content)
+    before = tiny.snapshot(tmp_path)
+    result = convert("mha-to-mqa", source, tmp_path / "out")
+    if result.code:
+        result.refused(str(source))
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert tiny.snapshot(tmp_path) == before
+
+
+def test_the_undamaged_ones_are_read(convert, small_files, tmp_path):
+    for kind in ("bin", "meta", "dcp"):
+        assert convert("mha-to-mqa", small_files / kind, tmp_path / kind).code == 0
+    assert meta_parts(tiny.build(**META_SHAPE), 2, "float32", llama3=True, fused=False)[1].keys()

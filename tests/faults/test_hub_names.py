@@ -1,0 +1,27 @@
+"""Names of models that are not in the hub's cache, or that are no names."""
+
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.mark.parametrize(
+    ("name", "fetch"),
+    [("org/name", "hf download org/name."), ("org/name@v1.0", "hf download org/name --revision v1.0.")],
+)
+def test_hub_names_that_are_not_in_the_cache(refuse, tmp_path, monkeypatch, name, fetch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    refuse(name, "no such file or folder", "not in the cache", fetch)
+
+
+def test_hub_names_without_the_package(refuse, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    refuse("org/name", "no such file or folder", "pip install huggingface_hub", "hf download org/name")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a/b/c", "org/name@", "@/x", "org/", "../x/y", "org/na me"])
+def test_what_cannot_be_a_hub_name(refuse, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    refuse(name, "no such file or folder; SOURCE is")
