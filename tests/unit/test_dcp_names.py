@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from torch_files import assert_same_conversion
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_files import assert_same_conversion, bits, cast, write_dcp
 from transformers import AutoModelForCausalLM
 
 from model.checkpoint import open_checkpoint
@@ -57,6 +59,41 @@ def test_torchtitan_s_rows_in_any_run(tmp_path, shape, fused):
         permuted = {name for name in checkpoint.tensors if checkpoint.span(name) is None}
         rewritten = "qkv" if fused else "qk"
         assert permuted == {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in (0, 1) for x in rewritten}
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["Hugging Face", "torchtitan", "renamed", "fused", "OLMo-core"]))
+def test_any_model_in_any_pieces(tmp_path_factory, data, kind):
+    """Head counts, dtypes, prefixes, and the number and direction of the pieces that processes wrote."""
+    n_kv_heads = data.draw(st.integers(1, 4))
+    n_heads = n_kv_heads * data.draw(st.integers(1, 3))
+    shape = {"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads, "num_hidden_layers": 1}
+    shape |= {
+        "hidden_size": 2 * n_heads * data.draw(st.integers(1, 3)),
+        "intermediate_size": data.draw(st.integers(1, 9)),
+    }
+    dtype = data.draw(st.sampled_from(["float32", "float16", "bfloat16"]))
+    model = tiny.build("olmo2" if kind == "OLMo-core" else "llama", **shape)
+    if kind == "OLMo-core":
+        tensors = frameworks.olmo_tensors(model, dtype)
+    elif kind == "Hugging Face":
+        tensors = cast(model, dtype)
+    else:
+        tensors = frameworks.titan_tensors(model, dtype, new=kind != "torchtitan", fused=kind == "fused")
+    prefix = data.draw(st.sampled_from(["", "model.", "app.model."]))
+    path = tmp_path_factory.mktemp("d") / "dcp"
+    write_dcp(
+        path, {prefix + n: t for n, t in tensors.items()}, data.draw(st.integers(1, 5)), data.draw(st.integers(0, 1))
+    )
+    (path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    with open_checkpoint(path) as checkpoint:
+        original = cast(model, dtype)
+        assert checkpoint.tensors.keys() == original.keys()
+        for name, tensor in original.items():
+            start = data.draw(st.integers(0, len(tensor) - 1))
+            for rows in (slice(None), slice(start, data.draw(st.integers(start + 1, len(tensor))))):
+                found = checkpoint.rows(name, *rows.indices(len(tensor))[:2])
+                assert (found.shape, np.ascontiguousarray(found).tobytes()) == (tensor[rows].shape, bits(tensor[rows]))
 
 
 @pytest.mark.parametrize("head", ["both", "embedding only"])
