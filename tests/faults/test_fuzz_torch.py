@@ -90,6 +90,8 @@ def change_metadata(data, metadata):
     name = data.draw(st.sampled_from(sorted(name for name in entries if isinstance(name, str))))
     entry = entries[name]
     place = places[data.draw(st.sampled_from(sorted(places, key=str)))]
+    chunks = getattr(entry, "chunks", None)
+    has_chunks = isinstance(chunks, list) and chunks != [] and all(hasattr(chunk, "offsets") for chunk in chunks)
     counts = st.integers(-1, 70) | numbers
     action = data.draw(st.sampled_from(["remove", "rename", "size", "dtype", "chunk", "no chunk", "place"]))
     if action == "remove" and len(entries) > 1:
@@ -100,11 +102,10 @@ def change_metadata(data, metadata):
         entry.size = data.draw(st.lists(st.integers(0, 70), max_size=3).map(torch.Size) | st.lists(counts) | values)
     elif action == "dtype" and hasattr(entry, "properties"):
         entry.properties.dtype = data.draw(st.sampled_from([torch.int8, torch.bfloat16, torch.complex64]) | values)
-    elif action == "chunk" and getattr(entry, "chunks", None):
-        chunk = entry.chunks[-1]
-        setattr(chunk, data.draw(st.sampled_from(["offsets", "sizes"])), data.draw(st.lists(counts, max_size=3)))
-    elif action == "no chunk" and getattr(entry, "chunks", None):
-        entry.chunks = data.draw(st.sampled_from([[], entry.chunks[:1], entry.chunks * 2]) | values)
+    elif action == "chunk" and has_chunks:
+        setattr(chunks[-1], data.draw(st.sampled_from(["offsets", "sizes"])), data.draw(st.lists(counts, max_size=3)))
+    elif action == "no chunk" and has_chunks:
+        entry.chunks = data.draw(st.sampled_from([[], chunks[:1], chunks * 2]) | values)
     else:
         key = data.draw(st.sampled_from(["relative_path", "offset", "length", "transform_descriptors"]))
         setattr(place, key, data.draw(pieces if key == "relative_path" else counts | values))
