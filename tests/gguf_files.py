@@ -48,6 +48,44 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: str = "F32", **metadata
     """Write a Llama as GGUF; matrices in `kind`, everything else in F32. `metadata` adds or replaces keys."""
     config = model.config
     writer = gguf.GGUFWriter(path, metadata.pop("architecture", "llama"))
+    add_metadata(writer, config, metadata)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        w = tensor.float().numpy()
+        if ".q_proj." in name:
+            w = permute(w, config.num_attention_heads)
+        if ".k_proj." in name:
+            w = permute(w, config.num_key_value_heads)
+        _add(writer, gguf_name(name), w, kind if w.ndim == 2 else "F32")
+    if factors := getattr(model, "rope_factors", None):
+        _add(writer, "rope_freqs.weight", np.array(factors, np.float32), "F32")
+    finish(writer)
+    return path
+
+
+def write_zeros(path: Path, config: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> None:
+    """Write a Llama of zeros, which take no memory until they are written."""
+    writer = gguf.GGUFWriter(path, "llama")
+    add_metadata(writer, config, {})
+    for name, shape in shapes.items():
+        if kind == "F32" or len(shape) == 1:
+            writer.add_tensor(gguf_name(name), np.zeros(shape, np.float32))
+        else:
+            quantised = gguf.GGMLQuantizationType[kind]
+            stored = gguf.quant_shape_to_byte_shape(shape, quantised)
+            writer.add_tensor(gguf_name(name), np.zeros(stored, np.uint8), raw_dtype=quantised)
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_metadata(writer: gguf.GGUFWriter, config: Any, metadata: dict[str, Any]) -> None:
     facts = {
         "llama.block_count": config.num_hidden_layers,
         "llama.context_length": config.max_position_embeddings,
@@ -75,22 +113,6 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: str = "F32", **metadata
     writer.add_token_types(words["types"])
     writer.add_token_merges(words["merges"])
     writer.add_eos_token_id(0)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        w = tensor.float().numpy()
-        if ".q_proj." in name:
-            w = permute(w, config.num_attention_heads)
-        if ".k_proj." in name:
-            w = permute(w, config.num_key_value_heads)
-        _add(writer, gguf_name(name), w, kind if w.ndim == 2 else "F32")
-    if factors := getattr(model, "rope_factors", None):
-        _add(writer, "rope_freqs.weight", np.array(factors, np.float32), "F32")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def _add(writer: gguf.GGUFWriter, name: str, w: np.ndarray, kind: str) -> None:

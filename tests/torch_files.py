@@ -33,6 +33,14 @@ def cast(model: PreTrainedModel, dtype: str) -> dict[str, Tensor]:
     return {n: done.setdefault(t.data_ptr(), t.detach().to(DTYPES[dtype])) for n, t in model.state_dict().items()}
 
 
+def bits(tensor: Tensor) -> bytes:
+    """Return a tensor's bytes in order."""
+    data: bytes = (
+        tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
+    )
+    return data
+
+
 def write_bin(folder: Path, model: PreTrainedModel, dtype: str = "float32", n_shards: int = 1) -> Path:
     """Write a folder with pytorch_model.bin, as transformers 4 did: shared tensors twice, in one shard."""
     tiny.save(model, folder, dtype)

@@ -1,6 +1,6 @@
 """Tensors in pieces: blocks that lie in different files, and the whole put together from them, a few rows at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -65,3 +65,14 @@ def whole_rows(blocks: Sequence[Block], start: int, stop: int) -> Array:
             columns = tuple(slice(a, b) for a, b in zip(block.start[1:], block.stop[1:], strict=True))
             out[(slice(first - start, last - start), *columns)] = block.array[first - top : last - top]
     return out
+
+
+def rows_of_heads(
+    stored_rows: Callable[[int, int], Array], heads: Sequence[int], head_dim: int, start: int, stop: int
+) -> Array:  # fmt: skip
+    """Return rows `start:stop` of a tensor that consists of some of the heads of the one that `stored_rows` gives."""
+    pieces = []
+    for i in range(start // head_dim, -(-stop // head_dim)):
+        first, last = max(start - i * head_dim, 0), min(stop - i * head_dim, head_dim)
+        pieces.append(stored_rows(heads[i] * head_dim + first, heads[i] * head_dim + last))
+    return np.concatenate(pieces)

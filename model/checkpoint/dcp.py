@@ -1,27 +1,27 @@
 """torch.distributed.checkpoint folders: `.metadata` and `*.distcp`, as training on many devices leaves them.
 
 Read without a process group and without loading: each piece of a tensor is a view of the file it lies in. The model's
-tensors have Hugging Face names behind some prefix (`model.`; `model.student.` in our own runs; or none). Optimizer
-states are left aside. config.json and the other files come from a folder nearby.
+tensors have Hugging Face names behind some prefix (`model.`; `model.student.` in our own runs; or none), or a training
+framework's (`dcp_names`). Optimizer states are left aside. config.json and the other files come from a folder nearby.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from model.checkpoint import folder
-from model.checkpoint.blocks import Block, fill_exactly, whole_rows
+from model.checkpoint import folder, rotary
+from model.checkpoint.blocks import Block, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.checkpoint import Checkpoint, Shard
+from model.checkpoint.dcp_home import find_home
 from model.checkpoint.dcp_metadata import FILE, Entry, read_metadata
+from model.checkpoint.dcp_names import find_naming
+from model.checkpoint.dcp_tensors import own_names, renamed
 from model.checkpoint.tensor import Array, Span, Tensor
-from model.checkpoint.tied import EMBEDDING, without_tied_head
-from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, check_name, read_piece
+from model.checkpoint.tied import without_tied_head
+from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, read_piece
 from model.errors import CheckpointError
-
-# What training saves beside the model.
-OTHERS = re.compile(r"(?:^|\.)(?:optim|optimizers?|(?:lr_)?schedulers?|data_?loader|train_state|rng|rng_state)\.")
 
 
 class DistributedFolder(Checkpoint):
@@ -34,14 +34,19 @@ class DistributedFolder(Checkpoint):
     def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:
         """Open a folder. Of `prefixes` the first that there is ends before the model's own names; else it is found."""
         self.path = path
-        self._home = _find_home(path)
-        self.config_text, self.config = folder.read_config(self._home)
-        entries = _of_the_model(path, _read_metadata(path), prefixes)
-        names = sorted({chunk.file for entry in entries.values() for chunk in entry.chunks})
+        entries = _read_metadata(path)
+        known = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
+        naming, prefix = find_naming(path, entries) if known is None else (None, known)
+        parts = own_names(path, entries, prefix, naming)
+        home = find_home(path, naming, [Tensor(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()])
+        self._home, self.config_text, self.config, self.notes = home.folder, home.config_text, home.config, home.notes
+        model = renamed(path, parts, naming, self.config)
+        names = sorted({chunk.file for part in model.values() for chunk in part.entry.chunks})
         self.weight_files = (path / FILE, *(path / name for name in names))
         files = {name: _map(path, name) for name in names}
-        self._stored = {name: _put_together(path, name, entry, files) for name, entry in entries.items()}
-        self.tensors = {name: Tensor(name, DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
+        self._parts = model
+        self._stored = {name: _put_together(path, part.name, part.entry, files) for name, part in model.items()}
+        self.tensors = {name: Tensor(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
         self.tensors = without_tied_head(self)
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         self.side_files, left_out = folder.list_files(self._home, deep=self._home not in path.absolute().parents)
@@ -52,62 +57,24 @@ class DistributedFolder(Checkpoint):
         return self._home
 
     def span(self, name: str) -> Span | None:
-        return self._stored[name][1]
+        return self._stored[name][1] if self._parts[name].is_verbatim else None
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        return whole_rows(self._stored[name][0], start, stop)
+        part, stored = self._parts[name], partial(whole_rows, self._stored[name][0])
+        if part.heads is not None:
+            stored = partial(rows_of_heads, stored, part.heads, part.head_dim)
+        if part.pairs:
+            return rotary.half_split_rows(stored, part.head_dim, start, stop)
+        return stored(start, stop)
 
     def close(self) -> None:
         self._stored.clear()
-
-
-def _find_home(path: Path) -> Path:
-    """Return the nearest folder with config.json: the checkpoint's, the one above, or RUN/model of our own runs."""
-    above = path.absolute().parents
-    places = [path, above[0], *(parent / "model" for parent in above[2:3])]
-    for place in places:
-        if (place / "config.json").is_file():
-            return place
-    raise CheckpointError(
-        f"{path} is a torch.distributed.checkpoint, which needs the model's config.json; it is in none of "
-        f"{', '.join(map(str, places))}: copy it, with the tokenizer's files, into the first."
-    )
 
 
 def _read_metadata(path: Path) -> dict[str, Entry]:
     if not (path / FILE).is_file():
         raise CheckpointError(f"{path} has .distcp files but no {FILE}, which is written last: it is incomplete.")
     return read_metadata(path / FILE)
-
-
-def _of_the_model(path: Path, entries: Mapping[str, Entry], known: Sequence[str]) -> dict[str, Entry]:
-    """Return the model's tensors by their own names. Raises CheckpointError if that is not certain."""
-    prefix = next((p for p in known if any(n.startswith(p) for n in entries)), None)
-    if prefix is None:
-        prefix = _find_prefix(path, entries)
-    chosen = {}
-    for name, entry in entries.items():
-        if OTHERS.search(name):
-            continue
-        check_name(path, name)
-        if not name.startswith(prefix) or entry.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{path} holds {name} ({entry.dtype}), which belongs neither to the model (prefix {prefix!r}) nor to "
-                "its optimizer; refused rather than left out."
-            )
-        chosen[name.removeprefix(prefix)] = entry
-    return chosen
-
-
-def _find_prefix(path: Path, entries: Iterable[str]) -> str:
-    prefixes = [n.removesuffix(EMBEDDING) for n in entries if re.fullmatch(rf"(?:.+\.)?{re.escape(EMBEDDING)}", n)]
-    if len(prefixes) != 1:
-        found = ", ".join(map(repr, prefixes)) if prefixes else f"names like {', '.join(list(entries)[:3])}"
-        raise CheckpointError(
-            f"{path}: a model has one tensor {EMBEDDING}, after some prefix; here are {len(prefixes)} ({found}). "
-            "Save one model under its Hugging Face names."
-        )
-    return prefixes[0]
 
 
 def _map(path: Path, name: str) -> Array:

@@ -16,8 +16,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Weights in any format, and what training leaves behind. None of it describes the converted model.
 LEFT_OUT_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot",
-    "*.npz", "*.distcp", ".metadata", "*.index.json", "trainer_state.json", "events.out.tfevents*", "params.json",
-    "checklist.chk", ".git*",
+    "*.npz", "*.distcp", ".metadata", ".metadata.json", "*.index.json", "trainer_state.json",
+    "events.out.tfevents*", "params.json", "checklist.chk", ".git*",
 )  # fmt: skip
 LEFT_OUT_FOLDERS = (
     ".git", ".cache", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
@@ -73,8 +73,9 @@ def _look_elsewhere(folder: Path) -> str:
         return f" To convert a GGUF model, name the file itself: {gguf[0]}"
     if any(folder.glob("original/consolidated.*.pth")):
         return f" To convert the model in Meta's format, name its folder: {folder / 'original'}"
-    if (folder / "tensors/.metadata").is_file():
-        return f" To convert a training checkpoint, name the folder of its tensors: {folder / 'tensors'}"
+    for name in ("tensors", "model_and_optim"):  # our own runs' and OLMo-core's
+        if (folder / name / ".metadata").is_file():
+            return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
     return ""
 
 

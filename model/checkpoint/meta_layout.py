@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.blocks import Block, concatenation, extent
+from model.checkpoint.decoder_shapes import decoder_shapes
 from model.checkpoint.meta_params import FILE as PARAMS
 from model.checkpoint.meta_params import Params
 from model.checkpoint.tensor import Array, Span
@@ -28,6 +29,8 @@ LAYER: dict[str, tuple[str, int | None]] = {
     "attention_norm": ("input_layernorm", None),
     "ffn_norm": ("post_attention_layernorm", None),
 }
+# Those whose rows are in Meta's rotary order.
+PAIRS = ("attention.wq", "attention.wk")
 FUSED, FUSED_PARTS = "attention.wqkv", ("attention.wq", "attention.wk", "attention.wv")
 TOP = {"tok_embeddings": "model.embed_tokens", "output": "lm_head", "norm": "model.norm"}
 
@@ -144,8 +147,8 @@ class Layout:
         hf_part, axis = LAYER[part]
         name = f"model.layers.{layer}.{hf_part}.weight"
         if part in ("attention.wk", "attention.wv"):
-            return {name: self._kv_whole(name, stored, arrays, pairs=part == "attention.wk")}
-        return {name: self._whole(stored, arrays, axis, pairs=part == "attention.wq")}
+            return {name: self._kv_whole(name, stored, arrays, part in PAIRS)}
+        return {name: self._whole(stored, arrays, axis, part in PAIRS)}
 
     def _kv_whole(self, name: str, stored: Stored, arrays: Sequence[Array], pairs: bool) -> Whole:
         """Put K or V together. Where files outnumber the heads, neighbours hold copies of the same head."""
@@ -177,15 +180,5 @@ class Layout:
         embedding = self._matrix("tok_embeddings.weight")
         n_words = embedding.shape[0] * (1 if self._top_axis("tok_embeddings", embedding) else n_files)
         vocab_size = params.vocab_size(n_words)
-        n_kv = params.n_kv_heads * params.head_dim
-        layer = {
-            "self_attn.q_proj": (dim, dim), "self_attn.k_proj": (n_kv, dim), "self_attn.v_proj": (n_kv, dim),
-            "self_attn.o_proj": (dim, dim), "mlp.gate_proj": (n_mlp, dim), "mlp.up_proj": (n_mlp, dim),
-            "mlp.down_proj": (dim, n_mlp), "input_layernorm": (dim,), "post_attention_layernorm": (dim,),
-        }  # fmt: skip
-        return {
-            "model.embed_tokens.weight": (vocab_size, dim),
-            **{f"model.layers.{i}.{part}.weight": s for i in range(params.n_layers) for part, s in layer.items()},
-            "model.norm.weight": (dim,),
-            "lm_head.weight": (vocab_size, dim),
-        }
+        n_kv, norms = params.n_kv_heads * params.head_dim, {hf: (dim,) for hf, axis in LAYER.values() if axis is None}
+        return decoder_shapes(params.n_layers, vocab_size, dim, n_mlp, dim, n_kv, norms)

@@ -19,6 +19,7 @@ NAMES = (
     ("shared.weight", "encoder.embed_tokens.weight"),
     ("shared.weight", "decoder.embed_tokens.weight"),
 )
+EMBEDDINGS = tuple(dict.fromkeys(embedding for embedding, _ in NAMES))
 _PIECE = 8 << 20
 
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch_files import assert_same_conversion, save_bins, write_bin
+from torch_files import assert_same_conversion, bits, save_bins, write_bin
 
 from model.checkpoint import open_checkpoint
 
@@ -98,6 +100,46 @@ def test_views_of_one_storage(convert, tmp_path):
         for name in more.keys() - {"scalar", "empty"}:
             part = checkpoint.rows(name, 1, 3)
             assert np.array_equal(part.view(np.uint8 if name == "mask" else part.dtype), more[name][1:3].numpy()), name
+
+
+@st.composite
+def views(draw):
+    """Draw tensors that are views of a few storages, in any order and overlapping."""
+    dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+    storages = [torch.arange(draw(st.integers(1, 40))).to(draw(dtypes)) for _ in range(draw(st.integers(1, 3)))]
+    tensors = {}
+    for i in range(draw(st.integers(1, 6))):
+        storage = draw(st.sampled_from(storages))
+        start = draw(st.integers(0, len(storage) - 1))
+        view = storage[start : draw(st.integers(start, len(storage)))]
+        n_columns = draw(st.integers(1, 4))
+        view = view[: len(view) // n_columns * n_columns].view(-1, n_columns)
+        how = draw(st.sampled_from(["as it is", "transposed", "every other", "expanded", "flat"]))
+        view = {
+            "as it is": view, "transposed": view.T, "every other": view[::2, ::2], "flat": view.flatten(),
+            "expanded": view[:, None].expand(-1, 3, -1),
+        }[how]  # fmt: skip
+        tensors[f"t{i}"] = view
+    return tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors=views(), n_shards=st.integers(1, 3))
+def test_any_views_of_shared_storages(tmp_path_factory, tensors, n_shards):
+    folder = tmp_path_factory.mktemp("views")
+    (folder / "config.json").write_text("{}")
+    save_bins(folder, tensors, min(n_shards, len(tensors)))
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.tensors.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert checkpoint.tensors[name].shape == tensor.shape
+            for rows in (slice(None), slice(1, 3)):
+                start, stop, _ = rows.indices(len(tensor))
+                found = checkpoint.rows(name, start, max(start, stop))
+                assert np.ascontiguousarray(found).tobytes() == bits(tensor[rows]), name
+            span = checkpoint.span(name)
+            if span is not None:
+                assert span.path.read_bytes()[span.offset : span.offset + span.length] == bits(tensor), name
 
 
 def test_inspect_and_the_record_name_the_files(convert, tmp_path):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from gguf_files import write_gguf
-from hypothesis import given
+from gguf_files import gguf_name, write_gguf
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -50,6 +50,32 @@ def test_every_kind_is_dequantised_as_the_gguf_package_does(tmp_path, kind):
         if span is not None:
             assert span.path.read_bytes()[span.offset : span.offset + span.length] == stored.data.tobytes()
         assert checkpoint.span("model.layers.1.self_attn.k_proj.weight") is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["F32", "F16", "BF16", "Q8_0"]))
+def test_any_llama_is_what_the_gguf_package_reads(tmp_path_factory, data, kind):
+    n_kv_heads, head_dim = data.draw(st.sampled_from([1, 2, 4])), 2 * data.draw(st.integers(1, 8))
+    n_heads = n_kv_heads * data.draw(st.sampled_from([1, 2, 4]))
+    if kind == "Q8_0":  # rows are whole blocks of 32
+        head_dim = max(head_dim // 4 * 4, 4)
+        n_heads, n_kv_heads = 8, data.draw(st.sampled_from([1, 2, 4, 8]))
+    shape = {"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads, "head_dim": head_dim}
+    path = tmp_path_factory.mktemp("g") / "x.gguf"
+    write_gguf(path, tiny.build(**shape, hidden_size=32, intermediate_size=32 * data.draw(st.integers(1, 3))), kind)
+    stored = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    with open_checkpoint(path) as checkpoint:
+        assert {gguf_name(name) for name in checkpoint.tensors} == stored.keys()
+        for name, tensor in checkpoint.tensors.items():
+            found = stored[gguf_name(name)]
+            expected = gguf.quants.dequantize(found.data, found.tensor_type)
+            if heads := {"q_proj": n_heads, "k_proj": n_kv_heads}.get(name.split(".")[-2]):
+                pairs = expected.reshape(heads, head_dim // 2, 2, -1)
+                expected = pairs.swapaxes(1, 2).reshape(expected.shape)
+            start = data.draw(st.integers(0, tensor.shape[0] - 1))
+            for rows in (slice(None), slice(start, data.draw(st.integers(start + 1, tensor.shape[0])))):
+                read = checkpoint.rows(name, *rows.indices(tensor.shape[0])[:2])
+                assert np.array_equal(read.astype(np.float32), expected[rows]), name
 
 
 def test_config_opens_and_means_the_same(tmp_path):

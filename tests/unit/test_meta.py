@@ -8,10 +8,10 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_files import assert_same_conversion, in_pairs, write_meta
+from torch_files import assert_same_conversion, bits, cast, in_pairs, write_meta
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from convert.methods.mean import merge
+from convert.methods import find_method
 from model.checkpoint import open_checkpoint
 from model.checkpoint.rotary import half_split_rows
 
@@ -41,18 +41,18 @@ def test_grouped_heads_also_where_files_outnumber_them(convert, tmp_path, n_file
         assert_same_conversion(convert, folder, meta, tmp_path, groups)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("method", ["mean", "first"])  # random heads have no order to keep
+@settings(max_examples=40, deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 4]), per_group=st.sampled_from([1, 2, 3]), half=st.integers(1, 4), seed=st.integers(0)
 )
-def test_permuting_commutes_with_merging(groups, per_group, half, seed):
+def test_permuting_commutes_with_merging(method, groups, per_group, half, seed):
     heads, head_dim = groups * per_group, 2 * half
-    rng = np.random.default_rng(seed)
-    w = rng.normal(size=(heads * head_dim, 5)).astype(np.float32)
+    w = np.random.default_rng(seed).normal(size=(heads * head_dim, 5)).astype(np.float32)
     pairs = in_pairs(torch.from_numpy(w), heads).numpy()
 
     def merged(rows, n):
-        return merge(rows.reshape(n, head_dim, 5), groups, rng).reshape(-1, 5)
+        return find_method(method)(rows.reshape(n, head_dim, 5), groups, np.random.default_rng(seed)).reshape(-1, 5)
 
     def permuted(rows):
         return half_split_rows(lambda start, stop: rows[start:stop], head_dim, 0, len(rows))
@@ -163,3 +163,39 @@ def test_the_tokenizer_travels_and_what_is_missing_is_said(convert, tmp_path, wh
     assert "no tokenizer.json" in convert("inspect", meta).out
     (meta / "tokenizer.json").write_text("{}")
     assert len(json.loads(convert("inspect", meta, "--json").out)["notes"]) == 1
+
+
+@st.composite
+def llamas(draw):
+    """Draw a Llama whose tensors some number of processes can hold, that number, and how they write it."""
+    n_files = draw(st.sampled_from([1, 2, 4, 8]))
+    n_heads = n_files * draw(st.integers(1, 2))
+    kv_counts = [n for n in range(1, n_heads + 1) if n_heads % n == 0 and 0 in (n % n_files, n_files % n)]
+    shape = {
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": draw(st.sampled_from(kv_counts)),
+        "hidden_size": 2 * n_heads * draw(st.integers(1, 3)),
+        "intermediate_size": n_files * draw(st.integers(1, 5)),
+        "vocab_size": n_files * draw(st.integers(1, 5)),
+        "num_hidden_layers": draw(st.integers(1, 2)),
+    }
+    how = {"dtype": draw(st.sampled_from(["float32", "float16", "bfloat16"])), "llama3": draw(st.booleans())}
+    return shape, n_files, {**how, "fused": draw(st.booleans())}
+
+
+@settings(max_examples=40, deadline=None)
+@given(llama=llamas(), data=st.data())
+def test_any_llama_cut_in_any_way(tmp_path_factory, llama, data):
+    shape, n_files, how = llama
+    model = tiny.build(**shape, bos_token_id=0, eos_token_id=0)
+    tensors = cast(model, how["dtype"])
+    with open_checkpoint(write_meta(tmp_path_factory.mktemp("m") / "meta", model, n_files, **how)) as checkpoint:
+        assert checkpoint.tensors.keys() == tensors.keys()
+        assert checkpoint.config["num_key_value_heads"] == shape["num_key_value_heads"]
+        for name, tensor in tensors.items():
+            start = data.draw(st.integers(0, len(tensor) - 1))
+            stop = data.draw(st.integers(start + 1, len(tensor)))
+            for rows in (slice(None), slice(start, stop)):
+                found = checkpoint.rows(name, *rows.indices(len(tensor))[:2])
+                assert found.shape == tensor[rows].shape, name
+                assert np.ascontiguousarray(found).tobytes() == bits(tensor[rows]), name
