@@ -44,9 +44,12 @@ def test_logits_are_the_live_models(tmp_path, uptrain, n_processes, sharded, tie
 
 
 def test_files_are_the_sources_and_tell_what_was_done(tmp_path, uptrain):
-    inputs, run = trained(tmp_path)
+    inputs = make_inputs(tmp_path)
+    (inputs["model"] / "groupwise.json").write_text('{"source": {"name": "parent"}}')
+    run = tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run, steps=4)}])
     assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
-    for name in (*tiny.SIDE_FILES, "config.json", "generation_config.json"):
+    for name in (*tiny.SIDE_FILES, "config.json", "generation_config.json", "groupwise.json"):
         if name != "README.md":
             assert (tmp_path / "out" / name).read_bytes() == (inputs["model"] / name).read_bytes(), name
     card = (tmp_path / "out/README.md").read_text()
