@@ -43,6 +43,17 @@ def test_logits_are_the_live_models(tmp_path, uptrain, n_processes, sharded, tie
     assert ("lm_head.weight" in tiny.tensors(tmp_path / "out")) is not tied
 
 
+def test_a_family_of_transformers(tmp_path, uptrain):
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    inputs["model"] = tiny.save(tiny.build("olmo2", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "olmo2")
+    drive([{"arguments": arguments(inputs, run, steps=4)}])
+    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    live, found = tensors(run / "checkpoints/step-00000004"), tiny.tensors(tmp_path / "out")
+    assert found.keys() == tiny.tensors(inputs["model"]).keys()
+    assert all(torch.equal(tensor, live[f"model.student.theirs.{name}"]) for name, tensor in found.items())
+    opened(tmp_path / "out")
+
+
 def test_files_are_the_sources_and_tell_what_was_done(tmp_path, uptrain):
     inputs = make_inputs(tmp_path)
     (inputs["model"] / "groupwise.json").write_text('{"source": {"name": "parent"}}')
