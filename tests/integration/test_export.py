@@ -43,10 +43,24 @@ def test_logits_are_the_live_models(tmp_path, uptrain, n_processes, sharded, tie
     assert ("lm_head.weight" in tiny.tensors(tmp_path / "out")) is not tied
 
 
-def test_files_are_the_sources_and_tell_what_was_done(tmp_path, uptrain):
-    inputs, run = trained(tmp_path)
+def test_a_family_of_transformers(tmp_path, uptrain):
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    inputs["model"] = tiny.save(tiny.build("olmo2", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "olmo2")
+    drive([{"arguments": arguments(inputs, run, steps=4)}])
     assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
-    for name in (*tiny.SIDE_FILES, "config.json", "generation_config.json"):
+    live, found = tensors(run / "checkpoints/step-00000004"), tiny.tensors(tmp_path / "out")
+    assert found.keys() == tiny.tensors(inputs["model"]).keys()
+    assert all(torch.equal(tensor, live[f"model.student.theirs.{name}"]) for name, tensor in found.items())
+    opened(tmp_path / "out")
+
+
+def test_files_are_the_sources_and_tell_what_was_done(tmp_path, uptrain):
+    inputs = make_inputs(tmp_path)
+    (inputs["model"] / "groupwise.json").write_text('{"source": {"name": "parent"}}')
+    run = tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run, steps=4)}])
+    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    for name in (*tiny.SIDE_FILES, "config.json", "generation_config.json", "groupwise.json"):
         if name != "README.md":
             assert (tmp_path / "out" / name).read_bytes() == (inputs["model"] / name).read_bytes(), name
     card = (tmp_path / "out/README.md").read_text()

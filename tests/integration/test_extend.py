@@ -15,12 +15,14 @@ def inputs(tmp_path_factory):
 def test_its_record(uptrain, inputs, tmp_path):
     short, longer = tmp_path / "short", tmp_path / "longer"
     more = ("--original-tokens", 256 * 100, "--eval-data", inputs["held_out"], "--eval-every", 2)
+    more += ("--save-every-steps", 5)  # and where the decay begins, at 4
     assert uptrain(*training.arguments(inputs, short, *more, steps=5)).code == 0
     assert uptrain("extend", short, "--out", longer, "--alpha", 0.08).code == 0
     before, after = (json.loads((run / "run.json").read_text()) for run in (short, longer))
     assert after["parent"] == {"run": str(short), "step": 4}
     assert after["settings"] == {**before["settings"], "steps": 8}
     assert (after["budget"]["steps"], after["budget"]["tokens"], after["budget"]["alpha"]) == (8, 8 * 256, 0.08)
+    assert [step for step, _ in training.evaluations(short)] == [0, 2, 4, 5]
     assert [step for step, _ in training.evaluations(longer)] == [0, 2, 4, 6, 8]
     assert [step for (step,) in training.steps(longer)] == [*range(1, 9)]
 

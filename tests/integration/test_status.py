@@ -13,6 +13,7 @@ from runs import evaluation, event, step, with_teacher, write_checkpoint, write_
 import uptrain.status
 import uptrain.training_checkpoint
 from uptrain.commands.status import duration
+from uptrain.status import SPEED_STEPS
 
 
 def read_json(result):
@@ -98,6 +99,12 @@ def test_numbers_of_a_run_under_way(tmp_path, uptrain):
     shown = uptrain("status", run).out
     for words in ("0.01 of 0.05", "200 tokens/s", "3 min, eval", "75.0%", "50.0% of tokens", "/runs/short from step 8"):
         assert words in shown
+
+
+def test_speed_is_that_of_the_last_steps(tmp_path, uptrain):
+    speeds = [900.0] * 40 + [300.0] * SPEED_STEPS
+    run = write_run(tmp_path / "run", [step(n, tokens_per_s=v) for n, v in enumerate(speeds, 1)], steps=100)
+    assert read_json(uptrain("status", run, "--json"))["tokens_per_s"] == 300
 
 
 def test_troubles_are_named(tmp_path, uptrain):

@@ -87,6 +87,11 @@ def test_wsd_decays_from_its_start_to_almost_nothing():
     assert learning_rate(schedule, 999) == pytest.approx(PEAK * (1 - math.sqrt(199 / 200)))
 
 
+@pytest.mark.parametrize(("total", "start"), [(1, 1), (12, 10), (13, 10), (14, 11)])
+def test_the_decay_is_the_nearest_to_a_fifth(total, start):
+    assert decay_start(Schedule("wsd", PEAK, total, 0)) == start
+
+
 def test_default_warmup():
     """5 %, at least 100, or a quarter of the steps where that is less."""
     wanted = {1: 0, 3: 0, 4: 1, 100: 25, 400: 100, 1000: 100, 2000: 100, 2400: 120, 11_921: 596, 100_000: 5000}
