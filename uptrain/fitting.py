@@ -1,7 +1,9 @@
 """Whether data, model and processes fit together; if not, which to change."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from model.checkpoint import open_checkpoint
 from model.errors import InputError
 from uptrain.data.cache import Cache
 from uptrain.data.tokenizer import tokenizer_sha256
@@ -32,6 +34,22 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
             f"the teacher {name} has {teacher_vocab_size} tokens, the student {vocab_size}; "
             "distillation needs the same vocabulary."
         )
+
+
+def check_names(folder: Path, parameters: Iterable[str], stem: str) -> None:
+    """Refuse a model whose parameters have other names in memory than in its files: it could not be exported.
+
+    Files may lack the `stem`. (transformers 5 puts experts together, and renames the head of GPT-NeoX.)
+    """
+    with open_checkpoint(folder) as checkpoint:
+        files = checkpoint.tensors.keys()
+    for name in parameters:
+        if name not in files and name.removeprefix(stem) not in files:
+            raise InputError(
+                f"{folder} cannot be trained here: transformers holds its weights under other names than the files do "
+                f"({name}), so the result would open nowhere else. That is so for experts, and for GPT-NeoX before it "
+                "is converted."
+            )
 
 
 def check_batch(global_batch: int, n_processes: int) -> None:

@@ -35,6 +35,19 @@ def empty_student(folder: Path) -> LanguageModel:
     return ForeignModel(build_foreign(folder, torch.float32))
 
 
+def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
+    """Return what the parameters of a folder's model are called in memory, and the part that its files may lack.
+
+    Nothing for our own code, whose names are those of the files.
+    """
+    _, config = read_config(folder)
+    if config.get("model_type") in NATIVE_FAMILIES:
+        return (), ""
+    with torch.device("meta"):
+        model = build_foreign(folder, torch.float32)
+    return tuple(name for name, _ in model.named_parameters()), f"{model.base_model_prefix}."
+
+
 def random_student(folder: Path, seed: int) -> LanguageModel:
     """Return the model of a folder's config.json with weights drawn anew, as GPT-2 and Llama begin.
 

@@ -25,7 +25,7 @@ from model.checkpoint.folder import json_text, list_files
 from model.errors import Failure, InputError, LoneFailure
 from model.staging import sync_file, sync_folder
 from uptrain.data.cache import Cache
-from uptrain.fitting import check_batch, check_teacher, check_vocabulary
+from uptrain.fitting import check_batch, check_names, check_teacher, check_vocabulary
 from uptrain.language_model import LanguageModel
 from uptrain.loop import Halted, Progress, Training, train
 from uptrain.metrics import Metrics
@@ -34,6 +34,7 @@ from uptrain.models import (
     empty_student,
     load_student,
     load_teacher,
+    parameter_names,
     random_student,
     recompute_activations,
 )
@@ -228,7 +229,11 @@ def build(
 
 def first_student(s: Settings, config_folder: Path) -> LanguageModel:
     """Return the model that a run begins with."""
-    return load_student(Path(s.model)) if s.model else random_student(config_folder, s.seed)
+    if not s.model:
+        return random_student(config_folder, s.seed)
+    model = Path(s.model)
+    check_names(model, *parameter_names(model))
+    return load_student(model)
 
 
 def check_same_data(run: Run) -> None:

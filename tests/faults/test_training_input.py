@@ -24,6 +24,7 @@ def inputs(tmp_path_factory):
         **training.make_inputs(folder),
         "foreign": caches.write_cache(folder / "foreign", ids, 32, 302),
         "tokenised": caches.write_cache(folder / "tokenised", ids, 32, 302, tokenizer="0" * 64),
+        "experts": tiny.save(tiny.build("mixtral", vocab_size=training.VOCAB), folder / "experts"),
         "other teacher": tiny.save(tiny.build(vocab_size=67), folder / "other-teacher"),
         "with tokenizer": make_tokenizer(
             tiny.save(tiny.build(vocab_size=302, num_key_value_heads=2), folder / "with-tokenizer"), 300
@@ -58,6 +59,12 @@ REFUSED = {
     ),
     "no cache": ({}, ("--eval-data", "{model}"), None),
     "truncated weights": ({"model": "broken"}, (), None),
+    "experts, which transformers holds under other names": (
+        {"model": "experts"}, (),
+        "{experts} cannot be trained here: transformers holds its weights under other names than the files do "
+        "(model.layers.0.mlp.gate.weight), so the result would open nowhere else. That is so for experts, and "
+        "for GPT-NeoX before it is converted.",
+    ),
     "teacher of another vocabulary": (
         {}, ("--teacher", "{other teacher}"),
         "the teacher {other teacher} has 67 tokens, the student 257; distillation needs the same vocabulary.",
