@@ -4,7 +4,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import generate, load_model
@@ -62,3 +64,28 @@ def test_text_comes_from_the_command_line(folder):
     assert result.exit_code == 0
     assert result.stdout.startswith(PROMPT)
     assert "KV cache" in result.stderr
+
+
+def test_merged_to_one_head_it_is_the_parent_with_the_mean_everywhere(folder, tmp_path, convert):
+    """The replicated-heads oracle: every logit equal, and scored as such on text."""
+    out, again = tmp_path / "mqa", tmp_path / "again"
+    assert convert("mha-to-mqa", folder, out).code == 0
+    tensors, merged = tiny.tensors(folder), tiny.tensors(out)
+    for name in filter(tiny.is_kv, tensors):
+        mean = tensors[name].double().view(3, 64, 576).mean(0).to(tensors[name].dtype)
+        assert torch.equal(merged[name], mean), name
+        tensors[name] = mean.repeat(3, 1)
+    again.mkdir()
+    save_file(tensors, again / "model.safetensors", metadata={"format": "pt"})
+    (again / "config.json").write_bytes((folder / "config.json").read_bytes())
+    ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
+    losses, logits = [], []
+    for path in (folder, out, again):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        with torch.inference_mode():
+            found = model(ids, labels=ids)
+        losses.append(found.loss.item())
+        logits.append(found.logits)
+    print(f"loss of the parent {losses[0]:.3f}, of one K/V head {losses[1]:.3f}")
+    assert torch.equal(logits[1], logits[2])
+    assert losses[1] == losses[2] > losses[0]
