@@ -6,7 +6,8 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# Not phi3 and gemma2: CTranslate2 converts Phi-3 from older transformers only, and leaves out Gemma 2's `query_pre_attn_scalar` and soft caps.
+# Not phi3, which it converts from older transformers only, nor gemma2, of which it leaves out query_pre_attn_scalar and
+# the soft caps.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 N_NEW = 20
 SETTINGS = {"gemma": {"head_dim": 16}, "qwen3": {"head_dim": 16}}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 LLAMA_CPP = Path(sys.prefix) / "llama.cpp"
-os.environ["LLAMA_CPP_LIB_PATH"] = str(LLAMA_CPP / "lib")
+os.environ["LLAMA_CPP_LIB_PATH"] = str(Path(sys.prefix) / "build/bin")
 import llama_cpp  # noqa: E402
 
 here = Path(sys.argv[1])
