@@ -1,0 +1,25 @@
+"""What the tests of all judges share: at the end, the figures that they measured."""
+
+import pytest
+
+
+@pytest.fixture
+def figure(record_property):
+    """Return what notes a measured figure, for the table at the end."""
+
+    def note(what: str, value: float) -> None:
+        record_property("figure", (what, value))
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    largest: dict[str, float] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "figure":
+                largest[value[0]] = max(value[1], largest.get(value[0], 0.0))
+    if largest:
+        terminalreporter.section("largest differences")
+        for what, value in sorted(largest.items()):
+            terminalreporter.line(f"{value:8.1e}  {what}")
