@@ -12,7 +12,8 @@ OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_que
 
 def find_notes(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
     """Return what the reader has to say, and what config.json holds that may mislead."""
-    return (*checkpoint.notes, *_code(checkpoint.config, family), *_other_names(checkpoint.config, family))
+    config = checkpoint.config
+    return (*checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_by_layers(config))
 
 
 def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -46,3 +47,12 @@ def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
                 f"config.json has {key} = {config[key]}, which the class of {family.model_type} does not read and "
                 f"which stays as it is; the number of K/V heads is {family.keys.n_kv_heads}."
             )
+
+
+def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" not in rope and "rope_theta" not in config:
+        yield (
+            f"config.json says the rotary embeddings of {' and '.join(rope)} as transformers 5 does alone; version 4 "
+            "would take its defaults, which may be others."
+        )

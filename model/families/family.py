@@ -34,6 +34,9 @@ class ConfigKeys:
     hidden_size: str = "hidden_size"
     head_dim: str = "head_dim"
     n_kv_heads: str = "num_key_value_heads"
+    rope_theta: str = "rope_theta"
+    """As transformers 4 has it; version 5 has `rope_parameters` in every family. So for the next."""
+    partial_rotary_factor: str = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """GPT-NeoX: Pythia, GPT-NeoX-20B, Dolly, RedPajama. Fewer K/V heads need code, which the output brings along."""
 
-from model.families.family import CustomCode, Family
+from model.families.family import ConfigKeys, CustomCode, Family
 
 CODE = CustomCode(
     "gpt_neox_gqa",
@@ -19,6 +19,7 @@ CODE = CustomCode(
 SIZES = {"hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 44}
 FAMILY = Family(
     "gpt_neox",
+    keys=ConfigKeys(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
     absent_sizes=SIZES,
     prefix=r"(?:gpt_neox\.)?",
     attention=("attention",),

@@ -81,7 +81,8 @@ def test_falcon_becomes_multi_query(convert, tmp_path, changes):
         assert torch.equal(after[name], expected), name
     config = json.loads((source / "config.json").read_text())
     written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written == {**config, "multi_query": True, "num_kv_heads": 1}
+    theta = {"rope_theta": config["rope_parameters"]["rope_theta"]}  # as transformers 4 has it
+    assert written == {**config, "multi_query": True, "num_kv_heads": 1, **theta}
 
     child = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     parent = falcon(**changes)
@@ -276,7 +277,7 @@ def test_config_card_and_record_name_the_code(convert, tmp_path, make):
     for auto_class, where in config["auto_map"].items():
         module, _, ours = where.rpartition(".")
         assert f"class {ours}(" in (tmp_path / f"out/{module}.py").read_text(), auto_class
-    changed = {"model_type", "num_key_value_heads", "architectures", "auto_map"}
+    changed = {"model_type", "num_key_value_heads", "architectures", "auto_map", "rotary_emb_base", "rotary_pct"}
     assert {k: v for k, v in config.items() if k not in changed} == {
         k: v for k, v in before.items() if k not in changed
     }

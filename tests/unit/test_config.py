@@ -70,7 +70,34 @@ def test_config_is_edited_in_place(tmp_path):
     (folder / "config.json").write_bytes(text)
     with open_checkpoint(folder) as checkpoint:
         edited = config_text(checkpoint, make_plan(checkpoint, 2, "mean", 0, None))
-        assert json.loads(edited) == {**json.loads(text), "num_key_value_heads": 2}
-        assert list(json.loads(edited)) == list(json.loads(text))
+        added = {"rope_theta": 10000.0}  # as transformers 4 has what `rope_parameters` says
+        assert json.loads(edited) == {**json.loads(text), "num_key_value_heads": 2, **added}
+        assert list(json.loads(edited)) == [*json.loads(text), *added]
         assert "ü" in edited.decode() and "1e-05" in edited.decode()
         assert config_text(checkpoint, make_plan(checkpoint, 8, "mean", 0, None)) == text
+
+
+@pytest.mark.parametrize(
+    ("rope", "added"),
+    [
+        ({"rope_type": "default", "rope_theta": 54321.0}, {"rope_theta": 54321.0}),
+        ({"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5},
+         {"rope_theta": 7.0, "partial_rotary_factor": 0.5}),
+        ({"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0},
+         {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 7.0}}, {}),
+    ],
+)  # fmt: skip
+def test_version_4s_spelling_of_rope_is_added(tmp_path, rope, added):
+    folder = tiny.save(tiny.build(), tmp_path / "m")
+    tiny.edit_config(folder, rope_parameters=rope, rope_theta=...)
+    config = json.loads((folder / "config.json").read_text())
+    with open_checkpoint(folder) as checkpoint:
+        plan = make_plan(checkpoint, 2, "mean", 0, None)
+        assert json.loads(config_text(checkpoint, plan)) == {**config, "num_key_value_heads": 2, **added}
+        assert len(plan.notes) == (not added)
+    tiny.edit_config(folder, rope_theta=3.0, partial_rotary_factor=0.1, rope_scaling=None)
+    config = json.loads((folder / "config.json").read_text())
+    with open_checkpoint(folder) as checkpoint:
+        edited = json.loads(config_text(checkpoint, make_plan(checkpoint, 2, "mean", 0, None)))
+    assert edited == {**config, "num_key_value_heads": 2}, "what the source says stays"
