@@ -45,7 +45,7 @@ class TestAtAMomentOfASave:
             assert steps.index(8) == moments.index(SAVE + PUBLISHED)
 
     def test_one_process(self, runs, tmp_path):
-        names = ("half of manifest.json written", PUBLISHED)
+        names = ("half of manifest.json written", PUBLISHED, "before rmtree .removed-step-00000004")
         self.strike_at_all(runs, tmp_path, [SAVE + name for name in names], "kill", (1, False))
 
     @pytest.mark.parametrize("action", [pytest.param("kill", marks=pytest.mark.slow), "kill 1"])

@@ -1,7 +1,8 @@
 """A run that was stopped and resumed is the run uninterrupted."""
 
 import pytest
-from training import arguments, assert_same_run, drive, make_inputs, steps
+import tiny
+from training import VOCAB, arguments, assert_same_run, drive, make_inputs, steps
 
 LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 CELLS = [
@@ -33,6 +34,21 @@ def test_stopped_three_times_is_bit_equal(inputs, tmp_path, layout, precision, l
     ]
     drive(jobs, *LAYOUTS[layout])
     assert len(steps(whole)) == 12
+    assert_same_run(whole, pieces)
+
+
+def test_with_dropout_and_evaluations(inputs, tmp_path):
+    """What is dropped follows from the step, and evaluating between steps ends nothing."""
+    model = tiny.build("phi", vocab_size=VOCAB, num_key_value_heads=2, embd_pdrop=0.2, resid_pdrop=0.2)
+    inputs = {**inputs, "model": tiny.save(model, tmp_path / "phi")}
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    more = ("--eval-data", inputs["held_out"], "--eval-every", 4)
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more)},
+        {"arguments": arguments(inputs, pieces, *more), "stop_in": 2},
+        {"arguments": ["resume", str(pieces)]},
+    ]
+    drive(jobs)
     assert_same_run(whole, pieces)
 
 

@@ -23,9 +23,13 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     Exactly: every predicted token counts once, whatever the batches. With --teacher also the teacher's loss, the KL
     divergence from it, and how often both choose the same token.
     """
+    from accelerate import PartialState
+
     from uptrain.evaluate import evaluate_folder
 
     found = evaluate_folder(model, quiet=as_json, **options)
+    if not PartialState().is_main_process:
+        return
     if as_json:
         terminal.print_json({"model": str(model), "data": str(options["data"]), **found})
         return
