@@ -51,8 +51,9 @@ def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
 
 def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
     rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" not in rope and "rope_theta" not in config:
+    kinds = [kind for kind, value in rope.items() if isinstance(value, dict)] if isinstance(rope, dict) else []
+    if kinds and "rope_theta" not in config:
         yield (
-            f"config.json says the rotary embeddings of {' and '.join(rope)} as transformers 5 does alone; version 4 "
+            f"config.json says the rotary embeddings of {' and '.join(kinds)} as transformers 5 does alone; version 4 "
             "would take its defaults, which may be others."
         )

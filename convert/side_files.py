@@ -37,7 +37,7 @@ def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
     (Not where kinds of layers differ, which each class of version 4 says in its own way.)
     """
     rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
+    if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
         return
     config.setdefault(keys.rope_theta, rope["rope_theta"])
     if "partial_rotary_factor" in rope:
