@@ -7,15 +7,43 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 
 def base_of_rope(config):
     """Return it as version 4 has it, or version 5, or version 5 where kinds of layers differ."""
     if hasattr(config, "rope_theta"):
         return config.rope_theta
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        return None
     return rope.get("full_attention", rope)["rope_theta"]
+
+
+def open_and_run(folder, ids):
+    """Return what the model was taken for, and its logits."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    inputs = {"input_ids": torch.tensor(ids)}
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    if config.get("is_encoder_decoder"):
+        auto, inputs["decoder_input_ids"] = AutoModelForSeq2SeqLM, inputs["input_ids"].flip(1)
+    model, loading = auto.from_pretrained(
+        folder,
+        output_loading_info=True,
+        attn_implementation="eager",
+        dtype="auto",
+        trust_remote_code="auto_map" in config,
+    )
+    config = model.config.get_text_config()
+    found = {
+        "loading": {key: sorted(map(str, value)) for key, value in loading.items() if value},
+        "class": type(model).__name__,
+        "n_kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        "theta": base_of_rope(config),
+        "dtype": str(next(p for p in model.parameters() if p.dim() > 1).dtype),
+    }
+    with torch.inference_mode():
+        return found, model.float().eval()(**inputs).logits.numpy()
 
 
 here = Path(sys.argv[1])
@@ -23,17 +51,9 @@ request = json.loads((here / "request.json").read_text())
 torch.set_num_threads(1)
 answer, arrays = {"version": transformers.__version__, "models": {}}, {}
 for name, folder in request["folders"].items():
-    wrapper = "vision_config" in json.loads((Path(folder) / "config.json").read_text())
-    auto = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM
-    found = answer["models"][name] = {}
-    model, loading = auto.from_pretrained(folder, output_loading_info=True, attn_implementation="eager", dtype="auto")
-    config = model.config.get_text_config()
-    found["loading"] = {key: sorted(map(str, value)) for key, value in loading.items() if value}
-    found["class"] = type(model).__name__
-    found["n_kv_heads"] = config.num_key_value_heads
-    found["theta"] = base_of_rope(config)
-    found["dtype"] = str(next(p for p in model.parameters() if p.dim() > 1).dtype)
-    with torch.inference_mode():
-        arrays[name] = model.float().eval()(input_ids=torch.tensor(request["ids"])).logits.numpy()
+    try:
+        answer["models"][name], arrays[name] = open_and_run(folder, request["ids"])
+    except Exception as error:  # of one folder; the others are asked about all the same
+        answer["models"][name] = {"error": f"{type(error).__name__}: {error}"}
 (here / "answer.json").write_text(json.dumps(answer))
 np.savez(here / "answer.npz", **arrays)
