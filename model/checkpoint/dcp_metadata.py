@@ -69,6 +69,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch.serialization", "_get_layout"): _Record,
+    # How Python 3.11.0 to 3.11.3 name a member of an enum; nothing is looked up here.
+    ("builtins", "getattr"): _Record,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
     ("pathlib", "PosixPath"): _Record,

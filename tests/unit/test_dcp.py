@@ -1,6 +1,8 @@
 """torch.distributed.checkpoint folders read as the Hugging Face folder of the same model."""
 
+import enum
 import json
+import pickle
 import shutil
 
 import numpy as np
@@ -46,6 +48,26 @@ def test_converts_as_the_hugging_face_folder_does(convert, tmp_path, dtype, n_pi
     found = json.loads(convert("inspect", other, "--json").out)
     assert found["files"] == [".metadata", *(f"__{i}_0.distcp" for i in range(n_pieces))]
     assert (found["format"], found["side_files"], found["left_out"]) == ("dcp", ["tokenizer.json"], [])
+
+
+class PicklerOfPython_3_11_0(pickle.Pickler):
+    """Names a member of an enum by `getattr`, as Python did until 3.11.3."""
+
+    def reducer_override(self, thing):
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_python_3_11_0(tmp_path):
+    model = tiny.build()
+    folder = write_dcp(tmp_path / "dcp", model.state_dict(), 2)
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    with (folder / ".metadata").open("wb") as file:
+        PicklerOfPython_3_11_0(file).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    with open_checkpoint(folder) as checkpoint:
+        for name, tensor in model.state_dict().items():
+            assert np.array_equal(checkpoint.rows(name, 0, len(tensor)), tensor.numpy())
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.student.", "app.model.module."])
