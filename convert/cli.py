@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from convert.methods import METHODS, REPEAT
+from convert.methods import LAYER_METHODS, METHODS, REPEAT
 from model import terminal
 
 DIFFERENT = 3
@@ -50,8 +50,11 @@ def _writing_options(command: Command) -> Command:
 def _conversion_options(command: Command) -> Command:
     for option in reversed(
         (
-            click.option("--method", type=click.Choice(METHODS), default="mean", show_default=True,
-                         help="How heads are merged: their mean (the paper's method), the first, or random ones."),
+            click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS)), default="mean",
+                         show_default=True,
+                         help="How heads are merged: their mean (the paper's method), the first, or random ones. For "
+                         "llama, mistral and qwen2 also: aligned and then their mean, or the best in least squares "
+                         "(pca); queries and output projections change with them."),
             click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
                          help="Seed of --method random."),
             _writing_options,

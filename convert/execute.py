@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from convert.layer_merge import Layers, MergedLayer
 from convert.merge import merge_groups
 from convert.plan import Plan
 from convert.regroup import Regrouped, Rows
@@ -37,7 +38,8 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
 
     The first error stops all workers and is raised; what was finished by then stays in the journal.
     """
-    jobs = [_ShardJob(checkpoint, plan, staging, shard) for shard in plan.shards]
+    layers = Layers(checkpoint, plan.workers(workers))
+    jobs = [_ShardJob(checkpoint, plan, staging, shard, layers) for shard in plan.shards]
     checksums = [_Checksum(staging, path) for path in checkpoint.weight_files]
     pool = ThreadPoolExecutor(plan.workers(workers))
     stop = threading.Event()
@@ -84,8 +86,9 @@ def checksum_key(path: Path) -> str:
 class _ShardJob:
     """One output shard. The worker that finishes its last piece syncs it, gives it its name and records it."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard) -> None:
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: Layers) -> None:
         self._checkpoint, self._plan, self._staging, self._shard = checkpoint, plan, staging, shard
+        self._layers = layers
         self._path = staging.folder / shard.name
         self._partial = staging.folder / f"{shard.name}.partial"
         self._tensors = [plan.tensors[name] for name in shard.tensors]
@@ -122,7 +125,7 @@ class _ShardJob:
         self._output().finish()
         self._partial.rename(self._path)
         regrouped = self._plan.regrouped
-        labels = [m.label for name in self._shard.tensors if name in regrouped for m in regrouped[name].merges]
+        labels = [r.label for name in self._shard.tensors if name in regrouped for r in regrouped[name].reported]
         reports = {label: self._reports[label] for label in labels}
         self._staging.record_file(self._shard.name, reports)
         return 0
@@ -139,6 +142,8 @@ class _ShardJob:
     def _regroup(self, regrouped: Regrouped) -> int:
         """Write a tensor with K/V heads: copy what stays, and merge."""
         plan, name = self._plan, regrouped.tensor.name
+        if regrouped.layer is not None:
+            return self._write_merged(name, self._layers.get(regrouped.layer))
         row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
         for rows in regrouped.copies:
             self._copy_rows(name, rows, row_nbytes)
@@ -152,6 +157,12 @@ class _ShardJob:
             self._reports[merge.label] = reports
         assert n_rows == regrouped.tensor.shape[0]
         return regrouped.tensor.nbytes
+
+    def _write_merged(self, name: str, layer: MergedLayer) -> int:
+        self._output().write_rows(name, 0, layer.tensors[name])
+        if name in layer.reports:
+            self._reports[name] = [asdict(report) for report in layer.reports[name]]
+        return layer.tensors[name].nbytes
 
     def _copy_rows(self, name: str, rows: Rows, row_nbytes: int) -> None:
         span = self._checkpoint.span(rows.source)

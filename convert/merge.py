@@ -78,7 +78,7 @@ def merge_groups(
         places = merge.places(head)
         rows = _read_group(checkpoint, places, merge.source.rows_per_head)
         heads_HDM = rows.reshape(merge.group_size, -1, prod(rows.shape[1:]))
-        norms_H, mean_cosine = _compare_heads(heads_HDM.reshape(len(heads_HDM), -1), places)
+        norms_H, mean_cosine = compare_heads(heads_HDM.reshape(len(heads_HDM), -1), places)
         merged_DM = merge_heads(heads_HDM, 1, rng)[0]
         ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
         merged = merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:])
@@ -93,7 +93,7 @@ def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: i
     return np.concatenate([checkpoint.rows(name, row, row + n_rows) for name, row in places])
 
 
-def _compare_heads(heads_HF: Array, places: list[tuple[str, int]]) -> tuple[NDArray[np.float64], float]:
+def compare_heads(heads_HF: Array, places: list[tuple[str, int]]) -> tuple[NDArray[np.float64], float]:
     """Return the norm of each head and their mean pairwise cosine, refusing numbers that are not finite."""
     norms_H = _norms(heads_HF)
     if not np.isfinite(norms_H).all():

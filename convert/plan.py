@@ -9,10 +9,9 @@ from importlib.metadata import version
 from typing import Any
 
 from convert.custom_code import Code, find_code
-from convert.merge import Merge
 from convert.methods import REPEAT
 from convert.notes import find_notes
-from convert.regroup import Regrouped, regroup
+from convert.regroup import Regrouped, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.writer import divide, header_bytes, name_shards
 from model.config import Geometry, read_geometry
@@ -45,7 +44,7 @@ class Plan:
     notes: tuple[str, ...]
     """What a user should know of the source, in sentences."""
     largest_group: int
-    """Bytes of the largest group of heads in one tensor."""
+    """Bytes of the largest group of heads in one tensor, or of the largest layer, that is merged at a time."""
     rewrites: bool
     """Whether tensors beside the regrouped ones must be written anew, being stored in another form."""
 
@@ -66,9 +65,9 @@ class Plan:
         return sum(t.nbytes for t in self.tensors.values()) - self.bytes_regrouped
 
     @property
-    def merges(self) -> list[Merge]:
-        """All merges, in the order of layers."""
-        return [merge for regrouped in self.regrouped.values() for merge in regrouped.merges]
+    def reported(self) -> list[Reported]:
+        """All merged heads, in the order of layers."""
+        return [heads for regrouped in self.regrouped.values() for heads in regrouped.reported]
 
     def workers(self, wanted: int) -> int:
         """Return how many workers to use: fewer than wanted where their groups would not fit in memory together."""
@@ -115,7 +114,7 @@ def make_plan(
     _check_n_kv_heads(geometry, n_kv_heads, method)
     _check_slices(checkpoint, geometry, n_kv_heads)
     changes = n_kv_heads != geometry.n_kv_heads
-    regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads) if changes else {}
+    regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads, method) if changes else {}
     shards = _keep_shards(checkpoint, geometry, regrouped)
     names = (name for shard in shards for name in shard.tensors)
     tensors = {name: regrouped[name].tensor if name in regrouped else checkpoint.tensors[name] for name in names}
@@ -132,10 +131,15 @@ def make_plan(
         notes=find_notes(checkpoint, family),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
         reader_bytes=checkpoint.reader_bytes,
-        largest_group=max(
-            (merge.group_nbytes(made.tensor) for made in regrouped.values() for merge in made.merges), default=0
-        ),
+        largest_group=max(map(_group_nbytes, regrouped.values()), default=0),
     )
+
+
+def _group_nbytes(regrouped: Regrouped) -> int:
+    """Return the bytes that are merged at a time."""
+    if regrouped.layer is not None:
+        return 2 * regrouped.layer.nbytes  # and about as much in copies and products
+    return max((merge.group_nbytes(regrouped.tensor) for merge in regrouped.merges), default=0)
 
 
 def _check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str) -> None:

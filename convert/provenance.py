@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from convert.execute import checksum_key, merge_reports
-from convert.methods import REPEAT
+from convert.methods import LAYER_METHODS, REPEAT
 from convert.plan import Plan
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
@@ -61,12 +61,12 @@ def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
     reports = merge_reports(plan, staging)
     return [
         {
-            "tensor": merge.tensor,
-            "heads": merge.kind,
-            "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[merge.label]), 6),
-            "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[merge.label]), 6),
+            "tensor": heads.tensor,
+            "heads": heads.kind,
+            "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[heads.label]), 6),
+            "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[heads.label]), 6),
         }
-        for merge in plan.merges
+        for heads in plan.reported
     ]
 
 
@@ -161,6 +161,12 @@ def _what_was_done(plan: Plan) -> str:
         return (
             "Each K/V head stands here several times, so that tensor parallelism can divide them; the model computes\n"
             f"what the base model does. All other weights are the base model's, {exactly}."
+        )
+    if plan.method in LAYER_METHODS:
+        return (
+            "The K/V heads of each group were merged, and queries and output projections changed so that the group\n"
+            f"can share them; all other weights are the base model's, {exactly}. Merging costs quality, which\n"
+            "*uptraining* restores: do not use this model before."
         )
     return (
         "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all other\n"

@@ -4,10 +4,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from convert.layer_merge import LayerMerge
 from convert.merge import Merge
+from convert.methods import LAYER_METHODS, METHODS
 from model.checkpoint import Tensor
 from model.config import Geometry
+from model.errors import CheckpointError
 from model.layout import Heads
+
+ROTATING = ("llama", "mistral", "qwen2")
+"""The families that `Family.rotates_halves`, for messages."""
 
 
 @dataclass(frozen=True)
@@ -22,25 +28,75 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Reported:
+    """Merged heads of one kind in one tensor; a label, because K and V heads may share a tensor."""
+
+    label: str
+    tensor: str
+    kind: str
+
+
+@dataclass(frozen=True)
 class Regrouped:
     """A tensor of the output, whose heads are not the source's; each of its rows is copied or merged."""
 
     tensor: Tensor
     copies: tuple[Rows, ...]
     merges: tuple[Merge, ...]
+    layer: LayerMerge | None = None
+    """Where a method merges a whole layer: what the tensor comes from, instead of rows."""
+
+    @property
+    def reported(self) -> tuple[Reported, ...]:
+        """The merges in this tensor on whose heads there is a report."""
+        if self.layer is None:
+            return tuple(Reported(merge.label, merge.tensor, merge.kind) for merge in self.merges)
+        return tuple(Reported(name, name, kind) for name, kind in self.layer.kv_tensors if name == self.tensor.name)
 
 
-def regroup(geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Regrouped]:
-    """Return all tensors of the output that hold K/V heads, by name; `tensors` are the source's.
+def regroup(
+    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, method: str
+) -> dict[str, Regrouped]:  # fmt: skip
+    """Return all tensors of the output that change with the heads, by name; `tensors` are the source's.
 
-    With fewer heads than before, each group of neighbours is merged; with more, each head is repeated.
+    With fewer heads than before, each group of neighbours is merged; with more, each head is repeated. Raises
+    CheckpointError where the method cannot merge this family's heads.
     """
+    if method in LAYER_METHODS:
+        return _regroup_layers(geometry, tensors, n_kv_heads, method)
     before, after = (geometry.attention.heads(n) for n in (geometry.n_kv_heads, n_kv_heads))
     found: dict[str, list[tuple[Heads, Heads]]] = defaultdict(list)
     for source, output in zip(before, after, strict=True):
         for name in output.tensors:
             found[name].append((source, output))
     return {name: _regrouped(name, pairs, tensors) for name, pairs in found.items()}
+
+
+def _regroup_layers(
+    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, method: str
+) -> dict[str, Regrouped]:  # fmt: skip
+    family, sizes = geometry.attention.family, geometry.attention.sizes
+    if not family.rotates_halves or family.head_norms is not None:
+        raise CheckpointError(
+            f"--method {method} turns heads before it merges them, which is known to leave the model as it is for "
+            f"{', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
+        )
+    found: dict[str, Regrouped] = {}
+    n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
+    for stem in dict.fromkeys(stem for stem, _ in geometry.attention.present):
+        place = f"{stem}{family.attention[0]}."
+        parts = (family.query, family.key, family.value)
+        q, k, v, o = (f"{place}{part}.weight" for part in (*parts, family.output))
+        biases = tuple(name for part in parts if (name := f"{place}{part}.bias") in tensors)
+        if len(biases) not in (0, 3):
+            raise CheckpointError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
+        merge = LayerMerge(method, sizes, n_kv_heads, (q, k, v, o), biases)
+        for name in (*merge.weights, *biases):
+            part = name.removeprefix(place).rpartition(".")[0]
+            tensor = tensors[name]
+            shape = (n_rows.get(part, tensor.shape[0]), *tensor.shape[1:])
+            found[name] = Regrouped(replace(tensor, shape=shape), (), (), merge)
+    return found
 
 
 def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, Tensor]) -> Regrouped:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from convert import provenance, side_files
+from convert.layer_merge import Layers
 from convert.merge import merge_groups
-from convert.methods import METHODS, REPEAT
+from convert.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.plan import Plan, make_plan
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.folder import INDEX
@@ -46,13 +47,15 @@ def verify(source: Checkpoint, out_path: Path, progress: Callable[[int], None], 
     Raises CheckpointError if either cannot be read at all or OUT does not say how it was made.
     """
     record = provenance.read(out_path)
-    if record["method"] not in (*METHODS, REPEAT) or type(record["seed"]) is not int or record["seed"] < 0:
+    known = (*METHODS, *LAYER_METHODS, REPEAT)
+    if record["method"] not in known or type(record["seed"]) is not int or record["seed"] < 0:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     with open_checkpoint(out_path) as out:
         plan = make_plan(source, record["groups"], record["method"], record["seed"], None)
         findings = Findings()
         same_names = _compare_names(plan, out, findings)
-        checks = [partial(_compare_tensor, source, out, plan, name) for name in same_names]
+        layers = Layers(source, plan.workers(workers))
+        checks = [partial(_compare_tensor, source, out, plan, layers, name) for name in same_names]
         digests = [partial(_compare_digest, path, record) for path in source.weight_files]
         with ThreadPoolExecutor(plan.workers(workers)) as pool:
             digest_results = [pool.submit(check) for check in digests]
@@ -88,9 +91,9 @@ def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]
     return same
 
 
-def _compare_tensor(source: Checkpoint, out: Checkpoint, plan: Plan, name: str) -> list[str]:
+def _compare_tensor(source: Checkpoint, out: Checkpoint, plan: Plan, layers: Layers, name: str) -> list[str]:
     if name in plan.regrouped:
-        expected, how = _recomputed(source, plan, name), "recomputed from the source"
+        expected, how = _recomputed(source, plan, name, layers), "recomputed from the source"
     else:
         expected, how = _as_it_is(source, name), "copied from the source"
     span = out.span(name)
@@ -107,8 +110,11 @@ Pieces = Iterator[tuple[int, bytes]]
 """What a tensor of OUT must hold: from which byte on, and the bytes."""
 
 
-def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
+def _recomputed(source: Checkpoint, plan: Plan, name: str, layers: Layers) -> Pieces:
     regrouped = plan.regrouped[name]
+    if regrouped.layer is not None:
+        yield 0, layers.get(regrouped.layer).tensors[name].tobytes()
+        return
     row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
     for rows in regrouped.copies:
         for at, piece in _read(source, rows.source, rows.source_row, rows.n, row_nbytes):
@@ -189,5 +195,5 @@ def _compare_index(out: Checkpoint, findings: Findings) -> None:
 
 def _compare_record(plan: Plan, record: dict[str, Any], findings: Findings) -> None:
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
-    if reported != [(merge.tensor, merge.kind) for merge in plan.merges]:
+    if reported != [(heads.tensor, heads.kind) for heads in plan.reported]:
         findings.differences.append(f"{provenance.FILE} does not report on exactly the merged tensors")

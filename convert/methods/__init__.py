@@ -1,6 +1,6 @@
 """The merge methods, one file each, imported when used.
 
-A method is a pure function `merge(heads_HDM, n_kv_heads, rng)`:
+Of METHODS each is a pure function of one tensor's heads, `merge(heads_HDM, n_kv_heads, rng)`:
 
     heads_HDM   the source's K or V heads, [n_kv_heads_in, head_dim, hidden]; a bias's have hidden = 1
     n_kv_heads  how many to make; divides n_kv_heads_in. Neighbours share a group, as grouped-query attention reads them
@@ -8,6 +8,9 @@ A method is a pure function `merge(heads_HDM, n_kv_heads, rng)`:
     returns     [n_kv_heads, head_dim, hidden] in the same dtype
 
 Calling it group by group, in order and with the same `rng`, gives the same as calling it once.
+
+Of LAYER_METHODS each is a pure function of one layer's attention, `merge(attention, n_kv_heads, root_XX)`, which
+changes queries and output projection too; see `convert.attention`.
 """
 
 from importlib import import_module
@@ -18,16 +21,24 @@ if TYPE_CHECKING:  # the command line reads METHODS for its help, and must not w
 
     import numpy as np
 
+    from convert.attention import LayerAttention, Real
     from model.checkpoint import Array
 
     Merge = Callable[[Array, int, np.random.Generator], Array]
+    MergeLayer = Callable[[LayerAttention, int, Real | None], LayerAttention]
 
 # One module each in this folder.
 METHODS = ("mean", "first", "random")
+LAYER_METHODS = ("aligned", "pca")
 REPEAT = "repeat"
 """What a conversion to more heads says instead of a method: each head stands there several times, nothing is merged."""
 
 
 def find_method(name: str) -> "Merge":
     merge: Merge = import_module(f"convert.methods.{name}").merge
+    return merge
+
+
+def find_layer_method(name: str) -> "MergeLayer":
+    merge: MergeLayer = import_module(f"convert.methods.{name}").merge
     return merge

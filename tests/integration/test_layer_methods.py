@@ -1,0 +1,136 @@
+"""`--method aligned` and `pca`, file to file."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from model.families import load_family
+
+METHODS = ("aligned", "pca")
+IDS = torch.randint(0, 66, (3, 17), generator=torch.Generator().manual_seed(0))
+
+
+def logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return model(input_ids=IDS).logits
+
+
+def scrambled(source, folder, n_kv_heads):
+    """Write the model `source`, each K/V head once for each query head, all in coordinates of their own.
+
+    With torch and complex numbers, not with the code that is tested.
+    """
+    tensors, generator = tiny.tensors(source), torch.Generator().manual_seed(0)
+    for stem in {name.rpartition("k_proj")[0] for name in tensors if name.endswith("k_proj.weight")}:
+        times = tiny.N_HEADS // n_kv_heads
+        head_dim = len(tensors[f"{stem}q_proj.weight"]) // tiny.N_HEADS
+        angles = torch.rand(tiny.N_HEADS, head_dim // 2, 1, generator=generator, dtype=torch.float64) * 6.28
+        turns = torch.polar(torch.ones_like(angles), angles)
+        maps = torch.linalg.qr(torch.randn(tiny.N_HEADS, head_dim, head_dim, generator=generator).double())[0]
+        for part in ("q_proj", "k_proj", "v_proj"):
+            for kind in ("weight", "bias"):
+                name = f"{stem}{part}.{kind}"
+                if name not in tensors:
+                    continue
+                heads = tensors[name].double().reshape(-1, head_dim, tensors[name][0].numel())
+                if part != "q_proj":
+                    heads = heads.repeat_interleave(times, 0)
+                if part == "v_proj":
+                    heads = maps @ heads
+                else:
+                    turned = torch.complex(*heads.chunk(2, dim=1)) * turns
+                    heads = torch.cat([turned.real, turned.imag], dim=1)
+                shape = (-1, *tensors[name].shape[1:])
+                tensors[name] = heads.flatten(0, 1).reshape(shape).float().contiguous()
+        name = f"{stem}o_proj.weight"
+        read = tensors[name].double().unflatten(1, (tiny.N_HEADS, head_dim))
+        tensors[name] = torch.einsum("mhd,hed->mhe", read, maps).flatten(1).float().contiguous()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": tiny.N_HEADS}))
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("llama", {"attention_bias": True}), ("mistral", {}), ("qwen2", {})]
+)
+def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_path, family, changes, groups, method):
+    size = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
+    source = tiny.save(tiny.build(family, num_key_value_heads=groups, **size, **changes), tmp_path / "source")
+    many = scrambled(source, tmp_path / "many", groups)
+    expected = logits(source)
+    assert (logits(many) - expected).abs().max() < 1e-4
+    assert convert("mha-to-gqa", many, tmp_path / "mean", "--groups", groups).code == 0
+    assert (logits(tmp_path / "mean") - expected).abs().max() > 0.1
+    result = convert("mha-to-gqa", many, tmp_path / "out", "--groups", groups, "--method", method, "--json")
+    assert result.code == 0, result.err
+    assert (logits(tmp_path / "out") - expected).abs().max() < 1e-4 * expected.abs().max()
+    found = json.loads(convert("verify", many, tmp_path / "out", "--json").out)
+    assert (found["ok"], found["differences"]) == (True, [])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_written_and_what_is_not(convert, tmp_path, method):
+    source = tiny.save(tiny.build("qwen2"), tmp_path / "source", "bfloat16", max_shard_size="20KB")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method).code == 0
+    before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
+    assert {(n, t.dtype) for n, t in before.items()} == {(n, t.dtype) for n, t in after.items()}
+    for name, tensor in before.items():
+        attention = "self_attn" in name
+        assert after[name].shape == tensor.shape or tiny.is_kv(name)
+        assert attention or torch.equal(after[name], tensor), name
+    report = json.loads((tmp_path / "out/groupwise.json").read_text())["merge_report"]
+    assert [(entry["tensor"].rpartition("attn.")[2], entry["heads"]) for entry in report] == [
+        ("k_proj.weight", "k"), ("v_proj.weight", "v"),
+    ] * tiny.N_LAYERS  # fmt: skip
+    card = (tmp_path / "out/README.md").read_text()
+    assert "queries and output projections changed" in card
+    one, many = (tmp_path / name for name in ("one", "many"))
+    for out, workers in ((one, 1), (many, 4)):
+        assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, "--workers", workers).code == 0
+    assert tiny.snapshot(one) == tiny.snapshot(many) == tiny.snapshot(tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_verify_sees_a_changed_query(convert, tmp_path, method):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method).code == 0
+    tensors = tiny.tensors(tmp_path / "out")
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 4] += 0.01
+    save_file(tensors, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
+    result = convert("verify", source, tmp_path / "out")
+    assert (result.code, "q_proj.weight differs from the one recomputed" in result.err) == (3, True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi", "olmo2", "phi3"])
+def test_families_whose_heads_cannot_be_turned_like_that(convert, tmp_path, family):
+    source = tiny.save(tiny.build(family), tmp_path / "source")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca").refused(
+        f"for llama, mistral, qwen2, not for model_type {family!r}; choose mean, first, random."
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_families_named_are_those_that_rotate():
+    from convert.regroup import ROTATING
+
+    assert tuple(f for f in tiny.STOCK if getattr(load_family(f), "rotates_halves", False)) == ROTATING
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_not_finite(convert, tmp_path, method):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    tensors = tiny.tensors(source)
+    tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method).refused(
+        "model.layers.0.self_attn.o_proj.weight holds NaN or infinite values"
+    )
