@@ -3,11 +3,22 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from convert.methods import LAYER_METHODS
 from model.checkpoint import Checkpoint
 from model.families import Family
 
 # How other programs call the number of K/V heads: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
+
+
+def of_method(method: str) -> tuple[str, ...]:
+    """Return what a user should know of a method."""
+    if method not in LAYER_METHODS:
+        return ()
+    return (
+        f"--method {method} knows the weights alone, not what inputs they meet; a model may start better than with mean "
+        "or worse, so compare their losses on some text before you train.",
+    )
 
 
 def find_notes(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:

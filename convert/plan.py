@@ -8,9 +8,9 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
+from convert import notes
 from convert.custom_code import Code, find_code
 from convert.methods import REPEAT
-from convert.notes import find_notes
 from convert.regroup import Regrouped, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.writer import divide, header_bytes, name_shards
@@ -128,7 +128,7 @@ def make_plan(
         shards=_plan_shards(checkpoint, shards, tensors, max_shard_size),
         regrouped=regrouped,
         code=find_code(checkpoint, family) if regrouped else None,
-        notes=find_notes(checkpoint, family),
+        notes=(*notes.find_notes(checkpoint, family), *(notes.of_method(method) if regrouped else ())),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
         reader_bytes=checkpoint.reader_bytes,
         largest_group=max(map(_group_nbytes, regrouped.values()), default=0),

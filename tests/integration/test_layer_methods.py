@@ -93,6 +93,7 @@ def test_what_is_written_and_what_is_not(convert, tmp_path, method):
     ] * tiny.N_LAYERS  # fmt: skip
     card = (tmp_path / "out/README.md").read_text()
     assert "queries and output projections changed" in card
+    assert f"- --method {method} knows the weights alone" in card
     one, many = (tmp_path / name for name in ("one", "many"))
     for out, workers in ((one, 1), (many, 4)):
         assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, "--workers", workers).code == 0
