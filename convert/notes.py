@@ -16,8 +16,8 @@ def of_method(method: str) -> tuple[str, ...]:
     if method not in LAYER_METHODS:
         return ()
     return (
-        f"--method {method} knows the weights alone, not what inputs they meet; a model may start better than with mean "
-        "or worse, so compare their losses on some text before you train.",
+        f"--method {method} knows the weights alone, not what inputs they meet; a model may start better than with "
+        "mean or worse, so compare their losses on some text before you train.",
     )
 
 
