@@ -42,10 +42,20 @@ stop_request = StopRequest()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let each of the signals end what follows as Ctrl-C does: for work that has no steps and can be taken up again."""
+    """Let each of the signals end what follows as Ctrl-C does: for work that has no steps and can be taken up again.
+
+    Only the first interrupts: another could strike while locks are held that workers wait for. One that comes later
+    than the same request would ends the process at once, and workers end with it.
+    """
+    first: float | None = None
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        nonlocal first
+        if first is None:
+            first = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - first > _SAME_REQUEST_SECONDS:
+            os._exit(KILLED)
 
     if stop_request.reason:
         raise KeyboardInterrupt
