@@ -90,7 +90,9 @@ def set_key(config: dict[str, Any], key: str, value: Any) -> None:
     """Set what stands under a key, as `ConfigKeys` spells it."""
     *outer, last = key.split(".")
     for name in outer:
-        config = config.setdefault(name, {})
+        if not isinstance(config.get(name), dict):
+            config[name] = {}  # absent or null, which the class takes alike
+        config = config[name]
     config[last] = value
 
 

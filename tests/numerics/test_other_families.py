@@ -369,6 +369,15 @@ def test_mpt(convert, tmp_path, norms):
     assert json.loads((tmp_path / "one/config.json").read_text())["attn_config"]["kv_n_heads"] == 1
 
 
+@pytest.mark.parametrize("settings", [None, ...])
+def test_mpt_without_settings_of_attention(convert, tmp_path, settings):
+    source = mpt(tmp_path / "source")
+    tiny.edit_config(source, attn_config=settings)
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    written = json.loads((tmp_path / "out/config.json").read_text())["attn_config"]
+    assert written == {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+
+
 @pytest.mark.parametrize(
     ("code", "changes", "words"),
     [
