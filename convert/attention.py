@@ -1,4 +1,4 @@
-"""One layer's attention as the merge methods see it, and the maps on it that leave what it computes unchanged.
+"""One layer's attention, whole.
 
 H query heads, K key/value heads, D head_dim, P rotary planes, X inputs (hidden size, and a constant 1 where there are
 biases), M outputs.
@@ -55,37 +55,3 @@ def join(groups: list[LayerAttention]) -> LayerAttention:
         v_KDX=np.concatenate([group.v_KDX for group in groups]),
         o_HMD=np.concatenate([group.o_HMD for group in groups]),
     )
-
-
-def planes(rows_NDX: Real, n_planes: int) -> Complex:
-    """Return the rotated dimensions of heads as complex rows, [N, P, X].
-
-    Rotary embeddings multiply plane i of every head at position m by the same exp(j·m·θ_i), so that a query and a key
-    give Re(q · conj(k)), summed over planes, with the difference of their positions (Su et al. 2021, section 3.4).
-    """
-    return rows_NDX[:, :n_planes] + 1j * rows_NDX[:, n_planes : 2 * n_planes]
-
-
-def with_planes(rows_NDX: Real, planes_NPX: Complex) -> Real:
-    """Return heads with other rotated dimensions."""
-    n_planes = planes_NPX.shape[1]
-    rows_NDX = rows_NDX.copy()
-    rows_NDX[:, :n_planes], rows_NDX[:, n_planes : 2 * n_planes] = planes_NPX.real, planes_NPX.imag
-    return rows_NDX
-
-
-def scale_planes(attention: LayerAttention, factors_KP: Complex) -> LayerAttention:
-    """Multiply each plane of each key by a complex number, and those of its queries so that their products stay.
-
-    Nothing else on the rotated dimensions commutes with rotary embeddings.
-    """
-    k_KPX = planes(attention.k_KDX, attention.n_planes) * factors_KP[..., None]
-    of_queries_HP = np.repeat(1 / factors_KP.conj(), attention.heads_per_group, axis=0)
-    q_HPX = planes(attention.q_HDX, attention.n_planes) * of_queries_HP[..., None]
-    return replace(attention, q_HDX=with_planes(attention.q_HDX, q_HPX), k_KDX=with_planes(attention.k_KDX, k_KPX))
-
-
-def map_values(attention: LayerAttention, maps_KDD: Real) -> LayerAttention:
-    """Apply an invertible map to each value head, and its inverse where the output projection reads it."""
-    inverse_HDD = np.repeat(np.linalg.inv(maps_KDD), attention.heads_per_group, axis=0)
-    return replace(attention, v_KDX=maps_KDD @ attention.v_KDX, o_HMD=attention.o_HMD @ inverse_HDD)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from convert.methods import LAYER_METHODS, METHODS, REPEAT
+from convert.recipe import NONE, RENORMS
 from model import terminal
 
 DIFFERENT = 3
@@ -53,8 +54,20 @@ def _conversion_options(command: Command) -> Command:
             click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS)), default="mean",
                          show_default=True,
                          help="How heads are merged: their mean (the paper's method), the first, or random ones. For "
-                         "llama, mistral and qwen2 also: aligned and then their mean, or the best in least squares "
-                         "(pca); queries and output projections change with them."),
+                         "llama, mistral and qwen2 also: aligned and then their mean, shared principal components "
+                         "(pca), or these fitted to what attention computes (fit); queries and output projections "
+                         "change with them."),
+            click.option("--renorm", type=click.Choice(RENORMS),
+                         help="Give merged heads back their length (norm), or queries the spread of their logits "
+                         "(spread).  [default: spread for aligned, pca and fit, else none]"),
+            click.option("--refit", is_flag=True,
+                         help="Fit output projections to what the layers gave before, where that holds on text that "
+                         "was held out."),
+            click.option("--calibration", default="shipped", show_default=True, metavar="TEXT",
+                         help="What aligned, pca and fit see layers at work on: a .txt or .jsonl file (also .gz, .xz), "
+                         "a folder of them, the text that ships with Groupwise, or none."),
+            click.option("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
+                         metavar="N", help="How much of it."),
             click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
                          help="Seed of --method random."),
             _writing_options,
@@ -126,6 +139,10 @@ def _convert(
     *,
     method: str = METHODS[0],
     seed: int = 0,
+    renorm: str | None = None,
+    refit: bool = False,
+    calibration: str = NONE,
+    calibration_tokens: int = 0,
     max_shard_size: str | None,
     workers: int,
     dry_run: bool,
@@ -133,22 +150,25 @@ def _convert(
     as_json: bool,
 ) -> None:
     from convert import conversion, show
-    from convert.execute import total_bytes
     from convert.plan import make_plan
+    from convert.recipe import Recipe
+    from convert.sample import read_sample
     from model.checkpoint import open_checkpoint
     from model.checkpoint.writer import parse_size
 
     size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
-        plan = make_plan(checkpoint, n_kv_heads, method, seed, size)
+        by_layer = method in LAYER_METHODS
+        sample = read_sample(checkpoint, calibration, calibration_tokens) if by_layer and calibration != NONE else None
+        recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, sample)
+        plan = make_plan(checkpoint, n_kv_heads, recipe, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
         summary |= {"left_out": checkpoint.left_out}
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
             (terminal.print_json if as_json else show.plan)(summary)
             return
-        with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet=as_json) as progress:
-            record = conversion.run(checkpoint, plan, out, overwrite, workers, progress)
+        record = conversion.run(checkpoint, plan, out, overwrite, workers, quiet=as_json)
     if as_json:
         terminal.print_json({**summary, "merge_report": record["merge_report"]})
     else:
@@ -190,10 +210,13 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
     with open_checkpoint(source) as checkpoint:
         total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         with terminal.progress_bar("Verifying", total, quiet=as_json) as progress:
-            findings = verify(checkpoint, out, progress, WORKERS)
+            findings = verify(checkpoint, out, progress, WORKERS, as_json)
     if as_json:
         terminal.print_json({"ok": findings.ok, **vars(findings)})
-    elif findings.ok:
+        sys.exit(0 if findings.ok else DIFFERENT)
+    for remark in findings.unchecked:
+        click.echo(f"NOT CHECKED: {remark}", err=True)
+    if findings.ok:
         click.echo(
             f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
             f"config and {findings.n_files} other files compared; all agree."

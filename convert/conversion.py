@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from convert import provenance, side_files
-from convert.execute import Progress, execute
+from convert.execute import execute, total_bytes
 from convert.plan import Plan, fingerprint
+from model import terminal
 from model.checkpoint import Checkpoint
 from model.checkpoint.folder import INDEX, json_text
 from model.checkpoint.writer import index_text
@@ -55,7 +56,7 @@ def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
     """Raise CheckpointError if what is still to be written does not fit on the disk."""
     present = sum(path.stat().st_size for path in staging.root.rglob("*") if path.is_file())
     sizes = (c.stat().st_size if isinstance(c, Path) else len(c) for c in checkpoint.side_files.values())
-    needed = plan.output_bytes + sum(sizes) + SPARE_BYTES - present
+    needed = plan.output_bytes + plan.scratch_bytes + sum(sizes) + SPARE_BYTES - present
     free = shutil.disk_usage(_nearest_folder(staging.out)).free
     if needed > free:
         raise CheckpointError(
@@ -72,9 +73,7 @@ def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Sta
     return staging
 
 
-def run(
-    checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, workers: int, progress: Progress
-) -> dict[str, Any]:
+def run(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, workers: int, quiet: bool) -> dict[str, Any]:
     """Convert `checkpoint` into the folder `out`, which appears complete or not at all; return its `groupwise.json`.
 
     A run that was killed is continued. Raises CheckpointError for what the user can put right, with nothing left
@@ -85,7 +84,9 @@ def run(
     with staging:
         staging.open(before)
         try:
-            execute(checkpoint, plan, staging, workers, progress)
+            calibrate(checkpoint, plan, staging.scratch, quiet)
+            with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
+                execute(checkpoint, plan, staging, workers, progress)
             if fingerprint(checkpoint, plan) != before:
                 raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
             record = _write_side_files(checkpoint, plan, staging)
@@ -97,6 +98,18 @@ def run(
             staging.discard()
             raise
     return record
+
+
+def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:
+    """Leave the layers in a folder that are merged by what they do on a text, if any are."""
+    sample = plan.recipe.sample
+    if sample is None or not plan.layers:
+        return
+    from convert.calibration import calibrate_layers  # runs the model, and so needs torch
+
+    total = len(plan.layers) * sample.n_tokens
+    with terminal.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
+        calibrate_layers(checkpoint, plan.layers, sample, folder, progress)
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:

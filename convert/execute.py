@@ -38,7 +38,8 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
 
     The first error stops all workers and is raised; what was finished by then stays in the journal.
     """
-    layers = Layers(checkpoint, plan.workers(workers))
+    calibrated = staging.scratch if plan.recipe.sample else None
+    layers = Layers(checkpoint, plan.workers(workers), calibrated)
     jobs = [_ShardJob(checkpoint, plan, staging, shard, layers) for shard in plan.shards]
     checksums = [_Checksum(staging, path) for path in checkpoint.weight_files]
     pool = ThreadPoolExecutor(plan.workers(workers))
@@ -150,7 +151,7 @@ class _ShardJob:
         n_rows = sum(rows.n for rows in regrouped.copies)
         for merge in regrouped.merges:
             reports = []
-            for row, merged, report in merge_groups(self._checkpoint, merge, plan.method, plan.seed):
+            for row, merged, report in merge_groups(self._checkpoint, merge, plan.recipe):
                 self._output().write_rows(name, row, merged)
                 n_rows += len(merged)
                 reports.append(asdict(report))

@@ -1,16 +1,21 @@
 """Merge the heads of a whole layer: K/V heads become fewer, and queries and output projection change with them."""
 
+import json
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from convert.attention import LayerAttention, Real
+from convert.attention import LayerAttention, Real, join
 from convert.merge import GroupReport, compare_heads
-from convert.methods import find_layer_method
+from convert.methods import find_group_method
+from convert.moments import Moments, apply, of_weights
+from convert.recipe import Recipe
+from convert.renorm import renorm
 from convert.rounding import round_once, widen
 from model.checkpoint import Array, Checkpoint
 from model.errors import CheckpointError
@@ -21,13 +26,18 @@ from model.layout import Sizes
 class LayerMerge:
     """One layer's attention, by the names of its tensors."""
 
-    method: str
+    recipe: Recipe
     sizes: Sizes
     n_kv_heads: int
     weights: tuple[str, str, str, str]
     """Of queries, keys, values and output."""
     biases: tuple[str, ...]
     """Of queries, keys and values, or none. The output's stays as it is."""
+
+    @property
+    def file(self) -> str:
+        """A file's name for this layer."""
+        return f"{self.weights[0].removesuffix('.weight')}.npz"
 
     @property
     def kv_tensors(self) -> tuple[tuple[str, str], ...]:
@@ -50,10 +60,28 @@ class MergedLayer:
 
 
 def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
-    """Compute a layer. Raises CheckpointError at a NaN or infinity, in the source or after rounding."""
-    source = {name: _read(checkpoint, name) for name in (*merge.weights, *merge.biases)}
-    before = _attention(source, merge)
-    after = find_layer_method(merge.method)(before, merge.n_kv_heads, None)
+    """Compute a layer from its weights alone. Raises CheckpointError at a NaN or infinity, here or after rounding."""
+    before = read_attention(checkpoint, merge)
+    moments = [of_weights(group) for group in before.groups(merge.n_kv_heads)]
+    return finish_layer(checkpoint, merge, before, merge_attention(before, moments, merge.recipe))
+
+
+def merge_attention(attention: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
+    """Return the attention with one K/V head for each group whose moments are given."""
+    merge_group = find_group_method(recipe.method)
+    groups = zip(attention.groups(len(moments)), moments, strict=True)
+    return join([apply(group, renorm(known, merge_group(known), recipe.renorm)) for group, known in groups])
+
+
+def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
+    """Read a layer. Biases stand beside their weights, as the column that reads a constant 1."""
+    return _attention({name: _read(checkpoint, name) for name in (*merge.weights, *merge.biases)}, merge)
+
+
+def finish_layer(
+    checkpoint: Checkpoint, merge: LayerMerge, before: LayerAttention, after: LayerAttention
+) -> MergedLayer:  # fmt: skip
+    """Return a layer's tensors as they are written, and what became of its heads."""
     found = _tensors(after, merge)
     dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in found}
     tensors = {name: _rounded(name, values, dtypes[name]) for name, values in found.items()}
@@ -67,10 +95,13 @@ def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
 
 
 class Layers:
-    """Merged layers for several workers: each is computed once while its tensors are written one after another."""
+    """Merged layers for several workers: each is computed once while its tensors are written one after another.
 
-    def __init__(self, checkpoint: Checkpoint, n_workers: int) -> None:
-        self._checkpoint, self._size = checkpoint, n_workers
+    With a folder they are not computed but read, as `convert.calibration` has left them there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, n_workers: int, calibrated: Path | None = None) -> None:
+        self._checkpoint, self._size, self._calibrated = checkpoint, n_workers, calibrated
         self._lock = threading.Lock()
         self._kept: OrderedDict[LayerMerge, Future[MergedLayer]] = OrderedDict()
 
@@ -84,10 +115,36 @@ class Layers:
                 self._kept.popitem(last=False)
         if mine:
             try:
-                future.set_result(merge_layer(self._checkpoint, merge))
+                future.set_result(self._make(merge))
             except BaseException as error:
                 future.set_exception(error)
         return future.result()
+
+    def _make(self, merge: LayerMerge) -> MergedLayer:
+        if self._calibrated is None:
+            return merge_layer(self._checkpoint, merge)
+        return load_layer(self._checkpoint, merge, self._calibrated)
+
+
+def save_layer(layer: MergedLayer, merge: LayerMerge, folder: Path) -> None:
+    """Keep a layer in a folder; it appears whole or not at all."""
+    partial = folder / f"{merge.file}.partial"
+    with partial.open("wb") as file:
+        reports = json.dumps({name: [asdict(r) for r in found] for name, found in layer.reports.items()})
+        arrays: dict[str, Any] = {name: values.reshape(-1).view(np.uint8) for name, values in layer.tensors.items()}
+        np.savez(file, reports=np.array(reports), **arrays)
+    partial.rename(folder / merge.file)
+
+
+def load_layer(checkpoint: Checkpoint, merge: LayerMerge, folder: Path) -> MergedLayer:
+    """Read what `save_layer` kept."""
+    with np.load(folder / merge.file) as kept:
+        reports = json.loads(str(kept["reports"]))
+        tensors = {}
+        for name in (*merge.weights, *merge.biases):
+            like = checkpoint.rows(name, 0, 1)
+            tensors[name] = kept[name].view(like.dtype).reshape(-1, *like.shape[1:])
+    return MergedLayer(tensors, {name: [GroupReport(**r) for r in found] for name, found in reports.items()})
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Real:
@@ -99,7 +156,6 @@ def _read(checkpoint: Checkpoint, name: str) -> Real:
 
 
 def _attention(source: dict[str, Real], merge: LayerMerge) -> LayerAttention:
-    """Put biases beside their weights, as the column that reads a constant 1."""
     sizes = merge.sizes
     rows = [source[name] for name in merge.weights[:3]]
     if merge.biases:

@@ -4,11 +4,14 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convert.methods import find_method
+from convert.recipe import Recipe
+from convert.rounding import round_once
 from model.checkpoint import Array, Checkpoint, Tensor
 from model.errors import CheckpointError
 from model.layout import Heads
@@ -66,23 +69,30 @@ def tensor_rng(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
 
 
-def merge_groups(
-    checkpoint: Checkpoint, merge: Merge, method: str, seed: int
-) -> Iterator[tuple[int, Array, GroupReport]]:
+def merge_groups(checkpoint: Checkpoint, merge: Merge, recipe: Recipe) -> Iterator[tuple[int, Array, GroupReport]]:
     """Yield each merged head's first row in the output, its rows [rows_per_head, …] in the tensor's dtype, its report.
 
     Holds one group of the source at a time. Raises CheckpointError at a NaN or infinity.
     """
-    merge_heads, rng = find_method(method), tensor_rng(seed, merge.label)
+    merge_heads, rng = find_method(recipe.method), tensor_rng(recipe.seed, merge.label)
     for head in merge.heads:
         places = merge.places(head)
         rows = _read_group(checkpoint, places, merge.source.rows_per_head)
         heads_HDM = rows.reshape(merge.group_size, -1, prod(rows.shape[1:]))
         norms_H, mean_cosine = compare_heads(heads_HDM.reshape(len(heads_HDM), -1), places)
-        merged_DM = merge_heads(heads_HDM, 1, rng)[0]
+        if recipe.renorm == "norm":
+            merged_DM = _to_mean_norm(merge_heads(heads_HDM.astype(np.float64), 1, rng)[0], norms_H, rows.dtype)
+        else:
+            merged_DM = merge_heads(heads_HDM, 1, rng)[0]
         ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
         merged = merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:])
         yield merge.output.place(head)[1], merged, GroupReport(float(ratio), mean_cosine)
+
+
+def _to_mean_norm(head_DM: NDArray[np.float64], norms_H: NDArray[np.float64], dtype: np.dtype[Any]) -> Array:
+    """Give a merged head the mean norm of its group; a merge of zeros stays zero."""
+    norm = float(_norms(head_DM.reshape(1, -1))[0])
+    return round_once(head_DM * (float(norms_H.mean()) / norm if norm > 0 else 1.0), dtype)
 
 
 def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: int) -> Array:

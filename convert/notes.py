@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from convert.methods import LAYER_METHODS
+from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.families import Family
 
@@ -11,13 +11,13 @@ from model.families import Family
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
 
 
-def of_method(method: str) -> tuple[str, ...]:
-    """Return what a user should know of a method."""
-    if method not in LAYER_METHODS:
+def of_recipe(recipe: Recipe) -> tuple[str, ...]:
+    """Return what a user should know of a way to merge."""
+    if not recipe.by_layer or recipe.sample:
         return ()
     return (
-        f"--method {method} knows the weights alone, not what inputs they meet; a model may start better than with "
-        "mean or worse, so compare their losses on some text before you train.",
+        f"--method {recipe.method} knows the weights alone, not what inputs they meet; a model may start better than "
+        "with mean or worse, so compare their losses on some text before you train.",
     )
 
 

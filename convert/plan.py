@@ -10,7 +10,9 @@ from typing import Any
 
 from convert import notes
 from convert.custom_code import Code, find_code
+from convert.layer_merge import LayerMerge
 from convert.methods import REPEAT
+from convert.recipe import Recipe
 from convert.regroup import Regrouped, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.writer import divide, header_bytes, name_shards
@@ -31,8 +33,7 @@ class Plan:
 
     geometry: Geometry
     n_kv_heads: int
-    method: str
-    seed: int
+    recipe: Recipe
     max_shard_size: int | None
     tensors: dict[str, Tensor]
     """Every tensor as it will be written."""
@@ -65,6 +66,21 @@ class Plan:
         return sum(t.nbytes for t in self.tensors.values()) - self.bytes_regrouped
 
     @property
+    def scratch_bytes(self) -> int:
+        """Bytes on the disk that are needed for a while: a text's states between layers, and the layers merged."""
+        if self.recipe.sample is None or not self.layers:
+            return 0
+        states = 2 * 4 * self.recipe.sample.n_tokens * self.geometry.hidden_size
+        return states + sum(
+            self.tensors[name].nbytes for merge in self.layers for name in (*merge.weights, *merge.biases)
+        )
+
+    @property
+    def layers(self) -> list[LayerMerge]:
+        """The layers that are merged as a whole, in order."""
+        return list(dict.fromkeys(made.layer for made in self.regrouped.values() if made.layer is not None))
+
+    @property
     def reported(self) -> list[Reported]:
         """All merged heads, in the order of layers."""
         return [heads for regrouped in self.regrouped.values() for heads in regrouped.reported]
@@ -86,8 +102,7 @@ class Plan:
             "n_heads": self.geometry.n_heads,
             "n_kv_heads_in": self.geometry.n_kv_heads,
             "groups": self.n_kv_heads,
-            "method": self.method,
-            "seed": self.seed,
+            **self.recipe.record,
             "n_regrouped": len(self.regrouped),
             "bytes_regrouped": self.bytes_regrouped,
             "n_copied": len(self.tensors) - len(self.regrouped),
@@ -102,33 +117,33 @@ class Plan:
 
 
 def make_plan(
-    checkpoint: Checkpoint, n_kv_heads: int | None, method: str, seed: int, max_shard_size: int | None
+    checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, max_shard_size: int | None
 ) -> Plan:  # fmt: skip
     """Decide how to convert `checkpoint` to so many K/V heads, or to as many as it has.
 
     Raises CheckpointError where that is impossible.
     """
+    recipe.check()
     geometry = read_geometry(checkpoint)
     family = geometry.attention.family
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
-    _check_n_kv_heads(geometry, n_kv_heads, method)
+    _check_n_kv_heads(geometry, n_kv_heads, recipe.method)
     _check_slices(checkpoint, geometry, n_kv_heads)
     changes = n_kv_heads != geometry.n_kv_heads
-    regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads, method) if changes else {}
+    regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads, recipe) if changes else {}
     shards = _keep_shards(checkpoint, geometry, regrouped)
     names = (name for shard in shards for name in shard.tensors)
     tensors = {name: regrouped[name].tensor if name in regrouped else checkpoint.tensors[name] for name in names}
     return Plan(
         geometry=geometry,
         n_kv_heads=n_kv_heads,
-        method=method,
-        seed=seed,
+        recipe=recipe,
         max_shard_size=max_shard_size,
         tensors=tensors,
         shards=_plan_shards(checkpoint, shards, tensors, max_shard_size),
         regrouped=regrouped,
         code=find_code(checkpoint, family) if regrouped else None,
-        notes=(*notes.find_notes(checkpoint, family), *(notes.of_method(method) if regrouped else ())),
+        notes=(*notes.find_notes(checkpoint, family), *(notes.of_recipe(recipe) if regrouped else ())),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
         reader_bytes=checkpoint.reader_bytes,
         largest_group=max(map(_group_nbytes, regrouped.values()), default=0),
@@ -218,8 +233,7 @@ def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
     facts = {
         "version": version("groupwise"),
         "groups": plan.n_kv_heads,
-        "method": plan.method,
-        "seed": plan.seed,
+        "recipe": plan.recipe.record,
         "shards": [[shard.name, shard.tensors, dict(shard.metadata)] for shard in plan.shards],
         "tensors": [[t.name, t.dtype, t.shape] for t in plan.tensors.values()],
         "code": plan.code and plan.code.settings,

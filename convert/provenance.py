@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from convert.execute import checksum_key, merge_reports
-from convert.methods import LAYER_METHODS, REPEAT
+from convert.methods import REPEAT
 from convert.plan import Plan
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
@@ -40,8 +40,7 @@ def build(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any
     return {
         "schema": SCHEMA,
         "source": source,
-        "method": plan.method,
-        "seed": plan.seed,
+        **plan.recipe.record,
         "groups": plan.n_kv_heads,
         "geometry": {
             "model_type": plan.code.settings["model_type"] if plan.code else plan.geometry.model_type,
@@ -148,21 +147,33 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     after = geometry.kv_cache_bytes_per_token(plan.n_kv_heads)
     return [
         ("K/V heads", f"{geometry.n_kv_heads} → {plan.n_kv_heads} (query heads: {geometry.n_heads})"),
-        ("Method", f"`{plan.method}`"),
+        ("Method", _method(plan)),
         ("KV cache per token, 16 bit", f"{before:,} → {after:,} bytes"),
     ]
+
+
+def _method(plan: Plan) -> str:
+    recipe = plan.recipe
+    parts = [f"`{recipe.method}`"]
+    if recipe.renorm != "none":
+        parts.append(f"renorm {recipe.renorm}")
+    if recipe.refit:
+        parts.append("output projections refitted")
+    if recipe.sample:
+        parts.append(f"calibrated on {recipe.sample.n_tokens:,} tokens ({recipe.sample.label})")
+    return ", ".join(parts)
 
 
 def _what_was_done(plan: Plan) -> str:
     exactly = "value for value" if plan.rewrites else "byte for byte"
     if not plan.regrouped:
         return f"No heads were merged: the weights are the base model's, {exactly}."
-    if plan.method == REPEAT:
+    if plan.recipe.method == REPEAT:
         return (
             "Each K/V head stands here several times, so that tensor parallelism can divide them; the model computes\n"
             f"what the base model does. All other weights are the base model's, {exactly}."
         )
-    if plan.method in LAYER_METHODS:
+    if plan.recipe.by_layer:
         return (
             "The K/V heads of each group were merged, and queries and output projections changed so that the group\n"
             f"can share them; all other weights are the base model's, {exactly}. Merging costs quality, which\n"

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from convert.layer_merge import LayerMerge
 from convert.merge import Merge
-from convert.methods import LAYER_METHODS, METHODS
+from convert.methods import METHODS
+from convert.recipe import Recipe
 from model.checkpoint import Tensor
 from model.config import Geometry
 from model.errors import CheckpointError
@@ -55,15 +56,15 @@ class Regrouped:
 
 
 def regroup(
-    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, method: str
+    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
 ) -> dict[str, Regrouped]:  # fmt: skip
     """Return all tensors of the output that change with the heads, by name; `tensors` are the source's.
 
     With fewer heads than before, each group of neighbours is merged; with more, each head is repeated. Raises
     CheckpointError where the method cannot merge this family's heads.
     """
-    if method in LAYER_METHODS:
-        return _regroup_layers(geometry, tensors, n_kv_heads, method)
+    if recipe.by_layer:
+        return _regroup_layers(geometry, tensors, n_kv_heads, recipe)
     before, after = (geometry.attention.heads(n) for n in (geometry.n_kv_heads, n_kv_heads))
     found: dict[str, list[tuple[Heads, Heads]]] = defaultdict(list)
     for source, output in zip(before, after, strict=True):
@@ -73,13 +74,13 @@ def regroup(
 
 
 def _regroup_layers(
-    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, method: str
+    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
 ) -> dict[str, Regrouped]:  # fmt: skip
     family, sizes = geometry.attention.family, geometry.attention.sizes
     if not family.rotates_halves or family.head_norms is not None:
         raise CheckpointError(
-            f"--method {method} turns heads before it merges them, which is known to leave the model as it is for "
-            f"{', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
+            f"--method {recipe.method} turns heads before it merges them, which is known to leave the model as it is "
+            f"for {', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
         )
     found: dict[str, Regrouped] = {}
     n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
@@ -90,7 +91,7 @@ def _regroup_layers(
         biases = tuple(name for part in parts if (name := f"{place}{part}.bias") in tensors)
         if len(biases) not in (0, 3):
             raise CheckpointError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
-        merge = LayerMerge(method, sizes, n_kv_heads, (q, k, v, o), biases)
+        merge = LayerMerge(recipe, sizes, n_kv_heads, (q, k, v, o), biases)
         for name in (*merge.weights, *biases):
             part = name.removeprefix(place).rpartition(".")[0]
             tensor = tensors[name]

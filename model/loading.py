@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import read_geometry
 from model.errors import CheckpointError
 from model.foreign import ForeignModel, load_foreign
-from model.llama import LlamaForCausalLM
-from model.llama_config import NATIVE_FAMILIES, read_llama_config
+from model.llama import Block, LlamaForCausalLM
+from model.llama_config import NATIVE_FAMILIES, LlamaConfig, read_llama_config
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -41,21 +41,34 @@ def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -
         model = LlamaForCausalLM(read_llama_config(checkpoint.config))
     names = _match_names(checkpoint, model)
     for name, parameter in list(model.named_parameters()):
-        tensor = _read(checkpoint, names[name], dtype, device)
-        if tensor.shape != parameter.shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: the tensor {names[name]} has shape {tuple(tensor.shape)}, but config.json "
-                f"means {tuple(parameter.shape)}; they do not belong together."
-            )
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
+        _put(model, name, _read_checked(checkpoint, names[name], parameter, dtype, device))
     return model.eval()
+
+
+def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block:
+    """Load one layer of an open checkpoint, in float32."""
+    with torch.device("meta"):
+        block = Block(config)
+    prefix = f"{_prefix(checkpoint)}layers.{index}."
+    for name, parameter in list(block.named_parameters()):
+        _put(block, name, _read_checked(checkpoint, prefix + name, parameter, torch.float32, "cpu"))
+    return block.eval()
+
+
+def load_embedding(checkpoint: Checkpoint) -> Tensor:
+    """Load the embedding of an open checkpoint in its own dtype, [V, M]."""
+    return _read(checkpoint, f"{_prefix(checkpoint)}embed_tokens.weight", None, "cpu")
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    """Return what stands before names of the decoder: nothing where a base model was saved."""
+    return "model." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
 
 
 def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, str]:
     """Return parameter name → tensor name. Nothing may be missing or left over, rotary buffers aside."""
     found = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
-    bare = not any(name.startswith("model.") for name in found)
+    bare = not _prefix(checkpoint)
     names = {name: name.removeprefix("model.") if bare else name for name, _ in model.named_parameters()}
     if model.lm_head is None and HEAD in found:
         _check_tied(checkpoint)
@@ -79,6 +92,24 @@ def _check_tied(checkpoint: Checkpoint) -> None:
     rows = checkpoint.tensors[EMBEDDING].shape[0]
     if not np.array_equal(checkpoint.rows(HEAD, 0, rows), checkpoint.rows(EMBEDDING, 0, rows)):
         raise CheckpointError(f"{checkpoint.path}: config.json ties head and embedding, but {HEAD} differs from it.")
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor))
+
+
+def _read_checked(
+    checkpoint: Checkpoint, name: str, parameter: Tensor, dtype: torch.dtype | None, device: str
+) -> Tensor:  # fmt: skip
+    """Read the tensor that a parameter is to hold. Raises CheckpointError where its shape is another."""
+    tensor = _read(checkpoint, name, dtype, device)
+    if tensor.shape != parameter.shape:
+        raise CheckpointError(
+            f"{checkpoint.path}: the tensor {name} has shape {tuple(tensor.shape)}, but config.json "
+            f"means {tuple(parameter.shape)}; they do not belong together."
+        )
+    return tensor
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str) -> Tensor:

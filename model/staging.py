@@ -4,6 +4,7 @@
         lock                    held while a conversion runs
         journal.jsonl           first line: the fingerprint of inputs and parameters; then a line per finished piece
         folder/                 becomes OUT
+        scratch/                what is worked out before it is written there
         replaced/               what --overwrite took away, until the new folder is in place
 
 A killed run leaves this behind; the same command continues from its journal, any other starts afresh.
@@ -27,6 +28,7 @@ class Staging:
         self.out = out
         self.root = out.parent / f".{out.name}.groupwise"
         self.folder = self.root / "folder"
+        self.scratch = self.root / "scratch"
         self._journal = self.root / "journal.jsonl"
         self._replaced = self.root / "replaced"
         self.finished: dict[str, Any] = {}
@@ -97,6 +99,7 @@ class Staging:
 
     def _remove_contents(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self._journal.unlink(missing_ok=True)
 
 

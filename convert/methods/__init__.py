@@ -9,8 +9,8 @@ Of METHODS each is a pure function of one tensor's heads, `merge(heads_HDM, n_kv
 
 Calling it group by group, in order and with the same `rng`, gives the same as calling it once.
 
-Of LAYER_METHODS each is a pure function of one layer's attention, `merge(attention, n_kv_heads, root_XX)`, which
-changes queries and output projection too; see `convert.attention`.
+Of LAYER_METHODS each is a pure function `merge(moments)` of what is known of one group's heads, and returns linear maps
+of them, of its queries and of what its output projection reads; see `convert.moments`.
 """
 
 from importlib import import_module
@@ -21,15 +21,17 @@ if TYPE_CHECKING:  # the command line reads METHODS for its help, and must not w
 
     import numpy as np
 
-    from convert.attention import LayerAttention, Real
+    from convert.moments import Maps, Moments
     from model.checkpoint import Array
 
     Merge = Callable[[Array, int, np.random.Generator], Array]
-    MergeLayer = Callable[[LayerAttention, int, Real | None], LayerAttention]
+    MergeGroup = Callable[[Moments], Maps]
 
 # One module each in this folder.
 METHODS = ("mean", "first", "random")
-LAYER_METHODS = ("aligned", "pca")
+LAYER_METHODS = ("aligned", "pca", "fit")
+CALIBRATED = ("fit",)
+"""Those of them that mean nothing on weights alone."""
 REPEAT = "repeat"
 """What a conversion to more heads says instead of a method: each head stands there several times, nothing is merged."""
 
@@ -39,6 +41,6 @@ def find_method(name: str) -> "Merge":
     return merge
 
 
-def find_layer_method(name: str) -> "MergeLayer":
-    merge: MergeLayer = import_module(f"convert.methods.{name}").merge
+def find_group_method(name: str) -> "MergeGroup":
+    merge: MergeGroup = import_module(f"convert.methods.{name}").merge
     return merge

@@ -1,71 +1,96 @@
-"""The best shared K and V heads in the sense of least squares, in closed form.
+"""The best shared K and V heads that need no more than a change of coordinates, in closed form.
 
 Keys: multiplying a rotary plane by a complex number, and its queries by the conjugate inverse, changes nothing. So the
-keys of a group may be complex multiples of one shared row in each plane, and the best such row is the first principal
-component of theirs, each weighted by how strongly its queries read it.
+keys of a group may be complex multiples of one shared number in each plane, and the best such number is the first
+principal component of theirs, each weighted by how strongly its queries read it.
 
 Values: any invertible map may stand between values and output projection. So what a group adds to the output is one
-matrix for each query head, O_h V_h, and the best V that all can share is spanned by the first head_dim right singular
-vectors of those matrices, stacked.
+matrix for each query head, O_h V_h, and the best V that all can share is spanned by the first head_dim principal
+components of those matrices' outputs, stacked. Key dimensions that do not rotate are shared in the same way.
 """
-
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from convert.attention import Complex, LayerAttention, Real, join, planes, with_planes
+from convert.attention import Complex, Real
+from convert.moments import Maps, Moments, key_planes, scaled_planes
+
+_TINY = 1e-9
 
 
-def merge(attention: LayerAttention, n_kv_heads: int, root_XX: Real | None) -> LayerAttention:
-    """Return one layer's attention with `n_kv_heads` K/V heads. `root_XX` is a root of the inputs' second moments.
-
-    Without it all directions of the input count alike.
-    """
-    return join([_share_values(_share_keys(group, root_XX), root_XX) for group in attention.groups(n_kv_heads)])
-
-
-def _share_keys(group: LayerAttention, root_XX: Real | None) -> LayerAttention:
-    per_key = group.heads_per_group
-    k_KPX, q_HPX = planes(group.k_KDX, group.n_planes), planes(group.q_HDX, group.n_planes)
-    power_HP = np.linalg.norm(_seen(q_HPX, root_XX), axis=2) ** 2
-    weights_KP = np.sqrt(power_HP.reshape(len(k_KPX), per_key, -1).sum(axis=1))
-    shared_PX, factors_KP = _first_components(k_KPX, _seen(k_KPX, root_XX), weights_KP)
-    q_HPX = q_HPX * np.repeat(factors_KP.conj(), per_key, axis=0)[..., None]
-    k_1DX = with_planes(group.k_KDX[:1], shared_PX[None])
-    return replace(group, q_HDX=with_planes(group.q_HDX, q_HPX), k_KDX=k_1DX)
+def merge(moments: Moments) -> Maps:
+    """Return how one group shares its first principal components."""
+    keys_DF, queries_HDD = _share_keys(moments)
+    size = moments.head_dim
+    values_DF, outputs_HDD = share(moments.outputs_HDD, moments.values_FF, size)
+    return Maps(keys_DF, queries_HDD, values_DF, outputs_HDD)
 
 
-def _first_components(k_KPX: Complex, seen_KPX: Complex, weights_KP: Real) -> tuple[Complex, Complex]:
-    """Return for each plane the shared row, and by what to multiply it to come closest to each key's."""
-    weights_KP = np.maximum(weights_KP, 1e-9 * max(weights_KP.max(), 1e-300))
-    weighted_PKX = (seen_KPX * weights_KP[..., None]).transpose(1, 0, 2)
-    _, vectors_PKK = np.linalg.eigh(weighted_PKX @ weighted_PKX.conj().transpose(0, 2, 1))
+def _share_keys(moments: Moments) -> tuple[Real, Real]:
+    n_planes, size, per_key = moments.n_planes, moments.head_dim, len(moments.queries_HDD) // moments.n_keys
+    power_HD = np.diagonal(moments.queries_HDD, axis1=1, axis2=2)
+    power_HP = power_HD[:, :n_planes] + power_HD[:, n_planes : 2 * n_planes]
+    weights_KP = np.sqrt(power_HP.reshape(moments.n_keys, per_key, -1).sum(axis=1))
+    mix_KP, factors_KP = _first_components(key_planes(moments), weights_KP)
+    keys_DF = scaled_planes(mix_KP, size)
+    # key k ≈ factor · shared, so its query reads the shared key after multiplication by the factor's conjugate
+    queries_KDD = scaled_planes(factors_KP.conj(), size).reshape(size, -1, size).transpose(1, 0, 2)
+    queries_HDD = np.repeat(queries_KDD, per_key, axis=0)
+    _share_still(moments, keys_DF, queries_HDD)
+    return keys_DF, queries_HDD
+
+
+def _share_still(moments: Moments, keys_DF: Real, queries_HDD: Real) -> None:
+    """Fill in the dimensions that do not rotate, whose keys are free to be mapped as values are."""
+    size, still = moments.head_dim, slice(2 * moments.n_planes, moments.head_dim)
+    n_still = size - 2 * moments.n_planes
+    if n_still == 0:
+        return
+    columns = np.concatenate([np.arange(size)[still] + k * size for k in range(moments.n_keys)])
+    shared, backs = share(moments.queries_HDD[:, still, still], moments.keys_FF[np.ix_(columns, columns)], n_still)
+    keys_DF[still, columns] = shared
+    queries_HDD[:, still, still] = backs.transpose(0, 2, 1)
+
+
+def _first_components(planes_PKK: Complex, weights_KP: Real) -> tuple[Complex, Complex]:
+    """Return for each plane the shared number's mixture of keys, and by what to multiply it to come closest to each."""
+    weights_PK = np.maximum(weights_KP, _TINY * max(weights_KP.max(), 1e-300)).T
+    _, vectors_PKK = np.linalg.eigh(planes_PKK * weights_PK[:, :, None] * weights_PK[:, None, :])
     first_PK = vectors_PKK[..., -1]
     # An eigenvector is free to be turned: let the strongest key stand as it is.
     strongest_P1 = np.abs(first_PK).argmax(axis=1)[:, None]
     first_PK = first_PK * np.exp(-1j * np.angle(np.take_along_axis(first_PK, strongest_P1, axis=1)))
-    mix_PK = first_PK.conj() * weights_KP.T
-    shared_PX = np.einsum("pk,kpx->px", mix_PK, k_KPX)
-    length_P = np.linalg.norm(np.einsum("pk,kpx->px", mix_PK, seen_KPX), axis=1)
-    wanted_P = np.linalg.norm(seen_KPX, axis=2).mean(axis=0)
-    scale_P = np.where(length_P > 0, wanted_P / np.where(length_P > 0, length_P, 1), 1.0)
-    return shared_PX * scale_P[:, None], (first_PK / weights_KP.T / np.maximum(scale_P, 1e-300)[:, None]).T
+    mix_PK = first_PK.conj() * weights_PK
+    power_P = np.einsum("pk,pkl,pl->p", mix_PK, planes_PKK, mix_PK.conj(), optimize=True).real
+    wanted_P = np.einsum("pkk->p", planes_PKK).real / planes_PKK.shape[1]
+    scale_P1 = np.sqrt(np.where(power_P > 0, wanted_P / np.where(power_P > 0, power_P, 1), 1.0))[:, None]
+    scale_P1 = np.maximum(scale_P1, 1e-300)
+    return (mix_PK * scale_P1).T, (first_PK / weights_PK / scale_P1).T
 
 
-def _share_values(group: LayerAttention, root_XX: Real | None) -> LayerAttention:
-    head_dim = group.v_KDX.shape[1]
-    q_HMD, r_HDD = np.linalg.qr(group.o_HMD)
-    v_HDX = np.repeat(_seen(group.v_KDX, root_XX), len(group.o_HMD) // len(group.v_KDX), axis=0)
-    stacked = (r_HDD @ v_HDX).reshape(-1, v_HDX.shape[2])
-    left, lengths, right = np.linalg.svd(stacked, full_matrices=False)
-    root_D = np.sqrt(lengths[:head_dim])
-    left_HDD = left[:, :head_dim].reshape(-1, head_dim, head_dim)
-    v_DX = root_D[:, None] * right[:head_dim]
-    if root_XX is not None:
-        v_DX = np.linalg.solve(root_XX.T, v_DX.T).T
-    return replace(group, v_KDX=v_DX[None], o_HMD=q_HMD @ left_HDD * root_D)
+def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
+    """Return the map [size, F] of all heads to the best shared one, and the maps [H, D, size] from it to each.
+
+    Best is least Σ_h E|x_h − back_h · shared|² in the metric of each query head. Both have length like the heads'.
+    """
+    n_heads, dim = metric_HDD.shape[:2]
+    per_key = n_heads * dim // len(heads_FF)
+    root_FF = _root(heads_FF)
+    metric_FF = np.zeros_like(heads_FF)
+    for key in range(len(heads_FF) // dim):
+        rows = slice(key * dim, (key + 1) * dim)
+        metric_FF[rows, rows] = metric_HDD[key * per_key : (key + 1) * per_key].sum(axis=0)
+    _, vectors_FF = np.linalg.eigh(root_FF.T @ metric_FF @ root_FF)
+    first_FS = vectors_FF[:, -size:][:, ::-1]
+    first_FS = first_FS * np.where(np.take_along_axis(first_FS, np.abs(first_FS).argmax(0)[None], 0) < 0, -1.0, 1.0)
+    back_FS = root_FF @ first_FS
+    shared_SF = np.linalg.solve(root_FF.T, first_FS).T
+    length = np.sqrt(np.trace(heads_FF) / (len(heads_FF) * 1.0)) or 1.0
+    backs_KDS = back_FS.reshape(-1, dim, size) / length
+    return shared_SF * length, np.repeat(backs_KDS, per_key, axis=0)
 
 
-def _seen(heads: Any, root_XX: Real | None) -> Any:
-    return heads if root_XX is None else heads @ root_XX
+def _root(heads_FF: Real) -> Real:
+    """Return a root L of L Lᵀ, with a floor under what is hardly there."""
+    floor = _TINY * np.trace(heads_FF) / len(heads_FF) or 1.0
+    root: Real = np.linalg.cholesky(heads_FF + floor * np.eye(len(heads_FF)))
+    return root

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from model.families import load_family
 
 METHODS = ("aligned", "pca")
+BY_WEIGHTS = ("--calibration", "none")
 IDS = torch.randint(0, 66, (3, 17), generator=torch.Generator().manual_seed(0))
 
 
@@ -70,7 +71,9 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
     assert (logits(many) - expected).abs().max() < 1e-4
     assert convert("mha-to-gqa", many, tmp_path / "mean", "--groups", groups).code == 0
     assert (logits(tmp_path / "mean") - expected).abs().max() > 0.1
-    result = convert("mha-to-gqa", many, tmp_path / "out", "--groups", groups, "--method", method, "--json")
+    result = convert(
+        "mha-to-gqa", many, tmp_path / "out", "--groups", groups, "--method", method, *BY_WEIGHTS, "--json"
+    )
     assert result.code == 0, result.err
     assert (logits(tmp_path / "out") - expected).abs().max() < 1e-4 * expected.abs().max()
     found = json.loads(convert("verify", many, tmp_path / "out", "--json").out)
@@ -80,7 +83,7 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_written_and_what_is_not(convert, tmp_path, method):
     source = tiny.save(tiny.build("qwen2"), tmp_path / "source", "bfloat16", max_shard_size="20KB")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method).code == 0
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     assert {(n, t.dtype) for n, t in before.items()} == {(n, t.dtype) for n, t in after.items()}
     for name, tensor in before.items():
@@ -96,14 +99,19 @@ def test_what_is_written_and_what_is_not(convert, tmp_path, method):
     assert f"- --method {method} knows the weights alone" in card
     one, many = (tmp_path / name for name in ("one", "many"))
     for out, workers in ((one, 1), (many, 4)):
-        assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, "--workers", workers).code == 0
+        assert (
+            convert(
+                "mha-to-gqa", source, out, "--groups", 2, "--method", method, *BY_WEIGHTS, "--workers", workers
+            ).code
+            == 0
+        )
     assert tiny.snapshot(one) == tiny.snapshot(many) == tiny.snapshot(tmp_path / "out")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_verify_sees_a_changed_query(convert, tmp_path, method):
     source = tiny.save(tiny.build(), tmp_path / "source")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method).code == 0
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
     tensors = tiny.tensors(tmp_path / "out")
     tensors["model.layers.1.self_attn.q_proj.weight"][3, 4] += 0.01
     save_file(tensors, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
@@ -114,7 +122,7 @@ def test_verify_sees_a_changed_query(convert, tmp_path, method):
 @pytest.mark.parametrize("family", ["qwen3", "phi", "olmo2", "phi3"])
 def test_families_whose_heads_cannot_be_turned_like_that(convert, tmp_path, family):
     source = tiny.save(tiny.build(family), tmp_path / "source")
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca").refused(
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
         f"for llama, mistral, qwen2, not for model_type {family!r}; choose mean, first, random."
     )
     assert not (tmp_path / "out").exists()
@@ -132,6 +140,6 @@ def test_not_finite(convert, tmp_path, method):
     tensors = tiny.tensors(source)
     tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] = float("nan")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method).refused(
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).refused(
         "model.layers.0.self_attn.o_proj.weight holds NaN or infinite values"
     )

@@ -1,17 +1,57 @@
 """What may be done to attention without changing it, and the merges that stand on it, in float64."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.attention import LayerAttention, join, map_values, planes, scale_planes
-from convert.methods import aligned, pca
+from convert.attention import LayerAttention
+from convert.layer_merge import LayerMerge, merge_attention, read_attention
+from convert.methods import LAYER_METHODS, aligned, fit, pca
+from convert.moments import Maps, Moments, lost_logits, lost_output, of_weights, without_coupling
+from convert.plan import make_plan
+from convert.recipe import RENORMS, Recipe
+from convert.renorm import renorm
+from model.checkpoint import open_checkpoint
 
 N_HEADS, HEAD_DIM, HIDDEN = 8, 6, 64
-MERGES = {"aligned": aligned.merge, "pca": pca.merge}
+
+
+def planes(rows_NDX: np.ndarray, n_planes: int) -> np.ndarray:
+    """Return the rotated dimensions of heads as complex rows, [N, P, X].
+
+    Rotary embeddings multiply plane i of every head at position m by the same exp(j·m·θ_i), so that a query and a key
+    give Re(q · conj(k)), summed over planes, with the difference of their positions (Su et al. 2021, section 3.4).
+    """
+    return rows_NDX[:, :n_planes] + 1j * rows_NDX[:, n_planes : 2 * n_planes]
+
+
+def with_planes(rows_NDX: np.ndarray, planes_NPX: np.ndarray) -> np.ndarray:
+    """Return heads with other rotated dimensions."""
+    n_planes = planes_NPX.shape[1]
+    rows_NDX = rows_NDX.copy()
+    rows_NDX[:, :n_planes], rows_NDX[:, n_planes : 2 * n_planes] = planes_NPX.real, planes_NPX.imag
+    return rows_NDX
+
+
+def scale_planes(attention: LayerAttention, factors_KP: np.ndarray) -> LayerAttention:
+    """Multiply each plane of each key by a complex number, and those of its queries so that their products stay.
+
+    Nothing else on the rotated dimensions commutes with rotary embeddings.
+    """
+    k_KPX = planes(attention.k_KDX, attention.n_planes) * factors_KP[..., None]
+    of_queries_HP = np.repeat(1 / factors_KP.conj(), attention.heads_per_group, axis=0)
+    q_HPX = planes(attention.q_HDX, attention.n_planes) * of_queries_HP[..., None]
+    return replace(attention, q_HDX=with_planes(attention.q_HDX, q_HPX), k_KDX=with_planes(attention.k_KDX, k_KPX))
+
+
+def map_values(attention: LayerAttention, maps_KDD: np.ndarray) -> LayerAttention:
+    """Apply an invertible map to each value head, and its inverse where the output projection reads it."""
+    inverse_HDD = np.repeat(np.linalg.inv(maps_KDD), attention.heads_per_group, axis=0)
+    return replace(attention, v_KDX=maps_KDD @ attention.v_KDX, o_HMD=attention.o_HMD @ inverse_HDD)
 
 
 def make(seed: int, n_kv_heads: int = N_HEADS, bias: bool = False) -> LayerAttention:
@@ -73,58 +113,70 @@ def test_a_general_rotation_of_keys_does():
     assert difference(attention, turned) > 0.01
 
 
-@pytest.mark.parametrize("method", MERGES)
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), groups=st.sampled_from([1, 2, 4]), bias=st.booleans())
-def test_heads_equal_up_to_allowed_maps_merge_without_loss(method, seed, groups, bias):
-    rng, few = np.random.default_rng(seed), make(seed, groups, bias)
-    times = N_HEADS // groups
+def scrambled(few: LayerAttention, rng) -> LayerAttention:
+    """Return the same attention with a K/V head for each query head, all in coordinates of their own."""
+    times = few.heads_per_group
     many = replace(few, k_KDX=np.repeat(few.k_KDX, times, axis=0), v_KDX=np.repeat(few.v_KDX, times, axis=0))
-    many = map_values(scale_planes(many, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
-    assert difference(few, many) < 1e-9
-    merged = MERGES[method](many, groups, None)
-    assert merged.k_KDX.shape == few.k_KDX.shape
-    assert difference(few, merged) < 1e-8
+    return map_values(scale_planes(many, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
 
 
-@pytest.mark.parametrize("method", MERGES)
-def test_with_moments_of_the_input_too(method):
-    rng, few = np.random.default_rng(3), make(3, 2)
-    many = replace(few, k_KDX=np.repeat(few.k_KDX, 4, axis=0), v_KDX=np.repeat(few.v_KDX, 4, axis=0))
-    many = map_values(scale_planes(many, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
-    root = np.linalg.cholesky(np.cov(rng.normal(size=(HIDDEN, 500))) + np.eye(HIDDEN))
-    assert difference(few, MERGES[method](many, 2, root)) < 1e-8
-
-
-def value_error(parent: LayerAttention, child: LayerAttention) -> float:
-    """Return Σ over query heads of ‖O_h V_h - O'_h V'‖²: what `pca` minimises."""
-    maps = [a.o_HMD @ np.repeat(a.v_KDX, a.heads_per_group, axis=0) for a in (parent, child)]
-    return float(((maps[0] - maps[1]) ** 2).sum())
-
-
-def key_error(parent: LayerAttention, child: LayerAttention) -> float:
-    """Return Σ over query heads and planes of ‖q‖² · ‖k - what the child's key is to this query‖²."""
-    q = [planes(a.q_HDX, a.n_planes) for a in (parent, child)]
-    k = [np.repeat(planes(a.k_KDX, a.n_planes), a.heads_per_group, axis=0) for a in (parent, child)]
-    power = (np.abs(q[0]) ** 2).sum(-1)
-    # A child's query is the parent's times a complex number; to the parent's, its key is the conjugate times that key.
-    factor = (q[1] * q[0].conj()).sum(-1) / power
-    return float((power[..., None] * np.abs(k[0] - factor.conj()[..., None] * k[1]) ** 2).sum())
-
-
-def mean(attention: LayerAttention, groups: int) -> LayerAttention:
-    """Return the paper's merge, on the heads as they stand."""
-    return join(
-        [
-            replace(g, k_KDX=g.k_KDX.mean(0, keepdims=True), v_KDX=g.v_KDX.mean(0, keepdims=True))
-            for g in attention.groups(groups)
-        ]
+def from_inputs(group: LayerAttention, rng, n_inputs: int = 400) -> Moments:
+    """Return a group's moments where inputs are as they come: their directions differ in strength and hang together."""
+    x_NX = rng.normal(size=(n_inputs, HIDDEN)) * rng.uniform(0.1, 2, HIDDEN) @ rng.normal(size=(HIDDEN, HIDDEN))
+    if group.q_HDX.shape[2] > HIDDEN:
+        x_NX = np.column_stack([x_NX, np.ones(n_inputs)])
+    root_XX = np.linalg.cholesky(x_NX.T @ x_NX / n_inputs + 1e-6 * np.eye(x_NX.shape[1]))
+    seen = (group.q_HDX @ root_XX, group.k_KDX @ root_XX, group.v_KDX @ root_XX)
+    k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in seen[1:])
+    return replace(
+        of_weights(group),
+        queries_HDD=seen[0] @ seen[0].transpose(0, 2, 1),
+        keys_FF=k_FX @ k_FX.T,
+        values_FF=v_FX @ v_FX.T,
     )
+
+
+@pytest.mark.parametrize("how", RENORMS)
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("method", LAYER_METHODS)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), groups=st.sampled_from([1, 2, 4]), bias=st.booleans())
+def test_heads_equal_up_to_allowed_maps_merge_without_loss(method, calibrated, how, seed, groups, bias):
+    rng, few = np.random.default_rng(seed), make(seed, groups, bias)
+    many = scrambled(few, rng)
+    assert difference(few, many) < 1e-9
+    known = [from_inputs(group, rng) if calibrated else of_weights(group) for group in many.groups(groups)]
+    merged = merge_attention(many, known, Recipe(method, renorm=how))
+    assert merged.k_KDX.shape == few.k_KDX.shape
+    assert difference(few, merged) < (1e-6 if calibrated else 1e-8)
+
+
+def mean(moments: Moments) -> Maps:
+    """Return the paper's merge, of the heads as they stand."""
+    eye = np.eye(HEAD_DIM if moments.head_dim == HEAD_DIM else moments.head_dim)
+    shared, same = np.tile(eye, moments.n_keys) / moments.n_keys, np.stack([eye] * len(moments.queries_HDD))
+    return Maps(shared, same, shared, same)
+
+
+def plain(moments: Moments) -> Moments:
+    """Return the moments with all queries and outputs alike, and positions at random: what `aligned` looks at."""
+    eyes = np.stack([np.eye(moments.head_dim)] * len(moments.queries_HDD))
+    return replace(without_coupling(moments), queries_HDD=eyes, outputs_HDD=eyes)
+
+
+def check_order(moments: Moments) -> None:
+    """Each method is at least as good as the one before it at what it minimises."""
+    alike, apart = plain(moments), without_coupling(moments)
+    for lost in (lost_logits, lost_output):
+        assert lost(alike, aligned.merge(alike)) <= lost(alike, mean(alike)) + 1e-9
+        assert lost(alike, pca.merge(alike)) <= lost(alike, aligned.merge(alike)) + 1e-6
+        assert lost(apart, pca.merge(apart)) <= min(lost(apart, m(apart)) for m in (mean, aligned.merge)) + 1e-6
+        assert lost(moments, fit.merge(moments)) <= lost(moments, pca.merge(moments)) + 1e-6
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), groups=st.sampled_from([1, 2, 4]), shared=st.floats(0, 1))
-def test_pca_is_at_least_as_close_as_aligned_and_that_as_mean(seed, groups, shared):
+def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
     """On heads with a shared part, seen in coordinates of their own."""
     rng, attention = np.random.default_rng(seed), make(seed)
     attention = replace(
@@ -133,9 +185,32 @@ def test_pca_is_at_least_as_close_as_aligned_and_that_as_mean(seed, groups, shar
         v_KDX=shared * attention.v_KDX[:1] + (1 - shared) * attention.v_KDX,
     )
     attention = map_values(scale_planes(attention, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
-    children = [mean(attention, groups), aligned.merge(attention, groups, None), pca.merge(attention, groups, None)]
-    for error in (key_error, value_error):
-        errors = [error(attention, child) for child in children]
-        slack = 1e-9 * error(attention, replace(children[0], k_KDX=0 * children[0].k_KDX, v_KDX=0 * children[0].v_KDX))
-        assert errors[2] <= errors[1] + slack
-        assert errors[2] <= errors[0] + slack
+    for group in attention.groups(groups):
+        check_order(of_weights(group))
+        check_order(from_inputs(group, rng))
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_and_on_trained_weights(groups):
+    with open_checkpoint(Path("assets/demo-mha")) as checkpoint:
+        for layer in make_plan(checkpoint, groups, Recipe("pca"), None).layers[::3]:
+            assert isinstance(layer, LayerMerge)
+            for group in read_attention(checkpoint, layer).groups(groups):
+                check_order(of_weights(group))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), method=st.sampled_from([aligned, pca, fit]))
+def test_renorm_gives_back_what_it_says(seed, method):
+    known = from_inputs(make(seed), np.random.default_rng(seed))
+    maps = method.merge(known)
+    longer = renorm(known, maps, "norm")
+    blocks = np.diagonal(known.keys_FF).reshape(known.n_keys, -1).sum(1)
+    assert np.trace(longer.keys_DF @ known.keys_FF @ longer.keys_DF.T) == pytest.approx(np.sqrt(blocks).mean() ** 2)
+    wider = renorm(known, maps, "spread")
+    for head, queries_DD in enumerate(known.queries_HDD):
+        own = known.keys_FF[known.key_of(head), known.key_of(head)]
+        back = wider.queries_HDD[head].T @ wider.keys_DF
+        spread = np.trace(queries_DD @ back @ known.keys_FF @ back.T)
+        assert spread == pytest.approx(np.trace(queries_DD @ own))
+    assert renorm(known, maps, "none") is maps

@@ -1,0 +1,51 @@
+"""Everything a user chooses about how heads are merged."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from convert.methods import CALIBRATED, LAYER_METHODS, REPEAT
+from model.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from convert.sample import Sample
+
+NONE = "none"
+RENORMS = ("none", "norm", "spread")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to merge. `mean`, `first`, `random` and `repeat` know no more than a seed."""
+
+    method: str
+    seed: int = 0
+    renorm: str = "none"
+    refit: bool = False
+    sample: "Sample | None" = None
+    """The text that layers are calibrated on; None for the weights alone."""
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether queries and output projections change with the K/V heads."""
+        return self.method in LAYER_METHODS
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What is written of it: all that the output depends on."""
+        found: dict[str, Any] = {"method": self.method, "seed": self.seed}
+        if self.method == REPEAT:
+            return found
+        sample = self.sample.record if self.sample else None
+        return {**found, "renorm": self.renorm, "refit": self.refit, "calibration": sample}
+
+    def check(self) -> None:
+        """Raise CheckpointError where the choices do not go together."""
+        if self.method in CALIBRATED and self.sample is None:
+            raise CheckpointError(f"--method {self.method} needs a calibration text; leave --calibration none out.")
+        if self.refit and (self.sample is None or not self.by_layer):
+            raise CheckpointError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
+        if self.renorm == "spread" and not self.by_layer:
+            raise CheckpointError(
+                f"--renorm spread scales queries, which --method {self.method} leaves as they are; choose one of "
+                f"{', '.join(LAYER_METHODS)}, or --renorm norm."
+            )

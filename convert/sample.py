@@ -1,0 +1,161 @@
+"""The text that a conversion is calibrated on, as windows of the model's own tokens.
+
+The text that ships with the project are speeches of presidents of the United States to Congress, in the public domain;
+convert/sample_texts says which.
+"""
+
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convert.recipe import NONE
+from model.checkpoint import Checkpoint
+from model.errors import CheckpointError
+
+SHIPPED = "shipped"
+DEFAULT_TOKENS = 65_536
+LONGEST_WINDOW = 1024
+"""Tokens that attention is watched over together: most of what it does happens within them, and cost grows with it."""
+_PIECE = 1 << 16
+_TEXT = Path(__file__).parent / "sample_texts" / "speeches.txt.xz"
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Windows of tokens, and where they come from."""
+
+    name: str
+    """`shipped`, or the path as it was given."""
+    sha256: str
+    """Of the ids: the same text through the same tokenizer."""
+    ids_NT: NDArray[np.int64]
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.ids_NT.size)
+
+    @property
+    def label(self) -> str:
+        """What to call the text, without the folders it lies in."""
+        return "the text that ships with Groupwise" if self.name == SHIPPED else Path(self.name).name
+
+    @property
+    def record(self) -> dict[str, object]:
+        """What `groupwise.json` says of it."""
+        n, length = self.ids_NT.shape
+        return {"text": self.name, "sha256_of_ids": self.sha256, "windows": n, "window": length}
+
+
+def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
+    """Read as many tokens as wanted of a text: `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz).
+
+    Raises CheckpointError where the checkpoint has no tokenizer.json, or the text is too short.
+    """
+    window = min(_context(checkpoint), LONGEST_WINDOW)
+    n_windows = n_tokens // window
+    if n_windows < 4:
+        raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {4 * window}.")
+    first, ids = _tokens(checkpoint, name, n_windows * (window - 1))
+    length = window - len(first)
+    if len(ids) < n_windows * length:
+        raise CheckpointError(
+            f"the calibration text {name} has only {len(ids):,} tokens; give a longer one with --calibration, or "
+            f"--calibration-tokens {len(ids) // 1000 * 1000}."
+        )
+    body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
+    ids_NT = np.concatenate([np.tile(np.asarray(first, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
+    return Sample(name, hashlib.sha256(ids_NT.tobytes()).hexdigest(), ids_NT)
+
+
+def _context(checkpoint: Checkpoint) -> int:
+    context = checkpoint.config.get("max_position_embeddings")
+    return context if isinstance(context, int) and context > 1 else LONGEST_WINDOW
+
+
+def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], list[int]]:
+    """Return what the tokenizer puts before a text (a beginning-of-text token, or nothing), and the text's tokens."""
+    content = checkpoint.side_files.get("tokenizer.json")
+    if content is None:
+        raise CheckpointError(
+            f"{checkpoint.path} has no tokenizer.json, which calibrating needs; save the tokenizer there "
+            "(transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)), or give --calibration none."
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise CheckpointError(NO_TORCH) from error
+    text = content.read_bytes() if isinstance(content, Path) else content
+    tokenizer = Tokenizer.from_str(text.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    ids: list[int] = []
+    for piece in _pieces(name):
+        ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        if len(ids) >= wanted:
+            break
+    added = tokenizer.encode("a").ids
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    starts = added.index(bare[0]) if bare and bare[0] in added else 0
+    return added[:starts], ids
+
+
+NO_TORCH = (
+    "calibrating runs the model, which needs torch and tokenizers: pip install 'groupwise[torch]'; or give "
+    "--calibration none or --method mean."
+)
+
+
+def _pieces(name: str) -> Iterator[str]:
+    """Yield the text some thousand characters at a time."""
+    for document in _documents(name):
+        for start in range(0, len(document), _PIECE):
+            yield document[start : start + _PIECE]
+
+
+def _documents(name: str) -> Iterator[str]:
+    if name == SHIPPED:
+        yield _read_text(_TEXT)
+        return
+    path = Path(name)
+    names = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = [file for file in names if _kind(file) is not None]
+    if not path.exists() or not files:
+        raise CheckpointError(
+            f"--calibration {name}: there is no such text; give a .txt or .jsonl file (also .gz, .xz), a folder of "
+            f"them, {SHIPPED}, or {NONE}."
+        )
+    for file in files:
+        yield from _records(file)
+
+
+def _kind(path: Path) -> str | None:
+    stem = path.with_suffix("") if path.suffix in (".gz", ".xz") else path
+    return stem.suffix if stem.suffix in (".txt", ".jsonl") else None
+
+
+def _records(path: Path) -> Iterator[str]:
+    text = _read_text(path)
+    if _kind(path) == ".txt":
+        yield text
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield str(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{path}, line {number}: not a JSON object with a key text.") from error
+
+
+def _read_text(path: Path) -> str:
+    unpack = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)
+    try:
+        return unpack(path.read_bytes()).decode()
+    except (UnicodeDecodeError, lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read as text ({error}).") from error
