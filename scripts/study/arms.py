@@ -1,0 +1,185 @@
+"""Converting parents, measuring and uptraining what comes out, and recording each figure as soon as it is there."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import programs
+from plan import Arm, Stage, arms_of
+from prepare import Place
+
+NEVER = 10**9
+"""Steps between evaluations, so that only the ends of an uptraining are measured."""
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A parent with what is measured and trained on."""
+
+    name: str
+    """`parent` for the plan's own, else that of the outside one."""
+    folder: Path
+    seed: int
+    caches: Path
+    """The folder of train/ and valid/."""
+    tokens: str
+    global_batch_tokens: int
+    precision: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A merge of a parent, and what is missing of its figures."""
+
+    subject: Subject
+    arm: Arm
+    position: int
+    """Of the arm in the plan."""
+    groups: int | None
+    """None for the parent itself."""
+    stages: tuple[Stage | None, ...]
+    """None is the measure right after conversion."""
+
+    @property
+    def name(self) -> str:
+        groups = "" if self.groups is None else f"-g{self.groups}"
+        return f"{self.subject.name}-s{self.subject.seed}-{self.arm.name}{groups}"
+
+
+def subjects(place: Place) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
+    plan, parent = place.plan, place.plan.parent
+    for seed in parent.seeds:
+        values = (parent.tokens, parent.global_batch_tokens, parent.precision)
+        yield Subject("parent", place.parent(seed), seed, place.home, *values), arms_of(plan, None)
+    for outside in plan.outside:
+        folder = place.home / outside.name
+        values = (outside.original_tokens, outside.global_batch_tokens, parent.precision)
+        for seed in outside.seeds:
+            yield Subject(outside.name, folder / "model", seed, folder, *values), arms_of(plan, outside)
+
+
+def missing_cases(place: Place) -> list[Case]:
+    """Return what has no line among the results yet, in the plan's order."""
+    found = {key_of_line(line) for line in read_results(place.results)}
+    cases = []
+    for subject, arms in subjects(place):
+        for position, arm in enumerate(arms):
+            for groups in (None,) if arm.convert is None else arm.groups:
+                case = Case(subject, arm, position, groups, (None, *arm.uptrain))
+                stages = tuple(stage for stage in case.stages if key(case, stage) not in found)
+                if stages:
+                    cases.append(Case(subject, arm, position, groups, stages))
+    return cases
+
+
+def read_results(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def key(case: Case, stage: Stage | None) -> tuple[object, ...]:
+    """What makes a figure one of its own. An arm whose arguments have changed is another."""
+    convert = None if case.arm.convert is None else tuple(case.arm.convert)
+    identity = (case.subject.name, case.subject.seed, case.arm.name, convert, case.groups)
+    return (*identity, *stage_values(case, stage).values())
+
+
+def key_of_line(line: Line) -> tuple[object, ...]:
+    converted = line["convert"] is not None
+    convert, groups = (tuple(line["convert"]), line["groups"]) if converted else (None, None)
+    stage = (line[name] for name in ("alpha", "loss", "lr", "global_batch_tokens"))
+    return (line["parent"], line["seed"], line["arm"], convert, groups, *stage)
+
+
+def stage_values(case: Case, stage: Stage | None) -> Line:
+    if stage is None:
+        return {"alpha": 0, "loss": None, "lr": None, "global_batch_tokens": None}
+    return asdict(stage) | {"global_batch_tokens": stage.global_batch_tokens or case.subject.global_batch_tokens}
+
+
+def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
+    """Convert, and take each missing figure. What was converted and trained is deleted: figures are what is kept."""
+    folder = place.work / place.plan.name / "arms" / case.name
+    # What a killed study left may come from other arguments or other code; the uptrainings of arms are short.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model = convert(case, folder / "model")
+    for stage in case.stages:
+        started = time.perf_counter()
+        measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
+        line = describe(place, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
+        append(place.results, line)
+        what = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
+        tell(f"{case.name}, {what}: {measures['loss']:.4f}, {line['seconds']} s")
+        shutil.rmtree(folder / "run", ignore_errors=True)
+    shutil.rmtree(folder)
+
+
+def convert(case: Case, out: Path) -> Path:
+    if case.arm.convert is None:
+        return case.subject.folder
+    arguments = ("--groups", case.groups, *case.arm.convert, "--overwrite", "--json")
+    programs.run("convert", "mha-to-gqa", case.subject.folder, out, *arguments)
+    return out
+
+
+def evaluate(case: Case, model: Path) -> Line:
+    subject = case.subject
+    options = ("--data", subject.caches / "valid", "--teacher", subject.folder, "--precision", subject.precision)
+    return {"tokens": 0, **json.loads(programs.run("uptrain", "evaluate", model, *options, "--json"))}
+
+
+def uptrain(case: Case, model: Path, stage: Stage, run: Path) -> Line:
+    subject, values = case.subject, stage_values(case, stage)
+    data = ("--data", subject.caches / "train", "--eval-data", subject.caches / "valid", "--teacher", subject.folder)
+    options = (
+        "--loss", stage.loss, "--alpha", stage.alpha, "--original-tokens", subject.tokens, "--lr", stage.lr,
+        "--global-batch-tokens", values["global_batch_tokens"], "--seed", subject.seed,
+        "--precision", subject.precision, "--eval-every", NEVER, "--save-every-steps", NEVER,
+    )  # fmt: skip
+    programs.train(run, "run", model, *data, *options, "--out", run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = next(line["evaluation"] for line in reversed(lines) if "evaluation" in line)
+    return {"tokens": json.loads((run / "run.json").read_text())["budget"]["tokens"], **last}
+
+
+def describe(place: Place, case: Case, stage: Stage | None, measures: Line) -> Line:
+    subject = case.subject
+    config = json.loads((subject.folder / "config.json").read_text())
+    return {
+        "plan": place.plan.name, "parent": subject.name, "arm": case.arm.name, "position": case.position,
+        "groups": case.groups or config["num_key_value_heads"], "seed": subject.seed, **stage_values(case, stage),
+        "tokens": measures["tokens"], "held_out_loss": measures["loss"], "parent_loss": measures["teacher_loss"],
+        "kl": measures["kl"], "agreement": measures["agreement"], "targets": measures["targets"],
+        "convert": case.arm.convert, "caches": cache_hashes(subject.caches), "commit": commit(),
+        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count()},
+    }  # fmt: skip
+
+
+def append(path: Path, line: Line) -> None:
+    """Add a line in one write, so that a kill leaves the whole of it or nothing."""
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+
+
+def cache_hashes(folder: Path) -> dict[str, str]:
+    manifests = sorted(folder.glob("*/manifest.json"))
+    return {path.parent.name: json.loads(path.read_text())["sha256"] for path in manifests}
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with a + where files differ from it."""
+    git = ("git", "-C", str(programs.ROOT))
+    name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    return name + ("+" if subprocess.check_output([*git, "status", "--porcelain"]) else "")
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "unknown")

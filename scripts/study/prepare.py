@@ -1,0 +1,187 @@
+"""What arms need: texts, a tokenizer, caches and parents. Each step is skipped where its output lies already.
+
+The folder of a plan:
+
+    texts/ or valid.jsonl      the speeches, or the held-out excerpts of novels
+    init/                      tokenizer and config that parents begin with
+    train/ valid/              token caches
+    parent-0/ parent-0-hf/     the run that trained the parent of seed 0, and the parent
+    smollm2/                   model/, train/ and valid/ of a parent from elsewhere
+    arms/                      what is being converted and trained just now
+    results.jsonl lock
+"""
+
+import json
+import lzma
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import programs
+from plan import Outside, Plan, PlanError, Vocabulary
+
+sys.path.append(str(Path(__file__).parents[1]))  # for what is shared with the demo
+
+
+@dataclass(frozen=True)
+class Step:
+    done: Path
+    """The output; it is there when the step is done."""
+    make: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a study lies."""
+
+    plan: Plan
+    work: Path
+    texts: Path | None
+    """The folder of --texts."""
+
+    @property
+    def home(self) -> Path:
+        """The folder of caches and parents, which several plans may share."""
+        return self.work / self.plan.home
+
+    @property
+    def results(self) -> Path:
+        return self.work / self.plan.name / "results.jsonl"
+
+    def parent(self, seed: int) -> Path:
+        return self.home / f"parent-{seed}-hf"
+
+    @property
+    def has_novels(self) -> bool:
+        return self.plan.texts.kind == "novels"
+
+    @property
+    def train_texts(self) -> list[Path]:
+        return self.find(self.plan.texts.train) if self.has_novels else [self.home / "texts/train"]
+
+    @property
+    def valid_texts(self) -> Path:
+        return self.home / ("valid.jsonl" if self.has_novels else "texts/held-out")
+
+    def find(self, patterns: tuple[str, ...]) -> list[Path]:
+        """Return the files of --texts with these names."""
+        if self.texts is None:
+            raise PlanError(f"the plan {self.plan.name} is about novels; say with --texts where they lie.")
+        found = [file for pattern in patterns for file in sorted(self.texts.glob(pattern))]
+        if not found:
+            raise PlanError(f"{self.texts} has no {' or '.join(patterns)}.")
+        return found
+
+
+def shared_steps(place: Place) -> list[Step]:
+    """Return what comes before the parents, in order."""
+    plan, home = place.plan, place.home
+    cache = partial(make_caches, place, home / "init", home, plan.seq_len)
+    return [
+        Step(place.valid_texts, partial(write_excerpts if place.has_novels else copy_speeches, place)),
+        Step(home / "init", partial(make_init, place)),
+        Step(home / "train", partial(cache, "train", None)),
+        Step(home / "valid", partial(cache, "valid", plan.windows)),
+        *(step for outside in plan.outside for step in outside_steps(place, outside)),
+    ]
+
+
+def outside_steps(place: Place, outside: Outside) -> list[Step]:
+    folder = place.home / outside.name
+    cache = partial(make_caches, place, folder / "model", folder, outside.seq_len)
+    steps = [
+        Step(folder / "model", partial(fetch_model, outside, folder / "model")),
+        Step(folder / "valid", partial(cache, "valid", outside.windows)),
+    ]
+    return [*steps, Step(folder / "train", partial(cache, "train", None))] if outside.uptrain else steps
+
+
+def parent_steps(place: Place) -> list[Step]:
+    return [Step(place.parent(seed), partial(train_parent, place, seed)) for seed in place.plan.parent.seeds]
+
+
+def write_excerpts(place: Place) -> None:
+    texts = place.plan.texts
+    part = slice(*texts.excerpt) if texts.excerpt else slice(None)
+    partial_file = place.valid_texts.with_suffix(".partial")
+    with partial_file.open("w") as file:
+        for text in _documents(place.find((texts.valid,))):
+            file.write(json.dumps({"text": text[part]}) + "\n")
+    partial_file.rename(place.valid_texts)
+
+
+def copy_speeches(place: Place) -> None:
+    from train_demo_model import split_speeches
+
+    folder = _fresh(place.home / "texts.partial")
+    split_speeches(folder)
+    folder.rename(place.home / "texts")
+
+
+def make_init(place: Place) -> None:
+    from train_demo_model import CONFIG, byte_level_bpe, write_init
+
+    wanted = place.plan.tokenizer
+    tokenizer, trainer = byte_level_bpe(wanted.vocab)
+    trainer.show_progress = False
+    tokenizer.train_from_iterator(_tokenizer_texts(place, wanted), trainer)
+    folder = _fresh(place.home / "init.partial")
+    own = {"vocab_size": wanted.vocab, "torch_dtype": "float32"}
+    write_init(folder, CONFIG | own | place.plan.parent.model, tokenizer)
+    folder.rename(place.home / "init")
+
+
+def _tokenizer_texts(place: Place, wanted: Vocabulary) -> Iterator[str]:
+    if place.has_novels:
+        return _documents(place.find(wanted.texts or place.plan.texts.train))
+    return (file.read_text() for folder in place.train_texts for file in sorted(folder.glob("*.txt")))
+
+
+def _documents(files: list[Path]) -> Iterator[str]:
+    for path in files:
+        with lzma.open(path, "rt") as file:
+            yield from (json.loads(line)["text"] for line in file)
+
+
+def _fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def make_caches(place: Place, tokenizer: Path, folder: Path, seq_len: int, name: str, windows: int | None) -> None:
+    texts = place.train_texts if name == "train" else [place.valid_texts]
+    sources = [word for path in texts for word in ("--data", path)]
+    limit = ("--tokens", windows * seq_len) if windows else ()
+    options = ("--tokenizer", tokenizer, "--seq-len", seq_len, "--workers", "1", *limit)
+    programs.run("uptrain", "prepare", *sources, *options, "--out", folder / name, "--json")
+
+
+def fetch_model(outside: Outside, out: Path) -> None:
+    """Write the parent as a Hugging Face folder: the same number of groups changes no head."""
+    source = outside.model
+    if source.startswith("package:"):
+        from demo import find_model
+
+        source = str(find_model(source.removeprefix("package:")))
+    geometry = json.loads(programs.run("convert", "inspect", source, "--json"))
+    programs.run("convert", "mha-to-gqa", source, out, "--groups", geometry["n_kv_heads"], "--json")
+
+
+def train_parent(place: Place, seed: int) -> None:
+    parent, home = place.plan.parent, place.home
+    run = home / f"parent-{seed}"
+    if (run / "run.json").is_file():
+        programs.train(run, "resume", run)
+    else:
+        options = (
+            "--tokens", parent.tokens, "--global-batch-tokens", parent.global_batch_tokens,
+            "--micro-batch", parent.micro_batch, "--lr", parent.lr, "--weight-decay", parent.weight_decay,
+            "--precision", parent.precision, "--seed", seed,
+        )  # fmt: skip
+        data = ("--data", home / "train", "--eval-data", home / "valid")
+        programs.train(run, "run", "--init", home / "init", *data, *options, "--out", run)
+    programs.run("uptrain", "export", run, place.parent(seed))

