@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convert.attention import LayerAttention, Real
+from convert.grouping import reorder, similar_order
 from convert.layer_merge import LayerMerge, finish_layer, merge_attention, read_attention, save_layer
-from convert.moments import Moments
+from convert.moments import Moments, of_weights
 from convert.refit import refit_output
 from convert.sample import Sample
 from model.attention import Mask, attend
@@ -165,7 +166,11 @@ def _queries_keys_values(attention: LayerAttention) -> tuple[Real, Real, Real]:
 
 def _merge(checkpoint: Checkpoint, merge: LayerMerge, block: Block, layer: _Layer, folder: Path) -> None:
     before = read_attention(checkpoint, merge)
-    sums = _Sums(layer, merge.n_kv_heads)
+    order = list(range(len(before.k_KDX)))
+    if merge.recipe.grouping == "similar":
+        order = similar_order(of_weights(before, _root(layer, before)), merge.n_kv_heads)
+        before = reorder(before, order)
+    sums = _Sums(layer, merge.n_kv_heads, order)
     for x_BTM in layer.inputs():
         sums.add(x_BTM)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
@@ -175,10 +180,22 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, block: Block, layer: _Laye
     save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
 
 
+def _root(layer: _Layer, attention: LayerAttention) -> Real:
+    """Return a root of the second moments of what a layer's attention reads, and of the constant 1 beside it."""
+    n_columns = attention.q_HDX.shape[2]
+    sum_XX = torch.zeros(n_columns, n_columns, dtype=torch.float64)
+    for x_BTM in layer.inputs():
+        x_NX = F.pad(x_BTM.flatten(0, 1).double(), (0, n_columns - x_BTM.shape[2]), value=1.0)
+        sum_XX += x_NX.T @ x_NX
+    floor = 1e-9 * sum_XX.diagonal().mean()
+    root: Real = torch.linalg.cholesky(sum_XX + floor * torch.eye(n_columns, dtype=torch.float64)).numpy()
+    return root
+
+
 class _Sums:
     """The second moments of a layer's heads, added up window by window in float64."""
 
-    def __init__(self, layer: _Layer, n_kv_heads: int) -> None:
+    def __init__(self, layer: _Layer, n_kv_heads: int, order: list[int]) -> None:
         config = layer.text.config
         self._layer, self._n_groups = layer, n_kv_heads
         self._size, self._n_heads = config.head_dim, config.n_heads
@@ -187,14 +204,15 @@ class _Sums:
         zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64)
         self._keys_GFF, self._values_GFF = zeros, zeros.clone()
         self._queries_HDD = torch.zeros(config.n_heads, config.head_dim, config.head_dim, dtype=torch.float64)
+        self._order = order
         self._rng = np.random.default_rng(layer.index)
         per_window = self._per_group * layer.text.n_windows
         self._key_queries = min(-(-KEY_QUERIES // per_window), layer.text.length // VALUES_EVERY)
 
     def add(self, x_BTM: Tensor) -> None:
         attention, shape = self._layer.block.self_attn, (*x_BTM.shape[:2], -1, self._size)
-        q_BTHD = attention.q_proj(x_BTM).view(shape)
-        k_BTKD, v_BTKD = attention.k_proj(x_BTM).view(shape), attention.v_proj(x_BTM).view(shape)
+        q_BTHD = attention.q_proj(x_BTM).view(shape).unflatten(2, (-1, self._per_key))[:, :, self._order].flatten(2, 3)
+        k_BTKD, v_BTKD = (proj(x_BTM).view(shape)[:, :, self._order] for proj in (attention.k_proj, attention.v_proj))
         turned_q_BTHD = rotate(q_BTHD, *self._layer.text.rotation)
         turned_k_BTKD = rotate(k_BTKD, *self._layer.text.rotation)
         q_HND = q_BTHD.flatten(0, 1).transpose(0, 1).double()

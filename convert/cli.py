@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from convert.methods import LAYER_METHODS, METHODS, REPEAT
-from convert.recipe import NONE, RENORMS
+from convert.recipe import GROUPINGS, NONE, RENORMS
 from model import terminal
 
 DIFFERENT = 3
@@ -60,6 +60,10 @@ def _conversion_options(command: Command) -> Command:
             click.option("--renorm", type=click.Choice(RENORMS),
                          help="Give merged heads back their length (norm), or queries the spread of their logits "
                          "(spread).  [default: spread for aligned, pca and fit, else none]"),
+            click.option("--group-heads", "grouping", type=click.Choice(GROUPINGS), default=GROUPINGS[0],
+                         show_default=True,
+                         help="Which heads share a group: neighbours, or for aligned, pca and fit those that are most "
+                         "alike; queries move with them."),
             click.option("--refit", is_flag=True,
                          help="Fit output projections to what the layers gave before, where that holds on text that "
                          "was held out."),
@@ -140,6 +144,7 @@ def _convert(
     method: str = METHODS[0],
     seed: int = 0,
     renorm: str | None = None,
+    grouping: str = GROUPINGS[0],
     refit: bool = False,
     calibration: str = NONE,
     calibration_tokens: int = 0,
@@ -160,7 +165,7 @@ def _convert(
     with open_checkpoint(source) as checkpoint:
         by_layer = method in LAYER_METHODS
         sample = read_sample(checkpoint, calibration, calibration_tokens) if by_layer and calibration != NONE else None
-        recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, sample)
+        recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, grouping, sample)
         plan = make_plan(checkpoint, n_kv_heads, recipe, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
         summary |= {"left_out": checkpoint.left_out}

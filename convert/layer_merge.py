@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from convert.attention import LayerAttention, Real, join
+from convert.grouping import reorder, similar_order
 from convert.merge import GroupReport, compare_heads
 from convert.methods import find_group_method
 from convert.moments import Moments, apply, of_weights
@@ -62,6 +63,8 @@ class MergedLayer:
 def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
     """Compute a layer from its weights alone. Raises CheckpointError at a NaN or infinity, here or after rounding."""
     before = read_attention(checkpoint, merge)
+    if merge.recipe.grouping == "similar":
+        before = reorder(before, similar_order(of_weights(before), merge.n_kv_heads))
     moments = [of_weights(group) for group in before.groups(merge.n_kv_heads)]
     return finish_layer(checkpoint, merge, before, merge_attention(before, moments, merge.recipe))
 

@@ -55,13 +55,15 @@ class Maps:
     """What stands before each query head's output projection."""
 
 
-def of_weights(group: LayerAttention) -> Moments:
-    """Return the moments of a group whose inputs are not known: all their directions count alike, and all positions.
+def of_weights(group: LayerAttention, root_XX: Real | None = None) -> Moments:
+    """Return the moments of a group of which nothing is known but its inputs' second moments, root · rootᵀ.
 
-    Then different planes of a key are independent, since they turn at different speeds.
+    Without these all directions of the inputs count alike. All distances between queries and keys do; then different
+    planes of a key are independent, since they turn at different speeds.
     """
-    k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (group.k_KDX, group.v_KDX))
-    queries_HDD = group.q_HDX @ group.q_HDX.transpose(0, 2, 1)
+    q_HDX, k_KDX, v_KDX = (x if root_XX is None else x @ root_XX for x in (group.q_HDX, group.k_KDX, group.v_KDX))
+    k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (k_KDX, v_KDX))
+    queries_HDD = q_HDX @ q_HDX.transpose(0, 2, 1)
     outputs_HDD = group.o_HMD.transpose(0, 2, 1) @ group.o_HMD
     found = Moments(queries_HDD, k_FX @ k_FX.T, v_FX @ v_FX.T, outputs_HDD, group.n_planes)
     return without_coupling(found)

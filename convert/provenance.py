@@ -157,6 +157,8 @@ def _method(plan: Plan) -> str:
     parts = [f"`{recipe.method}`"]
     if recipe.renorm != "none":
         parts.append(f"renorm {recipe.renorm}")
+    if recipe.grouping == "similar":
+        parts.append("similar heads grouped")
     if recipe.refit:
         parts.append("output projections refitted")
     if recipe.sample:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from convert.sample import Sample
 
 NONE = "none"
+GROUPINGS = ("contiguous", "similar")
 RENORMS = ("none", "norm", "spread")
 
 
@@ -21,6 +22,7 @@ class Recipe:
     seed: int = 0
     renorm: str = "none"
     refit: bool = False
+    grouping: str = "contiguous"
     sample: "Sample | None" = None
     """The text that layers are calibrated on; None for the weights alone."""
 
@@ -36,7 +38,7 @@ class Recipe:
         if self.method == REPEAT:
             return found
         sample = self.sample.record if self.sample else None
-        return {**found, "renorm": self.renorm, "refit": self.refit, "calibration": sample}
+        return {**found, "renorm": self.renorm, "refit": self.refit, "grouping": self.grouping, "calibration": sample}
 
     def check(self) -> None:
         """Raise CheckpointError where the choices do not go together."""
@@ -44,6 +46,11 @@ class Recipe:
             raise CheckpointError(f"--method {self.method} needs a calibration text; leave --calibration none out.")
         if self.refit and (self.sample is None or not self.by_layer):
             raise CheckpointError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
+        if self.grouping == "similar" and not self.by_layer:
+            raise CheckpointError(
+                f"--group-heads similar moves queries, which --method {self.method} leaves as they are; choose one of "
+                f"{', '.join(LAYER_METHODS)}."
+            )
         if self.renorm == "spread" and not self.by_layer:
             raise CheckpointError(
                 f"--renorm spread scales queries, which --method {self.method} leaves as they are; choose one of "

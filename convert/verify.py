@@ -21,7 +21,7 @@ from convert.layer_merge import LayerMerge, Layers
 from convert.merge import merge_groups
 from convert.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.plan import Plan, make_plan
-from convert.recipe import NONE, RENORMS, Recipe
+from convert.recipe import GROUPINGS, NONE, RENORMS, Recipe
 from convert.rounding import BFLOAT16
 from convert.sample import Sample, read_sample
 from model.checkpoint import Checkpoint, open_checkpoint
@@ -88,11 +88,12 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT) or type(record["seed"]) is not int:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     renorm, refit = record.get("renorm", NONE), record.get("refit", False)
-    if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0:
+    grouping = record.get("grouping", GROUPINGS[0])
+    if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     recorded = record.get("calibration")
     if recorded is None:
-        return Recipe(record["method"], record["seed"], renorm, refit)
+        return Recipe(record["method"], record["seed"], renorm, refit, grouping)
     try:
         sample: Sample | None = read_sample(source, recorded["text"], recorded["windows"] * recorded["window"])
         if sample and sample.sha256 != recorded["sha256_of_ids"]:
@@ -105,7 +106,7 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
         findings.unchecked.append(
             f"the merged layers were not recomputed: the calibration text {recorded['text']} is not at hand ({why})"
         )
-    return Recipe(record["method"], record["seed"], renorm, refit, sample)
+    return Recipe(record["method"], record["seed"], renorm, refit, grouping, sample)
 
 
 def _layers(
