@@ -166,6 +166,7 @@ def _convert(
         by_layer = method in LAYER_METHODS
         sample = read_sample(checkpoint, calibration, calibration_tokens) if by_layer and calibration != NONE else None
         recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, grouping, sample)
+        recipe.check()
         plan = make_plan(checkpoint, n_kv_heads, recipe, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
         summary |= {"left_out": checkpoint.left_out}

@@ -123,7 +123,6 @@ def make_plan(
 
     Raises CheckpointError where that is impossible.
     """
-    recipe.check()
     geometry = read_geometry(checkpoint)
     family = geometry.attention.family
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads

@@ -92,7 +92,10 @@ def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], 
     except ImportError as error:
         raise CheckpointError(NO_TORCH) from error
     text = content.read_bytes() if isinstance(content, Path) else content
-    tokenizer = Tokenizer.from_str(text.decode())
+    try:
+        tokenizer = Tokenizer.from_str(text.decode())
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(f"{checkpoint.path}/tokenizer.json is damaged ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     ids: list[int] = []

@@ -6,56 +6,12 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from scrambling import logits, scrambled
 
 from model.families import load_family
 
 METHODS = ("aligned", "pca")
 BY_WEIGHTS = ("--calibration", "none")
-IDS = torch.randint(0, 66, (3, 17), generator=torch.Generator().manual_seed(0))
-
-
-def logits(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.inference_mode():
-        return model(input_ids=IDS).logits
-
-
-def scrambled(source, folder, n_kv_heads):
-    """Write the model `source`, each K/V head once for each query head, all in coordinates of their own.
-
-    With torch and complex numbers, not with the code that is tested.
-    """
-    tensors, generator = tiny.tensors(source), torch.Generator().manual_seed(0)
-    for stem in {name.rpartition("k_proj")[0] for name in tensors if name.endswith("k_proj.weight")}:
-        times = tiny.N_HEADS // n_kv_heads
-        head_dim = len(tensors[f"{stem}q_proj.weight"]) // tiny.N_HEADS
-        angles = torch.rand(tiny.N_HEADS, head_dim // 2, 1, generator=generator, dtype=torch.float64) * 6.28
-        turns = torch.polar(torch.ones_like(angles), angles)
-        maps = torch.linalg.qr(torch.randn(tiny.N_HEADS, head_dim, head_dim, generator=generator).double())[0]
-        for part in ("q_proj", "k_proj", "v_proj"):
-            for kind in ("weight", "bias"):
-                name = f"{stem}{part}.{kind}"
-                if name not in tensors:
-                    continue
-                heads = tensors[name].double().reshape(-1, head_dim, tensors[name][0].numel())
-                if part != "q_proj":
-                    heads = heads.repeat_interleave(times, 0)
-                if part == "v_proj":
-                    heads = maps @ heads
-                else:
-                    turned = torch.complex(*heads.chunk(2, dim=1)) * turns
-                    heads = torch.cat([turned.real, turned.imag], dim=1)
-                shape = (-1, *tensors[name].shape[1:])
-                tensors[name] = heads.flatten(0, 1).reshape(shape).float().contiguous()
-        name = f"{stem}o_proj.weight"
-        read = tensors[name].double().unflatten(1, (tiny.N_HEADS, head_dim))
-        tensors[name] = torch.einsum("mhd,hed->mhe", read, maps).flatten(1).float().contiguous()
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": tiny.N_HEADS}))
-    return folder
 
 
 @pytest.mark.parametrize("method", METHODS)

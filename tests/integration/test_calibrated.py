@@ -1,0 +1,168 @@
+"""Conversions that are calibrated on a text: what is recorded, verified, and refused."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+from tokenizers_ import make_tokenizer
+
+TEXT = "The folder is the interface, and heads are merged into groups. Ein Dokument endet, ein anderes beginnt. " * 60
+FIT = ("--method", "fit", "--calibration-tokens", 1024)
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tiny.save(tiny.build(vocab_size=300), tmp_path / "source", "bfloat16", max_shard_size="20KB")
+    return make_tokenizer(folder, 300)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def record(folder):
+    return json.loads((folder / "groupwise.json").read_text())
+
+
+def test_what_is_recorded_and_verified(convert, source, tmp_path, text):
+    out = tmp_path / "out"
+    result = convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--refit", "--calibration", text, "--json")
+    assert result.code == 0, result.err
+    planned = json.loads(result.out)
+    expected = {"method": "fit", "renorm": "spread", "refit": True, "grouping": "contiguous"}
+    for found in (planned, record(out)):
+        assert {key: found[key] for key in expected} == expected
+        assert found["calibration"]["text"] == str(text)
+        assert (found["calibration"]["windows"], found["calibration"]["window"]) == (16, 64)
+    found = json.loads(convert("verify", source, out, "--json").out)
+    assert (found["ok"], found["unchecked"], found["n_rounded"]) == (True, [], 0)
+    assert "calibrated on 1,024 tokens (text.txt)" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_same_bytes_again(convert, source, tmp_path, workers):
+    for name in ("one", "two"):
+        assert convert("mha-to-gqa", source, tmp_path / name, "--groups", 2, *FIT, "--workers", workers).code == 0
+    assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
+
+
+def test_verify_says_what_it_cannot_check(convert, source, tmp_path, text):
+    out = tmp_path / "out"
+    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
+    text.write_text(TEXT.replace("folder", "house"))
+    result = convert("verify", source, out)
+    assert (result.code, "NOT CHECKED: the merged layers" in result.err) == (0, True)
+    assert "it gives other tokens than at conversion" in result.err
+    text.unlink()
+    found = json.loads(convert("verify", source, out, "--json").out)
+    assert (found["ok"], found["n_regrouped"], len(found["unchecked"])) == (True, 0, 1)
+    tensors = tiny.tensors(out)  # all the rest is checked nevertheless
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
+    for file in out.glob("*.safetensors"):
+        file.unlink()
+    (out / "model.safetensors.index.json").unlink()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    result = convert("verify", source, out)
+    assert (result.code, "mlp.up_proj.weight differs" in result.err) == (3, True)
+
+
+@pytest.mark.parametrize("change", [0.03, -0.5])
+def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, source, tmp_path, change):
+    out = tmp_path / "out"
+    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--max-shard-size", "1GB").code == 0
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors = tiny.tensors(out)
+    bits = tensors[name].view(torch.int16)
+    bits[0, 0] += 1  # the next bfloat16
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    found = json.loads(convert("verify", source, out, "--json").out)
+    assert (found["ok"], found["n_rounded"]) == (True, 1)
+    tensors[name][2, 1] += change
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    result = convert("verify", source, out)
+    assert (result.code, f"{name} differs" in result.err) == (3, True)
+
+
+@pytest.mark.parametrize("kind", ["txt.gz", "txt.xz", "jsonl", "jsonl.xz", "folder"])
+def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind):
+    plain = TEXT.encode()
+    lines = (json.dumps({"text": TEXT[:3000]}) + "\n" + json.dumps({"text": TEXT[3000:]}) + "\n").encode()
+    path = tmp_path / f"other.{kind}"
+    if kind == "folder":
+        path.mkdir()
+        (path / "1.txt").write_text(TEXT)
+        (path / "notes.md").write_text("not a text")
+    else:
+        pack = {"gz": gzip.compress, "xz": lzma.compress}.get(kind.rpartition(".")[2], bytes)
+        path.write_bytes(pack(lines if "jsonl" in kind else plain))
+    for name, given in (("one", text), ("two", path)):
+        options = ("--groups", 2, "--method", "pca", "--calibration-tokens", 512, "--calibration", given)
+        assert convert("mha-to-gqa", source, tmp_path / name, *options).code == 0
+    assert (
+        record(tmp_path / "one")["calibration"]["sha256_of_ids"]
+        == record(tmp_path / "two")["calibration"]["sha256_of_ids"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--method", "fit", "--calibration", "none"), "--method fit needs a calibration text"),
+        (("--method", "pca", "--calibration", "none", "--refit"), "--refit needs a calibration text"),
+        (("--refit",), "--refit needs a calibration text"),
+        (("--renorm", "spread"), "--renorm spread scales queries, which --method mean leaves as they are"),
+        (("--group-heads", "similar"), "--group-heads similar moves queries, which --method mean leaves"),
+        (("--method", "pca", "--calibration", "/nowhere/text.txt"), "there is no such text"),
+        (("--method", "pca", "--calibration", "SOURCE"), "there is no such text"),
+        (("--method", "pca", "--calibration-tokens", "100"), "is too few; give at least 256"),
+        (("--method", "pca", "--calibration", "TEXT", "--calibration-tokens", "999999"), "give a longer one"),
+    ],
+)
+def test_refused(convert, source, tmp_path, text, options, words):
+    named = {"TEXT": str(text), "SOURCE": str(source)}
+    given = [named.get(option, option) for option in options]
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *given).refused(words)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("bad.txt.xz", b"no xz", "cannot be read as text"),
+        ("bad.txt", b"\xff\xfe\x00", "cannot be read as text"),
+        ("bad.jsonl", b'{"text": "a"}\n{"texts": 1}\n', "line 2: not a JSON object with a key text"),
+        ("bad.jsonl", b"[1", "line 1: not a JSON object"),
+        ("bad.md", b"words", "there is no such text"),
+    ],
+)
+def test_texts_that_are_none(convert, source, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    options = ("--method", "pca", "--calibration", tmp_path / name)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options).refused(words)
+
+
+def test_no_tokenizer_or_a_damaged_one(convert, source, tmp_path):
+    (source / "tokenizer.json").write_text("{}")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT).refused("tokenizer.json is damaged")
+    (source / "tokenizer.json").unlink()
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT).refused("has no tokenizer.json")
+
+
+def test_mean_with_its_norm_back(convert, source, tmp_path):
+    """For every method and family: no text is needed."""
+    out = tmp_path / "out"
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--renorm", "norm").code == 0
+    assert all(entry["norm_ratio"] == pytest.approx(1, abs=2e-3) for entry in record(out)["merge_report"])
+    heads = tiny.tensors(source)["model.layers.0.self_attn.k_proj.weight"].double().view(2, 4, -1)
+    mean = heads.mean(1)
+    wanted = mean * (heads.norm(dim=2).mean(1) / mean.norm(dim=1))[:, None]
+    found = tiny.tensors(out)["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(found.view(2, -1), wanted.to(torch.bfloat16))
+    assert json.loads(convert("verify", source, out, "--json").out)["ok"]

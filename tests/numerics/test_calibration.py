@@ -1,0 +1,188 @@
+"""What calibrating sees of a layer, held against transformers' own attention, in float64 and one query at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from scrambling import logits, scrambled
+from tokenizers_ import make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from convert import calibration
+from convert.attention import Real
+from convert.layer_merge import load_layer
+from convert.moments import Moments
+from convert.plan import make_plan
+from convert.recipe import Recipe
+from convert.sample import read_sample
+from model.checkpoint import open_checkpoint
+
+WINDOW, N_WINDOWS, GROUPS = 32, 4, 2
+FAMILIES = [
+    ("llama", {}), ("llama", {"attention_bias": True}), ("qwen2", {}), ("mistral", {"sliding_window": 9}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Look at every query, and keep the moments."""
+    seen: list[list[Moments]] = []
+    monkeypatch.setattr(calibration, "VALUES_EVERY", 1)
+    monkeypatch.setattr(calibration, "KEY_QUERIES", 10**6)
+    merge = calibration.merge_attention
+
+    def keep(attention, moments, recipe):
+        seen.append(moments)
+        return merge(attention, moments, recipe)
+
+    monkeypatch.setattr(calibration, "merge_attention", keep)
+    return seen
+
+
+def source_folder(folder, family="llama", **changes):
+    tiny.save(tiny.build(family, vocab_size=300, max_position_embeddings=WINDOW, **changes), folder)
+    return make_tokenizer(folder, 300)
+
+
+def text(folder):
+    path = folder / "text.txt"
+    path.write_text("The folder is the interface, and heads are merged into groups. Ein Dokument endet. " * 40)
+    return str(path)
+
+
+def heads_of(model, ids_NT):
+    """Return for each layer attention's probabilities, and queries, keys and values before rotation, in float64."""
+    found = []
+
+    def keep(module, arguments, keywords):
+        x = keywords["hidden_states"]
+        shape = (*x.shape[:2], -1, module.head_dim)
+        found.append([p(x).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj)])
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.inference_mode():
+        out = model(torch.from_numpy(ids_NT), output_attentions=True)
+    return [(a.numpy(), *(h.numpy() for h in heads)) for a, heads in zip(out.attentions, found, strict=True)]
+
+
+def turned(x_TD: Real, positions_T: Real, theta: float, factor: float) -> Real:
+    """Rotate by position, by the textbook: dimension i with i + D/2, as one complex number."""
+    half = x_TD.shape[1] // 2
+    angles = positions_T[:, None] / factor * theta ** (-np.arange(half) / half)
+    z = (x_TD[:, :half] + 1j * x_TD[:, half:]) * np.exp(1j * angles)
+    return np.concatenate([z.real, z.imag], axis=1)
+
+
+def expected(a_NHTT, k_NTKD, v_NTKD, group: int, factor: float) -> tuple[Real, Real]:
+    """Return the keys' and the values' moments of a group, query by query as they are defined."""
+    n_heads, n_keys = a_NHTT.shape[1], k_NTKD.shape[2]
+    keys = range(group * n_keys // GROUPS, (group + 1) * n_keys // GROUPS)
+    heads = range(group * n_heads // GROUPS, (group + 1) * n_heads // GROUPS)
+    k_moments, v_moments, n = 0.0, 0.0, 0
+    for window in range(len(a_NHTT)):
+        for m in range(a_NHTT.shape[2]):
+            from_query = np.arange(a_NHTT.shape[2]) - m
+            met = np.concatenate([turned(k_NTKD[window, :, k], from_query, 10000.0, factor) for k in keys], axis=1)
+            values = np.concatenate([v_NTKD[window, :, k] for k in keys], axis=1)
+            for h in heads:
+                a_T = a_NHTT[window, h, m]
+                apart = met - a_T @ met
+                k_moments = k_moments + apart.T @ (a_T[:, None] * apart)
+                v_moments = v_moments + np.outer(a_T @ values, a_T @ values)
+                n += 1
+    return k_moments / n, v_moments / n
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES)
+def test_moments_are_those_of_their_definition(tmp_path, watched, family, changes):
+    folder = source_folder(tmp_path / "source", family, **changes)
+    with open_checkpoint(folder) as checkpoint:
+        sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
+        plan = make_plan(checkpoint, GROUPS, Recipe("fit", sample=sample), None)
+        calibration.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", lambda n: None)
+        for layer in plan.layers:
+            assert load_layer(checkpoint, layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    factor = changes.get("rope_parameters", {}).get("factor", 1.0)
+    for known, (a_NHTT, q_NTHD, k_NTKD, v_NTKD) in zip(watched, heads_of(model, sample.ids_NT), strict=True):
+        for group, moments in enumerate(known):
+            keys, values = expected(a_NHTT, k_NTKD, v_NTKD, group, factor)
+            heads = slice(group * len(q_NTHD[0, 0]) // GROUPS, (group + 1) * len(q_NTHD[0, 0]) // GROUPS)
+            queries = np.einsum("nthd,nthe->hde", q_NTHD[:, :, heads], q_NTHD[:, :, heads]) / sample.n_tokens
+            for ours, theirs in ((moments.keys_FF, keys), (moments.values_FF, values), (moments.queries_HDD, queries)):
+                assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+
+
+def test_states_are_the_models(tmp_path, watched):
+    """What the pass hands from layer to layer is what the model hands on."""
+    folder, kept = source_folder(tmp_path / "source"), {}
+    unlink = calibration._states
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    with open_checkpoint(folder) as checkpoint:
+        sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
+        plan = make_plan(checkpoint, GROUPS, Recipe("pca", sample=sample), None)
+
+        def progress(n):
+            for index in range(len(plan.layers) + 1):
+                path = unlink(tmp_path / "scratch", index)
+                if path.exists():
+                    kept[index] = np.load(path)
+
+        calibration.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", progress)
+    with torch.inference_mode():
+        states = model(torch.from_numpy(sample.ids_NT), output_hidden_states=True).hidden_states
+    assert set(kept) >= set(range(len(plan.layers)))
+    for index in range(len(plan.layers)):
+        assert np.abs(kept[index] - states[index].numpy()).max() < 1e-5
+
+
+def test_stopped_anywhere_it_goes_on_to_the_same(tmp_path):
+    class Stop(Exception):
+        pass
+
+    folder = source_folder(tmp_path / "source", num_hidden_layers=3)
+    with open_checkpoint(folder) as checkpoint:
+        sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
+        plan = make_plan(checkpoint, GROUPS, Recipe("fit", renorm="spread", refit=True, sample=sample), None)
+
+        def run(place, stop_at):
+            calls = iter(range(100))
+
+            def progress(n):
+                if next(calls) == stop_at:
+                    raise Stop
+
+            calibration.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / place, progress)
+            return [load_layer(checkpoint, layer, tmp_path / place).tensors for layer in plan.layers]
+
+        whole = run("whole", -1)
+        for stop_at in range(4):
+            with pytest.raises(Stop):
+                run(f"stopped-{stop_at}", stop_at)
+            again = run(f"stopped-{stop_at}", -1)
+            for one, other in zip(whole, again, strict=True):
+                assert all(np.array_equal(one[name], other[name]) for name in one)
+        assert not list((tmp_path / "whole").glob("states-*"))
+
+
+def test_lossless_with_a_text_too(convert, tmp_path):
+    """Heads that are equal merge without loss whatever the text says of them."""
+    model = tiny.build(num_key_value_heads=2, vocab_size=300, hidden_size=64, initializer_range=0.2)
+    source = tiny.save(model, tmp_path / "source")
+    make_tokenizer(source, 300)
+    many = scrambled(source, tmp_path / "many", 2)
+    for file in source.glob("tokenizer*"):
+        (many / file.name).write_bytes(file.read_bytes())
+    expected = logits(source)
+    for method in ("aligned", "pca", "fit"):
+        out = tmp_path / method
+        options = ("--method", method, "--calibration-tokens", 2048)
+        result = convert("mha-to-gqa", many, out, "--groups", 2, *options)
+        assert result.code == 0, result.err
+        assert (logits(out) - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert math.isclose(float(expected.std()), float(logits(out).std()), rel_tol=1e-3)
