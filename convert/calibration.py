@@ -76,7 +76,9 @@ def _begin(checkpoint: Checkpoint, sample: Sample, folder: Path) -> int:
     if kept:
         return int(kept[-1].stem.removeprefix("states-"))
     embedding_VM = load_embedding(checkpoint)
-    with _Writer(_states(folder, 0), (*sample.ids_NT.shape, embedding_VM.shape[1])) as states_NTM:
+    assert sample.ids_NT is not None
+    shape = (sample.n_windows, sample.window, embedding_VM.shape[1])
+    with _Writer(_states(folder, 0), shape) as states_NTM:
         for n, ids_T in enumerate(sample.ids_NT):
             states_NTM[n] = embedding_VM[torch.from_numpy(ids_T)].float().numpy()
     return 0
@@ -103,7 +105,7 @@ class _Text:
     """What is the same in all layers: geometry, rotary angles, masks."""
 
     def __init__(self, config: LlamaConfig, sample: Sample) -> None:
-        self.config, (self.n_windows, self.length) = config, sample.ids_NT.shape
+        self.config, self.n_windows, self.length = config, sample.n_windows, sample.window
         positions_1T = torch.arange(self.length)[None]
         self.rotation: Rotation = rotations(config.rope, positions_1T, self.length, torch.float32)
         self.batch = max(1, _BATCH_TOKENS // self.length)

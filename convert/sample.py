@@ -35,11 +35,15 @@ class Sample:
     """`shipped`, or the path as it was given."""
     sha256: str
     """Of the ids: the same text through the same tokenizer."""
-    ids_NT: NDArray[np.int64]
+    n_windows: int
+    window: int
+    """Tokens in each."""
+    ids_NT: NDArray[np.int64] | None
+    """None where `verify` does not find the text again."""
 
     @property
     def n_tokens(self) -> int:
-        return int(self.ids_NT.size)
+        return self.n_windows * self.window
 
     @property
     def label(self) -> str:
@@ -49,8 +53,9 @@ class Sample:
     @property
     def record(self) -> dict[str, object]:
         """What `groupwise.json` says of it."""
-        n, length = self.ids_NT.shape
-        return {"text": self.name, "sha256_of_ids": self.sha256, "windows": n, "window": length}
+        return {
+            "text": self.name, "sha256_of_ids": self.sha256, "windows": self.n_windows, "window": self.window,
+        }  # fmt: skip
 
 
 def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
@@ -71,7 +76,7 @@ def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
         )
     body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
     ids_NT = np.concatenate([np.tile(np.asarray(first, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
-    return Sample(name, hashlib.sha256(ids_NT.tobytes()).hexdigest(), ids_NT)
+    return Sample(name, hashlib.sha256(ids_NT.tobytes()).hexdigest(), n_windows, window, ids_NT)
 
 
 def _context(checkpoint: Checkpoint) -> int:

@@ -91,22 +91,26 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
     grouping = record.get("grouping", GROUPINGS[0])
     if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
-    recorded = record.get("calibration")
-    if recorded is None:
-        return Recipe(record["method"], record["seed"], renorm, refit, grouping)
-    try:
-        sample: Sample | None = read_sample(source, recorded["text"], recorded["windows"] * recorded["window"])
-        if sample and sample.sha256 != recorded["sha256_of_ids"]:
-            sample, why = None, "it gives other tokens than at conversion"
-    except (CheckpointError, OSError) as error:
-        sample, why = None, str(error)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{out_path / provenance.FILE} is damaged: {error!r}.") from error
-    if sample is None:
-        findings.unchecked.append(
-            f"the merged layers were not recomputed: the calibration text {recorded['text']} is not at hand ({why})"
-        )
+    sample = None if record.get("calibration") is None else _sample(source, record["calibration"], findings)
     return Recipe(record["method"], record["seed"], renorm, refit, grouping, sample)
+
+
+def _sample(source: Checkpoint, recorded: dict[str, Any], findings: Findings) -> Sample:
+    """Return the recorded calibration text, with its tokens if it is at hand and the same."""
+    try:
+        name, sha256 = recorded["text"], recorded["sha256_of_ids"]
+        known = Sample(name, sha256, int(recorded["windows"]), int(recorded["window"]), None)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{provenance.FILE} says nothing sensible of the calibration text: {error!r}.") from error
+    try:
+        found = read_sample(source, known.name, known.n_tokens)
+        if found.record == known.record:
+            return found
+        why = "it gives other tokens than at conversion"
+    except (CheckpointError, OSError) as error:
+        why = str(error)
+    findings.unchecked.append(f"the merged layers, since the calibration text {known.name} is not at hand ({why})")
+    return known
 
 
 def _layers(
