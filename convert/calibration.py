@@ -255,14 +255,15 @@ class _Sums:
         for head, weights_ST in enumerate(weights_HST):
             group = head // self._per_group
             apart_STF = keys_GTF[group] - (weights_ST @ keys_GTF[group])[:, None]
-            met_NF = self._turned_back(weights_ST.sqrt()[..., None] * apart_STF, at_S).flatten(0, 1).double()
-            self._keys_GFF[group] += met_NF.T @ met_NF / (len(at_S) * self._per_group)
+            apart_STF *= weights_ST.sqrt()[..., None]
+            met_SFF = self._turned_back(self._turned_back(apart_STF.mT @ apart_STF, at_S).mT, at_S)
+            self._keys_GFF[group] += met_SFF.double().mean(dim=0) / self._per_group
 
-    def _turned_back(self, keys_STF: Tensor, at_S: Tensor) -> Tensor:
-        """Turn keys from their own positions to how far they are from the query."""
+    def _turned_back(self, moments_SFF: Tensor, at_S: Tensor) -> Tensor:
+        """Turn the second index from the keys' own positions to how far they are from the query."""
         cos_TD, sin_TD = (x[0, :, 0] for x in self._layer.text.rotation)
-        heads_STKD = keys_STF.view(*keys_STF.shape[:2], -1, self._size)
-        return rotate(heads_STKD, cos_TD[at_S][:, None, None], -sin_TD[at_S][:, None, None]).flatten(2)
+        heads_SFKD = moments_SFF.reshape(*moments_SFF.shape[:2], -1, self._size)
+        return rotate(heads_SFKD, cos_TD[at_S][:, None, None], -sin_TD[at_S][:, None, None]).flatten(2)
 
     def moments(self, outputs_HDD: np.ndarray, n_planes: int) -> list[Moments]:
         n_windows = self._layer.text.n_windows
