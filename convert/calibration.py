@@ -1,16 +1,12 @@
-"""Merge layers by what their heads do on a text: one pass through the model, one layer in memory at a time.
+"""Merge layers by what their heads do on a text.
 
-The states between layers lie on the disk, so that memory does not grow with the text:
-
-    FOLDER/states-0012.npy                 what goes into layer 12, float32 [windows, tokens, hidden]
     FOLDER/model.layers.11….q_proj.npz     layer 11, merged
 
-A killed pass goes on at the layer whose states it has. Letters: N windows, T tokens, M hidden size, H query heads, K
-key/value heads, D head_dim, G groups, F the keys or values of a group side by side, S sampled queries.
+Letters: N windows, B of them together, T tokens, M hidden size, H query heads, K key/value heads, D head_dim, G groups,
+F the keys or values of a group side by side, S sampled queries.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,152 +17,38 @@ from torch import Tensor
 from convert.attention import LayerAttention, Real
 from convert.grouping import reorder, similar_order
 from convert.layer_merge import LayerMerge, finish_layer, merge_attention, read_attention, save_layer
+from convert.layer_walk import Layer, Progress, last_states, walk
 from convert.moments import Moments, of_weights
 from convert.refit import refit_output
 from convert.sample import Sample
-from model.attention import Mask, attend
+from model.attention import attend
 from model.checkpoint import Checkpoint
-from model.llama import Block, Rotation
-from model.llama_config import LlamaConfig, read_llama_config
-from model.loading import load_block, load_embedding
-from model.masks import text_mask
-from model.rope import rotate, rotations
+from model.rope import rotate
 
 KEY_QUERIES = 1024
 """Queries of a group from which its keys are looked at, over the whole text."""
 VALUES_EVERY = 8
 """Of how many queries one is taken to look at what attention makes of the values."""
-_BATCH_TOKENS = 4096
-
-Progress = Callable[[int], None]
 
 
 def calibrate_layers(
     checkpoint: Checkpoint, merges: list[LayerMerge], sample: Sample, folder: Path, progress: Progress
 ) -> None:  # fmt: skip
-    """Leave every layer merged in `folder`. Progress counts tokens, once for each layer."""
-    config = read_llama_config(checkpoint.config)
+    """Leave every layer merged in `folder`. Progress counts tokens, once for each layer.
+
+    What was killed goes on at the layer it was at.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "finished").exists():
         return
-    text = _Text(config, sample)
-    with torch.inference_mode():
-        first = _begin(checkpoint, sample, folder)
-        progress(first * sample.n_tokens)
-        for index in range(first, len(merges)):
-            states_NTM = np.load(_states(folder, index), mmap_mode="r")
-            assert f"layers.{index}." in merges[index].weights[0]
-            block = load_block(checkpoint, config, index)
-            _merge(checkpoint, merges[index], block, _Layer(text, index, block, states_NTM), folder)
-            _advance(block, text, index, states_NTM, folder, progress)
-            _states(folder, index).unlink()
+    for layer in walk(checkpoint, sample, folder, progress):
+        assert f"layers.{layer.index}." in merges[layer.index].weights[0]
+        _merge(checkpoint, merges[layer.index], layer, folder)
     (folder / "finished").touch()
-    _states(folder, len(merges)).unlink()
+    last_states(checkpoint, folder).unlink()
 
 
-def _states(folder: Path, index: int) -> Path:
-    return folder / f"states-{index:04}.npy"
-
-
-def _begin(checkpoint: Checkpoint, sample: Sample, folder: Path) -> int:
-    """Return the layer to go on with: the first one, with the embeddings as its states, if there are none yet."""
-    kept = sorted(folder.glob("states-*.npy"))
-    for old in kept[:-1]:
-        old.unlink()
-    if kept:
-        return int(kept[-1].stem.removeprefix("states-"))
-    embedding_VM = load_embedding(checkpoint)
-    assert sample.ids_NT is not None
-    shape = (sample.n_windows, sample.window, embedding_VM.shape[1])
-    with _Writer(_states(folder, 0), shape) as states_NTM:
-        for n, ids_T in enumerate(sample.ids_NT):
-            states_NTM[n] = embedding_VM[torch.from_numpy(ids_T)].float().numpy()
-    return 0
-
-
-class _Writer:
-    """An array on the disk that takes its name when it is complete."""
-
-    def __init__(self, path: Path, shape: tuple[int, ...]) -> None:
-        self._path, self._partial, self._shape = path, path.with_suffix(".partial"), shape
-
-    def __enter__(self) -> "np.memmap[tuple[int, ...], np.dtype[np.float32]]":
-        self._array = np.lib.format.open_memmap(self._partial, mode="w+", dtype=np.float32, shape=self._shape)
-        return self._array
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        self._array.flush()
-        del self._array
-        if kind is None:
-            self._partial.rename(self._path)
-
-
-class _Text:
-    """What is the same in all layers: geometry, rotary angles, masks."""
-
-    def __init__(self, config: LlamaConfig, sample: Sample) -> None:
-        self.config, self.n_windows, self.length = config, sample.n_windows, sample.window
-        positions_1T = torch.arange(self.length)[None]
-        self.rotation: Rotation = rotations(config.rope, positions_1T, self.length, torch.float32)
-        self.batch = max(1, _BATCH_TOKENS // self.length)
-
-    def mask(self, index: int, n_rows: int) -> Mask:
-        return text_mask(n_rows, 0, self.length, self.config.windows[index], None, torch.device("cpu"))
-
-
-def _advance(
-    block: Block, text: _Text, index: int, states_NTM: np.ndarray, folder: Path, progress: Progress
-) -> None:  # fmt: skip
-    """Write what the layer, as it was, makes of its states."""
-    with _Writer(_states(folder, index + 1), states_NTM.shape) as next_NTM:
-        for rows in _batches(text):
-            x_BTM = torch.from_numpy(states_NTM[rows].copy())
-            next_NTM[rows] = block(x_BTM, text.rotation, text.mask(index, len(x_BTM))).numpy()
-            progress(x_BTM.shape[0] * x_BTM.shape[1])
-
-
-def _batches(text: _Text) -> Iterator[slice]:
-    for start in range(0, text.n_windows, text.batch):
-        yield slice(start, min(start + text.batch, text.n_windows))
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One layer and what goes into it."""
-
-    text: _Text
-    index: int
-    block: Block
-    states_NTM: np.ndarray
-
-    def inputs(self) -> Iterator[Tensor]:
-        """Yield what the layer's attention reads, a batch of windows at a time, [B, T, M]."""
-        for rows in _batches(self.text):
-            yield self.block.input_layernorm(torch.from_numpy(self.states_NTM[rows].copy()))
-
-    def answers(self, merged: LayerAttention) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield for each window what the merged heads give, [T, H·D], and what the layer gives as it is, [T, M]."""
-        rows = [torch.from_numpy(heads.reshape(-1, heads.shape[2])).float() for heads in _queries_keys_values(merged)]
-        for x_BTM in self.inputs():
-            mask = self.text.mask(self.index, len(x_BTM))
-            whole_BTM = self.block.self_attn(x_BTM, self.text.rotation, mask, None, 0)
-            bias_M = self.block.self_attn.o_proj.bias
-            target_BTM = whole_BTM if bias_M is None else whole_BTM - bias_M
-            q_BTHD, k_BTGD, v_BTGD = (self._project(x_BTM, weight) for weight in rows)
-            q_BTHD, k_BTGD = (rotate(heads, *self.text.rotation) for heads in (q_BTHD, k_BTGD))
-            yield from zip(attend(q_BTHD, k_BTGD, v_BTGD, mask).flatten(2), target_BTM, strict=True)
-
-    def _project(self, x_BTM: Tensor, rows_CX: Tensor) -> Tensor:
-        weight_CM, bias_C = rows_CX[:, : x_BTM.shape[2]], rows_CX[:, x_BTM.shape[2] :].flatten()
-        heads_BTC: Tensor = F.linear(x_BTM, weight_CM, bias_C if len(bias_C) else None)
-        return heads_BTC.view(*x_BTM.shape[:2], -1, self.text.config.head_dim)
-
-
-def _queries_keys_values(attention: LayerAttention) -> tuple[Real, Real, Real]:
-    return attention.q_HDX, attention.k_KDX, attention.v_KDX
-
-
-def _merge(checkpoint: Checkpoint, merge: LayerMerge, block: Block, layer: _Layer, folder: Path) -> None:
+def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path) -> None:
     before = read_attention(checkpoint, merge)
     order = list(range(len(before.k_KDX)))
     if merge.recipe.grouping == "similar":
@@ -178,11 +60,33 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, block: Block, layer: _Laye
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
     after = merge_attention(before, sums.moments(outputs_HDD, before.n_planes), merge.recipe)
     if merge.recipe.refit:
-        after = refit_output(after, layer.answers(after))
+        after = refit_output(after, _answers(layer, after))
     save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
 
 
-def _root(layer: _Layer, attention: LayerAttention) -> Real:
+def _answers(layer: Layer, merged: LayerAttention) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each window what the merged heads give, [T, H·D], and what the layer gives as it is, [T, M]."""
+    rows = [
+        torch.from_numpy(heads.reshape(-1, heads.shape[2])).float()
+        for heads in (merged.q_HDX, merged.k_KDX, merged.v_KDX)
+    ]
+    for x_BTM in layer.inputs():
+        mask = layer.text.mask(layer.index, len(x_BTM))
+        whole_BTM = layer.block.self_attn(x_BTM, layer.text.rotation, mask, None, 0)
+        bias_M = layer.block.self_attn.o_proj.bias
+        target_BTM = whole_BTM if bias_M is None else whole_BTM - bias_M
+        q_BTHD, k_BTGD, v_BTGD = (_project(x_BTM, weight, merged.q_HDX.shape[1]) for weight in rows)
+        q_BTHD, k_BTGD = (rotate(heads, *layer.text.rotation) for heads in (q_BTHD, k_BTGD))
+        yield from zip(attend(q_BTHD, k_BTGD, v_BTGD, mask).flatten(2), target_BTM, strict=True)
+
+
+def _project(x_BTM: Tensor, rows_CX: Tensor, head_dim: int) -> Tensor:
+    weight_CM, bias_C = rows_CX[:, : x_BTM.shape[2]], rows_CX[:, x_BTM.shape[2] :].flatten()
+    heads_BTC: Tensor = F.linear(x_BTM, weight_CM, bias_C if len(bias_C) else None)
+    return heads_BTC.view(*x_BTM.shape[:2], -1, head_dim)
+
+
+def _root(layer: Layer, attention: LayerAttention) -> Real:
     """Return a root of the second moments of what a layer's attention reads, and of the constant 1 beside it."""
     n_columns = attention.q_HDX.shape[2]
     sum_XX = torch.zeros(n_columns, n_columns, dtype=torch.float64)
@@ -197,7 +101,7 @@ def _root(layer: _Layer, attention: LayerAttention) -> Real:
 class _Sums:
     """The second moments of a layer's heads, added up window by window in float64."""
 
-    def __init__(self, layer: _Layer, n_kv_heads: int, order: list[int]) -> None:
+    def __init__(self, layer: Layer, n_kv_heads: int, order: list[int]) -> None:
         config = layer.text.config
         self._layer, self._n_groups = layer, n_kv_heads
         self._size, self._n_heads = config.head_dim, config.n_heads

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from convert.methods import LAYER_METHODS, METHODS, REPEAT
+from convert.methods import AUTO, LAYER_METHODS, METHODS, REPEAT
 from convert.recipe import GROUPINGS, NONE, RENORMS
 from model import terminal
 
@@ -51,12 +51,12 @@ def _writing_options(command: Command) -> Command:
 def _conversion_options(command: Command) -> Command:
     for option in reversed(
         (
-            click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS)), default="mean",
+            click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)), default="mean",
                          show_default=True,
                          help="How heads are merged: their mean (the paper's method), the first, or random ones. For "
                          "llama, mistral and qwen2 also: aligned and then their mean, shared principal components "
                          "(pca), or these fitted to what attention computes (fit); queries and output projections "
-                         "change with them."),
+                         "change with them. auto tries these three on some of the calibration text and takes the best."),
             click.option("--renorm", type=click.Choice(RENORMS),
                          help="Give merged heads back their length (norm), or queries the spread of their logits "
                          "(spread).  [default: spread for aligned, pca and fit, else none]"),
@@ -163,13 +163,25 @@ def _convert(
 
     size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
-        by_layer = method in LAYER_METHODS
+        by_layer = method in (*LAYER_METHODS, AUTO)
         sample = read_sample(checkpoint, calibration, calibration_tokens) if by_layer and calibration != NONE else None
         recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, grouping, sample)
         recipe.check()
+        scores = {}
+        if method == AUTO:
+            choice = conversion.choose_recipe(checkpoint, n_kv_heads, recipe, quiet=as_json)
+            recipe, scores = choice.recipe, {"auto": choice.losses}
         plan = make_plan(checkpoint, n_kv_heads, recipe, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
-        summary |= {"left_out": checkpoint.left_out}
+        summary |= {"left_out": checkpoint.left_out, **scores}
+        if sample is not None:
+            from convert.estimate import calibration_seconds
+
+            summary["calibration_seconds"] = round(calibration_seconds(plan))
+            if not (dry_run or as_json):
+                click.echo(
+                    f"Calibrating takes about {terminal.duration(summary['calibration_seconds'])} here.", err=True
+                )
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
             (terminal.print_json if as_json else show.plan)(summary)

@@ -2,18 +2,23 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from convert import provenance, side_files
 from convert.execute import execute, total_bytes
-from convert.plan import Plan, fingerprint
+from convert.plan import Plan, fingerprint, make_plan
+from convert.recipe import Recipe
 from model import terminal
 from model.checkpoint import Checkpoint
 from model.checkpoint.folder import INDEX, json_text
 from model.checkpoint.writer import index_text
 from model.errors import CheckpointError
 from model.staging import Staging, sync_file, sync_folder, write_file
+
+if TYPE_CHECKING:
+    from convert.choose import Choice
 
 SPARE_BYTES = 16 << 20
 """Room for what is not weights and not counted: config, journal, folders."""
@@ -110,6 +115,16 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
     total = len(plan.layers) * sample.n_tokens
     with terminal.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
         calibrate_layers(checkpoint, plan.layers, sample, folder, progress)
+
+
+def choose_recipe(checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, quiet: bool) -> "Choice":
+    """Return the way to merge that `--method auto` finds best."""
+    from convert.choose import candidates, choose, work
+
+    plan = make_plan(checkpoint, n_kv_heads, replace(recipe, method="fit"), None)  # refuses what cannot be merged so
+    tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
+    with terminal.progress_bar("Choosing", work(checkpoint, tried), quiet, unit="tokens x layers") as progress:
+        return choose(checkpoint, plan.n_kv_heads, tried, progress)
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:

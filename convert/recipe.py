@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from convert.methods import CALIBRATED, LAYER_METHODS, REPEAT
+from convert.methods import AUTO, CALIBRATED, LAYER_METHODS, REPEAT
 from model.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Recipe:
     @property
     def by_layer(self) -> bool:
         """Whether queries and output projections change with the K/V heads."""
-        return self.method in LAYER_METHODS
+        return self.method in (*LAYER_METHODS, AUTO)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Recipe:
 
     def check(self) -> None:
         """Raise CheckpointError where the choices do not go together."""
-        if self.method in CALIBRATED and self.sample is None:
+        if self.method in (*CALIBRATED, AUTO) and self.sample is None:
             raise CheckpointError(f"--method {self.method} needs a calibration text; leave --calibration none out.")
         if self.refit and (self.sample is None or not self.by_layer):
             raise CheckpointError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")

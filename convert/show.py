@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from model.terminal import facts, size
+from model.terminal import duration, facts, size
 
 
 def inspection(found: dict[str, Any]) -> None:
@@ -62,9 +62,20 @@ def plan(planned: dict[str, Any]) -> None:
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             ("peak memory, estimate", size(planned["peak_memory_bytes"])),
+            *_calibration(planned),
             *_remarks(planned),
         ],
     )
+
+
+def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
+    scores = planned.get("auto", {})
+    rows = [("auto: loss of", ", ".join(f"{name} {loss:.3f}" for name, loss in scores.items()))] if scores else []
+    sample = planned.get("calibration")
+    if sample:
+        n_tokens = sample["windows"] * sample["window"]
+        rows.append(("calibration", f"{n_tokens:,} tokens, estimate {duration(planned['calibration_seconds'])}"))
+    return rows
 
 
 def _remarks(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import read_geometry
 from model.errors import CheckpointError
 from model.foreign import ForeignModel, load_foreign
-from model.llama import Block, LlamaForCausalLM
+from model.llama import Block, LlamaForCausalLM, RMSNorm
 from model.llama_config import NATIVE_FAMILIES, LlamaConfig, read_llama_config
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -58,6 +58,19 @@ def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block
 def load_embedding(checkpoint: Checkpoint) -> Tensor:
     """Load the embedding of an open checkpoint in its own dtype, [V, M]."""
     return _read(checkpoint, f"{_prefix(checkpoint)}embed_tokens.weight", None, "cpu")
+
+
+def load_last_norm(checkpoint: Checkpoint, config: LlamaConfig) -> RMSNorm:
+    """Load the norm before the head of an open checkpoint, in float32."""
+    norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    name = f"{_prefix(checkpoint)}norm.weight"
+    _put(norm, "weight", _read_checked(checkpoint, name, norm.weight, torch.float32, "cpu"))
+    return norm.eval()
+
+
+def load_head(checkpoint: Checkpoint, config: LlamaConfig) -> Tensor:
+    """Load the head's matrix of an open checkpoint in its own dtype, [V, M]; the embedding where they are tied."""
+    return load_embedding(checkpoint) if config.tied else _read(checkpoint, HEAD, None, "cpu")
 
 
 def _prefix(checkpoint: Checkpoint) -> str:

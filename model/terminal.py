@@ -71,6 +71,13 @@ def size(n: float) -> str:
     return f"{n:.4g} TB"
 
 
+def duration(seconds: float) -> str:
+    """Write a time as people say it."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
 @contextmanager
 def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Callable[[float], None]]:
     """Show a bar on stderr; nothing where that is no terminal, or when `quiet`."""

@@ -32,6 +32,8 @@ METHODS = ("mean", "first", "random")
 LAYER_METHODS = ("aligned", "pca", "fit")
 CALIBRATED = ("fit",)
 """Those of them that mean nothing on weights alone."""
+AUTO = "auto"
+"""What stands for the method that does best on a part of the calibration text."""
 REPEAT = "repeat"
 """What a conversion to more heads says instead of a method: each head stands there several times, nothing is merged."""
 

@@ -166,3 +166,41 @@ def test_mean_with_its_norm_back(convert, source, tmp_path):
     found = tiny.tensors(out)["model.layers.0.self_attn.k_proj.weight"]
     assert torch.equal(found.view(2, -1), wanted.to(torch.bfloat16))
     assert json.loads(convert("verify", source, out, "--json").out)["ok"]
+
+
+def test_auto_takes_what_predicts_best(convert, source, tmp_path):
+    out = tmp_path / "out"
+    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 2048)
+    result = convert("mha-to-gqa", source, out, *options, "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert set(found["auto"]) == {"aligned", "pca", "fit", "fit, similar heads grouped"}
+    best, _, grouped = min(found["auto"], key=found["auto"].__getitem__).partition(", ")
+    for made in (found, record(out)):
+        assert (made["method"], made["grouping"]) == (best, "similar" if grouped else "contiguous")
+        assert made["calibration"]["windows"] == 32
+    assert json.loads(convert("verify", source, out, "--json").out)["ok"]
+    plain = ("--groups", 2, "--method", best, "--group-heads", record(out)["grouping"], "--calibration-tokens", 2048)
+    assert convert("mha-to-gqa", source, tmp_path / "plain", *plain).code == 0
+    assert tiny.snapshot(tmp_path / "plain") == tiny.snapshot(out)
+
+
+def test_the_score_is_the_models_loss(convert, source, tmp_path, text, monkeypatch):
+    """What `auto` says of a merge is what transformers measures on the windows held out."""
+    from transformers import AutoModelForCausalLM
+
+    from convert import choose
+    from convert.sample import read_sample
+    from model.checkpoint import open_checkpoint
+
+    given = ("--groups", 1, "--calibration-tokens", 1024, "--calibration", text)
+    result = convert("mha-to-gqa", source, tmp_path / "auto", "--method", "auto", *given, "--json")
+    with open_checkpoint(source) as checkpoint:
+        fitting, scoring = choose.divided(read_sample(checkpoint, str(text), 1024))
+    monkeypatch.setattr("convert.sample.read_sample", lambda *rest: fitting)
+    assert convert("mha-to-gqa", source, tmp_path / "pca", "--method", "pca", *given).code == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "pca", dtype=torch.float32).eval()
+    ids = torch.from_numpy(scoring.ids_NT)
+    with torch.inference_mode():
+        loss = float(model(ids, labels=ids).loss)
+    assert json.loads(result.out)["auto"]["pca"] == pytest.approx(loss, abs=1e-5)

@@ -10,7 +10,7 @@ from scrambling import logits, scrambled
 from tokenizers_ import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from convert import calibration
+from convert import calibration, layer_walk
 from convert.attention import Real
 from convert.layer_merge import load_layer
 from convert.moments import Moments
@@ -121,7 +121,7 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
 def test_states_are_the_models(tmp_path, watched):
     """What the pass hands from layer to layer is what the model hands on."""
     folder, kept = source_folder(tmp_path / "source"), {}
-    unlink = calibration._states
+    states = layer_walk._states
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with open_checkpoint(folder) as checkpoint:
         sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
@@ -129,16 +129,16 @@ def test_states_are_the_models(tmp_path, watched):
 
         def progress(n):
             for index in range(len(plan.layers) + 1):
-                path = unlink(tmp_path / "scratch", index)
+                path = states(tmp_path / "scratch", index)
                 if path.exists():
                     kept[index] = np.load(path)
 
         calibration.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", progress)
     with torch.inference_mode():
-        states = model(torch.from_numpy(sample.ids_NT), output_hidden_states=True).hidden_states
+        hidden = model(torch.from_numpy(sample.ids_NT), output_hidden_states=True).hidden_states
     assert set(kept) >= set(range(len(plan.layers)))
     for index in range(len(plan.layers)):
-        assert np.abs(kept[index] - states[index].numpy()).max() < 1e-5
+        assert np.abs(kept[index] - hidden[index].numpy()).max() < 1e-5
 
 
 def test_stopped_anywhere_it_goes_on_to_the_same(tmp_path):

@@ -1,0 +1,107 @@
+"""`--method auto`: try some ways to merge on a part of the calibration text; take what predicts the rest best."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import nn
+
+from convert.calibration import calibrate_layers
+from convert.layer_merge import LayerMerge, load_layer
+from convert.layer_walk import Layer, Progress, last_states, walk
+from convert.plan import make_plan
+from convert.recipe import Recipe
+from convert.sample import Sample
+from model.checkpoint import Checkpoint
+from model.llama import RMSNorm
+from model.llama_config import read_llama_config
+from model.loading import load_head, load_last_norm
+from model.loss import chunked_cross_entropy
+
+TOKENS = 16_384
+"""Of the calibration text, or all where it is shorter."""
+HELD_OUT = 4
+"""The share that scores: one of so many windows."""
+_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best way to merge, and the loss that each had on held-out windows, in nats per token."""
+
+    recipe: Recipe
+    losses: dict[str, float]
+
+
+def candidates(recipe: Recipe, can_group: bool) -> dict[str, Recipe]:
+    """Return what `auto` tries, by name. Which heads share a group matters where there are several and not all."""
+    found = {method: replace(recipe, method=method) for method in ("aligned", "pca", "fit")}
+    if can_group:
+        found["fit, similar heads grouped"] = replace(recipe, method="fit", grouping="similar")
+    return found
+
+
+def choose(checkpoint: Checkpoint, n_kv_heads: int, tried: dict[str, Recipe], progress: Progress) -> Choice:
+    """Return the best of some recipes that share a calibration text. Progress counts tokens, `work` of them."""
+    sample = next(iter(tried.values())).sample
+    assert sample is not None
+    fitting, scoring = divided(sample)
+    losses = {}
+    for name, recipe in tried.items():
+        merges = make_plan(checkpoint, n_kv_heads, replace(recipe, sample=fitting), None).layers
+        with TemporaryDirectory() as scratch:
+            calibrate_layers(checkpoint, merges, fitting, Path(scratch) / "merged", progress)
+            losses[name] = score(checkpoint, merges, Path(scratch) / "merged", scoring, Path(scratch), progress)
+    return Choice(tried[min(losses, key=losses.__getitem__)], losses)
+
+
+def work(checkpoint: Checkpoint, tried: dict[str, Recipe]) -> int:
+    """Return how many tokens pass through layers in all."""
+    sample = next(iter(tried.values())).sample
+    assert sample is not None
+    return len(tried) * read_llama_config(checkpoint.config).n_layers * sum(part.n_tokens for part in divided(sample))
+
+
+def divided(sample: Sample) -> tuple[Sample, Sample]:
+    """Return the windows to merge by, and those to score on."""
+    assert sample.ids_NT is not None
+    ids_NT = sample.ids_NT[: max(HELD_OUT, TOKENS // sample.window)]
+    held_N = np.arange(len(ids_NT)) % HELD_OUT == HELD_OUT - 1
+    parts = (ids_NT[~held_N], ids_NT[held_N])
+    first, second = (replace(sample, n_windows=len(part), ids_NT=part) for part in parts)
+    return first, second
+
+
+def score(
+    checkpoint: Checkpoint, merges: list[LayerMerge], merged: Path, sample: Sample, scratch: Path, progress: Progress
+) -> float:
+    """Return the loss of the model with its merged layers, in nats per token."""
+    for layer in walk(checkpoint, sample, scratch, progress):
+        _put(layer, checkpoint, merges[layer.index], merged)
+    config = read_llama_config(checkpoint.config)
+    norm, head_VM = load_last_norm(checkpoint, config), load_head(checkpoint, config).float()
+    return _loss(np.load(last_states(checkpoint, scratch), mmap_mode="r"), norm, head_VM, sample)
+
+
+def _put(layer: Layer, checkpoint: Checkpoint, merge: LayerMerge, merged: Path) -> None:
+    """Give a block its merged weights."""
+    tensors = load_layer(checkpoint, merge, merged).tensors
+    for name, values in tensors.items():
+        *_, part, leaf = name.split(".")
+        parameter = nn.Parameter(torch.from_numpy(values.astype(np.float32)))
+        setattr(layer.block.self_attn.get_submodule(part), leaf, parameter)
+
+
+def _loss(states_NTM: np.ndarray, norm: RMSNorm, head_VM: torch.Tensor, sample: Sample) -> float:
+    assert sample.ids_NT is not None
+    total = n = 0.0
+    with torch.inference_mode():
+        for start in range(0, len(states_NTM), _BATCH):
+            rows = slice(start, start + _BATCH)
+            hidden_BTM = norm(torch.from_numpy(states_NTM[rows].copy()))
+            targets_BT = torch.from_numpy(sample.ids_NT[rows])[:, 1:]
+            loss, count = chunked_cross_entropy(hidden_BTM[:, :-1].flatten(0, 1), head_VM, targets_BT.flatten())
+            total, n = total + float(loss), n + int(count)
+    return total / n

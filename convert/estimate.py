@@ -1,0 +1,42 @@
+"""How long calibrating will take: its multiplications, at the speed this machine does them."""
+
+import time
+from math import prod
+
+import torch
+
+from convert.calibration import KEY_QUERIES
+from convert.plan import Plan
+
+_SIZE, _TIMES = 1024, 4
+
+
+def calibration_seconds(plan: Plan) -> float:
+    """Return an estimate in seconds; half or twice as long is possible. Takes a tenth of a second."""
+    return calibration_operations(plan) / _operations_per_second()
+
+
+def calibration_operations(plan: Plan) -> float:
+    """Return floating-point operations: layers passing the text, heads looked at on the way, matrices decomposed."""
+    sample, geometry = plan.recipe.sample, plan.geometry
+    if sample is None or not plan.layers:
+        return 0.0
+    numbers = sum(prod(t.shape) for name, t in plan.tensors.items() if "layers." in name) / geometry.n_layers
+    heads = geometry.n_heads * geometry.head_dim
+    attention = 4 * sample.window * heads
+    width = geometry.n_kv_heads // plan.n_kv_heads * geometry.head_dim
+    keys = 2 * plan.n_kv_heads * KEY_QUERIES * sample.window * width**2
+    passes = 2.3 if plan.recipe.refit else 1.3
+    solving = 60 * plan.n_kv_heads * width**3
+    layer = sample.n_tokens * (2 * numbers + passes * attention + (passes - 1) * 8 * heads * geometry.hidden_size)
+    return geometry.n_layers * (layer + keys + solving)
+
+
+def _operations_per_second() -> float:
+    """Measure a matrix product in float32."""
+    a = torch.ones(_SIZE, _SIZE)
+    a @ a
+    started = time.perf_counter()
+    for _ in range(_TIMES):
+        a @ a
+    return _TIMES * 2 * _SIZE**3 / (time.perf_counter() - started)
