@@ -56,7 +56,7 @@ def _conversion_options(command: Command) -> Command:
                          help="How heads are merged: their mean (the paper's method), the first, or random ones. For "
                          "llama, mistral and qwen2 also: aligned and then their mean, shared principal components "
                          "(pca), or these fitted to what attention computes (fit); queries and output projections "
-                         "change with them. auto tries these three on some of the calibration text and takes the best."),
+                         "change with them. auto tries the latter three on some of the text and takes the best."),
             click.option("--renorm", type=click.Choice(RENORMS),
                          help="Give merged heads back their length (norm), or queries the spread of their logits "
                          "(spread).  [default: spread for aligned, pca and fit, else none]"),

@@ -22,7 +22,7 @@ from model.errors import CheckpointError
 DEFAULT_SHARD_SIZE = 5_000_000_000
 MERGE_MEMORY = 256_000_000
 """Bytes that the groups being merged at the same moment may take together."""
-_INTERPRETER = 40_000_000
+_INTERPRETER, _TORCH = 40_000_000, 450_000_000
 _SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
 """What a worker needs beside its group, and where the source stores tensors in another form than the output."""
 
@@ -92,7 +92,15 @@ class Plan:
     def peak_memory(self, wanted_workers: int) -> int:
         """Estimate the peak of anonymous memory in bytes: per worker a group, its merged head and some scratch."""
         per_worker = 2 * self.largest_group + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
-        return _INTERPRETER + self.reader_bytes + self.workers(wanted_workers) * per_worker
+        merging = _INTERPRETER + self.reader_bytes + self.workers(wanted_workers) * per_worker
+        return max(merging, self._calibration_memory()) if self.recipe.sample else merging
+
+    def _calibration_memory(self) -> int:
+        """Estimate what running one layer takes: its weights in float32, its attention and its moments in float64."""
+        layer = sum(t.nbytes for name, t in self.tensors.items() if "layers." in name) // self.geometry.n_layers
+        width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
+        moments = 8 * self.n_kv_heads * width**2
+        return _TORCH + self.reader_bytes + 2 * layer + 4 * (self.largest_group // 2 + moments)
 
     def summary(self, wanted_workers: int) -> dict[str, Any]:
         """Return the plan in numbers, for `--dry-run` and `--json`."""
