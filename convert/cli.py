@@ -7,13 +7,17 @@ Exit codes: 0 success; 1 reading or writing failed midway (the same command cont
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from convert.methods import AUTO, LAYER_METHODS, METHODS, REPEAT
 from convert.recipe import GROUPINGS, NONE, RENORMS
 from model import terminal
+
+if TYPE_CHECKING:
+    from convert.head_report import HeadReport
+    from model.checkpoint import Checkpoint
 
 DIFFERENT = 3
 WORKERS = 4
@@ -198,8 +202,13 @@ def _convert(
 
 @cli.command()
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def inspect(source: Path, as_json: bool) -> None:
+@click.option("--heads", is_flag=True,
+              help="Also show how alike the K/V heads of each layer are, and what merging them would lose (llama, "
+              "mistral, qwen2). Reads all attention weights.")  # fmt: skip
+@click.option("--figure", type=click.Path(path_type=Path), metavar="FILE.png",
+              help="Draw what --heads finds.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+def inspect(source: Path, heads: bool, figure: Path | None, as_json: bool) -> None:
     """Show the geometry of SOURCE, and what --groups can be.
 
     For each number of groups: the size, the KV cache, and the tensor-parallel sizes it allows.
@@ -208,8 +217,37 @@ def inspect(source: Path, as_json: bool) -> None:
     from convert.inspection import inspect
     from model.checkpoint import open_checkpoint
 
+    if figure is not None and not heads:
+        raise click.UsageError("--figure draws what --heads finds; give --heads too.")
     with open_checkpoint(source) as checkpoint:
-        (terminal.print_json if as_json else show.inspection)(inspect(checkpoint))
+        found = inspect(checkpoint)
+        report = _look_at_heads(checkpoint, figure, as_json) if heads else None
+    if as_json:
+        terminal.print_json(found if report is None else {**found, "heads": report.record})
+        return
+    show.inspection(found)
+    if report is not None:
+        from convert import show_heads
+
+        show_heads.heads(report)
+    if figure is not None:
+        click.echo(f"\nWrote {figure}.")
+
+
+def _look_at_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -> "HeadReport":
+    from convert import figure_file
+    from convert.head_report import head_layers, report_heads
+
+    if figure is not None:
+        figure_file.check(figure)
+    merges = head_layers(checkpoint)
+    with terminal.progress_bar("Comparing heads", len(merges), quiet, unit="layers") as progress:
+        report = report_heads(checkpoint, merges, progress)
+    if figure is not None:
+        from convert.head_figure import draw_png
+
+        figure_file.write(figure, draw_png(report, checkpoint.path.resolve().name))
+    return report
 
 
 @cli.command()

@@ -41,7 +41,13 @@ def similar_order(whole: Moments, n_groups: int) -> list[int]:
 
 
 def similarity(whole: Moments) -> Real:
-    """Return how alike each two heads can be made: cosines of keys and of values after alignment, in the mean, [K, K].
+    """Return how alike each two heads can be made: cosines of keys and of values in the mean, [K, K]."""
+    keys_KK, values_KK = similarities(whole)
+    return (keys_KK + values_KK) / 2
+
+
+def similarities(whole: Moments) -> tuple[Real, Real]:
+    """Return the cosines of each two key heads and of each two value heads after alignment, [K, K] each.
 
     Two keys are turned plane by plane, two value heads by a rotation (Jin et al., arXiv:2412.20677, section 3).
     """
@@ -51,7 +57,7 @@ def similarity(whole: Moments) -> Real:
     still = slice(2 * whole.n_planes, size)
     keys_KK = np.abs(planes_PKK).sum(axis=0) + _nuclear(keys_KDKD[:, still, :, still])
     values_KK = _nuclear(whole.values_FF.reshape(n, size, n, size))
-    return (_cosines(keys_KK) + _cosines(values_KK)) / 2
+    return _cosines(keys_KK), _cosines(values_KK)
 
 
 def _nuclear(heads_KDKD: Real) -> Real:

@@ -69,6 +69,24 @@ def of_weights(group: LayerAttention, root_XX: Real | None = None) -> Moments:
     return without_coupling(found)
 
 
+def split(whole: Moments, n_groups: int) -> list[Moments]:
+    """Return the moments of each group of neighbours, of a whole layer's; they are views."""
+    n_queries, n_rows = len(whole.queries_HDD) // n_groups, len(whole.keys_FF) // n_groups
+    found = []
+    for g in range(n_groups):
+        queries, rows = slice(g * n_queries, (g + 1) * n_queries), slice(g * n_rows, (g + 1) * n_rows)
+        found.append(
+            replace(
+                whole,
+                queries_HDD=whole.queries_HDD[queries],
+                keys_FF=whole.keys_FF[rows, rows],
+                values_FF=whole.values_FF[rows, rows],
+                outputs_HDD=whole.outputs_HDD[queries],
+            )
+        )
+    return found
+
+
 def without_coupling(moments: Moments) -> Moments:
     """Return the moments with those between different planes of keys set to 0, as if all distances were as frequent."""
     kept_FF = np.zeros_like(moments.keys_FF)
@@ -128,21 +146,33 @@ def apply(group: LayerAttention, maps: Maps) -> LayerAttention:
 
 def lost_logits(moments: Moments, maps: Maps) -> float:
     """Return the share of the attention logits' variance that the shared key does not give back."""
-    backs = maps.queries_HDD.transpose(0, 2, 1) @ maps.keys_DF
-    return _lost(moments, moments.queries_HDD, moments.keys_FF, backs)
+    backs_HDD = maps.queries_HDD.transpose(0, 2, 1)
+    return _lost(moments, moments.queries_HDD, moments.keys_FF, backs_HDD, maps.keys_DF)
 
 
 def lost_output(moments: Moments, maps: Maps) -> float:
     """Return the share of the output's energy that the shared value head does not give back, head by head."""
-    return _lost(moments, moments.outputs_HDD, moments.values_FF, maps.outputs_HDD @ maps.values_DF)
+    return _lost(moments, moments.outputs_HDD, moments.values_FF, maps.outputs_HDD, maps.values_DF)
 
 
-def _lost(moments: Moments, metric_HDD: Real, heads_FF: Real, backs_HDF: Real) -> float:
-    lost = whole = 0.0
-    for head, (metric_DD, back_DF) in enumerate(zip(metric_HDD, backs_HDF, strict=True)):
-        own_DF = selected(moments, head)
-        error_DF = own_DF - back_DF
-        lost += float(np.einsum("de,ef,fg,dg->", metric_DD, error_DF, heads_FF, error_DF, optimize=True))
-        own_DD = heads_FF[moments.key_of(head), moments.key_of(head)]
-        whole += float(np.einsum("de,de->", metric_DD, own_DD))
+def energies(moments: Moments) -> tuple[float, float]:
+    """Return what `lost_logits` and `lost_output` are shares of."""
+    return (
+        _energy(moments, moments.queries_HDD, moments.keys_FF),
+        _energy(moments, moments.outputs_HDD, moments.values_FF),
+    )
+
+
+def _lost(moments: Moments, metric_HDD: Real, heads_FF: Real, backs_HDD: Real, shared_DF: Real) -> float:
+    lost, whole = 0.0, _energy(moments, metric_HDD, heads_FF)
+    given_DF = shared_DF @ heads_FF  # once, since it is the most work by far
+    for head, (metric_DD, back_DD) in enumerate(zip(metric_HDD, backs_HDD, strict=True)):
+        error_DF = selected(moments, head) - back_DD @ shared_DF
+        missing_DF = heads_FF[moments.key_of(head)] - back_DD @ given_DF  # the error, of the heads
+        lost += float(np.einsum("de,ef,df->", metric_DD, missing_DF, error_DF, optimize=True))
     return lost / whole if whole > 0 else 0.0
+
+
+def _energy(moments: Moments, metric_HDD: Real, heads_FF: Real) -> float:
+    owns = (heads_FF[moments.key_of(head), moments.key_of(head)] for head in range(len(metric_HDD)))
+    return sum(float(np.einsum("de,de->", *pair)) for pair in zip(metric_HDD, owns, strict=True))
