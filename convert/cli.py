@@ -161,15 +161,15 @@ def _convert(
     from convert import conversion, show
     from convert.plan import make_plan
     from convert.recipe import Recipe
-    from convert.sample import read_sample
     from model.checkpoint import open_checkpoint
     from model.checkpoint.writer import parse_size
 
     size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         by_layer = method in (*LAYER_METHODS, AUTO)
-        sample = read_sample(checkpoint, calibration, calibration_tokens) if by_layer and calibration != NONE else None
-        recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, grouping, sample)
+        recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, grouping)
+        if by_layer and calibration != NONE:
+            recipe = conversion.calibrated(checkpoint, n_kv_heads, recipe, calibration, calibration_tokens)
         recipe.check()
         scores = {}
         if method == AUTO:
@@ -178,7 +178,7 @@ def _convert(
         plan = make_plan(checkpoint, n_kv_heads, recipe, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
         summary |= {"left_out": checkpoint.left_out, **scores}
-        if sample is not None:
+        if recipe.sample is not None:
             from convert.estimate import calibration_seconds
 
             summary["calibration_seconds"] = round(calibration_seconds(plan))

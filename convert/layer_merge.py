@@ -28,6 +28,7 @@ class LayerMerge:
     """One layer's attention, by the names of its tensors."""
 
     recipe: Recipe
+    n_planes: int
     sizes: Sizes
     n_kv_heads: int
     weights: tuple[str, str, str, str]
@@ -165,7 +166,7 @@ def _attention(source: dict[str, Real], merge: LayerMerge) -> LayerAttention:
         rows = [np.column_stack([weight, source[name]]) for weight, name in zip(rows, merge.biases, strict=True)]
     q_HDX, k_KDX, v_KDX = (weight.reshape(-1, sizes.head_dim, weight.shape[1]) for weight in rows)
     o_HMD = source[merge.weights[3]].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
-    return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, sizes.head_dim // 2)
+    return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_planes)
 
 
 def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from convert.sample import Sample
 from model.attention import Mask
 from model.checkpoint import Checkpoint
+from model.errors import CheckpointError
 from model.llama import Block, Rotation
 from model.llama_config import LlamaConfig, read_llama_config
 from model.loading import load_block, load_embedding
@@ -82,6 +83,14 @@ def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progres
             yield layer
             _advance(layer, folder, progress)
             _states(folder, index).unlink()
+
+
+def check_can_walk(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where the project's own code cannot run the model."""
+    try:
+        read_llama_config(checkpoint.config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Merge by the weights alone: --calibration none.") from error
 
 
 def last_states(checkpoint: Checkpoint, folder: Path) -> Path:

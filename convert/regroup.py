@@ -13,8 +13,11 @@ from model.config import Geometry
 from model.errors import CheckpointError
 from model.layout import Heads
 
-ROTATING = ("llama", "mistral", "qwen2")
-"""The families that `Family.rotates_halves`, for messages."""
+ROTATING = (
+    "arcee", "gemma", "gemma2", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "nemotron", "phi",
+    "qwen2", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""The families of which `Family.rotated` is known, for messages."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def _regroup_layers(
     geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
 ) -> dict[str, Regrouped]:  # fmt: skip
     family, sizes = geometry.attention.family, geometry.attention.sizes
-    if not family.rotates_halves or family.head_norms is not None:
+    if geometry.n_planes is None:
         raise CheckpointError(
             f"--method {recipe.method} turns heads before it merges them, which is known to leave the model as it is "
             f"for {', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
@@ -91,7 +94,12 @@ def _regroup_layers(
         biases = tuple(name for part in parts if (name := f"{place}{part}.bias") in tensors)
         if len(biases) not in (0, 3):
             raise CheckpointError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
-        merge = LayerMerge(recipe, sizes, n_kv_heads, (q, k, v, o), biases)
+        if norms := [name for name in tensors if name.startswith(place) and "norm" in name]:
+            raise CheckpointError(
+                f"--method {recipe.method} turns heads before it merges them, but {norms[0]} works on each dimension "
+                f"of queries or keys; choose {', '.join(METHODS)}."
+            )
+        merge = LayerMerge(recipe, geometry.n_planes, sizes, n_kv_heads, (q, k, v, o), biases)
         for name in (*merge.weights, *biases):
             part = name.removeprefix(place).rpartition(".")[0]
             tensor = tensors[name]

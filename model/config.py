@@ -27,6 +27,8 @@ class Geometry:
     hidden_size: int
     attention: Attention
     """Everything that depends on the number of K/V heads, layer by layer."""
+    n_planes: int | None
+    """How many pairs of a head's dimensions are rotated by position; None where it is not known how."""
     text_config: str | None = None
     """The key of `config.json` under which the language model's config stands; None if at the top."""
 
@@ -74,8 +76,19 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     attention = find_attention(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
     return Geometry(
-        found.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention, found.text_config
-    )
+        found.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
+        _n_planes(config, family, head_dim), found.text_config,
+    )  # fmt: skip
+
+
+def _n_planes(config: Mapping[str, Any], family: Family, head_dim: int) -> int | None:
+    if family.rotated in (None, 1.0):
+        return None if family.rotated is None else head_dim // 2
+    share = _get(config, "rope_parameters.partial_rotary_factor") or _get(config, "partial_rotary_factor")
+    share = family.rotated if share is None else share
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise CheckpointError(f"config.json has partial_rotary_factor = {share!r}; it must be between 0 and 1.")
+    return int(head_dim * share) // 2
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:

@@ -16,18 +16,22 @@ def logits(folder):
         return model(input_ids=IDS).logits
 
 
-def scrambled(source, folder, n_kv_heads):
+def scrambled(source, folder, n_kv_heads, share=1.0, output="o_proj"):
     """Write the model `source`, each K/V head once for each query head, all in coordinates of their own.
 
-    With torch and complex numbers, not with the code that is tested.
+    With torch and complex numbers, not with the code that is tested. `share` of a head is rotated by position; the rest
+    of a key is turned in any way.
     """
     tensors, generator = tiny.tensors(source), torch.Generator().manual_seed(0)
     for stem in {name.rpartition("k_proj")[0] for name in tensors if name.endswith("k_proj.weight")}:
         times = tiny.N_HEADS // n_kv_heads
         head_dim = len(tensors[f"{stem}q_proj.weight"]) // tiny.N_HEADS
-        angles = torch.rand(tiny.N_HEADS, head_dim // 2, 1, generator=generator, dtype=torch.float64) * 6.28
+        rotated = int(head_dim * share)
+        angles = torch.rand(tiny.N_HEADS, rotated // 2, 1, generator=generator, dtype=torch.float64) * 6.28
         turns = torch.polar(torch.ones_like(angles), angles)
         maps = torch.linalg.qr(torch.randn(tiny.N_HEADS, head_dim, head_dim, generator=generator).double())[0]
+        still = head_dim - rotated
+        turns_still = torch.linalg.qr(torch.randn(tiny.N_HEADS, still, still, generator=generator).double())[0]
         for part in ("q_proj", "k_proj", "v_proj"):
             for kind in ("weight", "bias"):
                 name = f"{stem}{part}.{kind}"
@@ -39,15 +43,17 @@ def scrambled(source, folder, n_kv_heads):
                 if part == "v_proj":
                     heads = maps @ heads
                 else:
-                    turned = torch.complex(*heads.chunk(2, dim=1)) * turns
-                    heads = torch.cat([turned.real, turned.imag], dim=1)
+                    turned = torch.complex(*heads[:, :rotated].chunk(2, dim=1)) * turns
+                    heads = torch.cat([turned.real, turned.imag, turns_still @ heads[:, rotated:]], dim=1)
                 shape = (-1, *tensors[name].shape[1:])
                 tensors[name] = heads.flatten(0, 1).reshape(shape).float().contiguous()
-        name = f"{stem}o_proj.weight"
+        name = f"{stem}{output}.weight"
         read = tensors[name].double().unflatten(1, (tiny.N_HEADS, head_dim))
         tensors[name] = torch.einsum("mhd,hed->mhe", read, maps).flatten(1).float().contiguous()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in source.glob("generation_config.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": tiny.N_HEADS}))
     return folder

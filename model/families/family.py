@@ -110,9 +110,10 @@ class Family:
     """Whether its rows are all queries, all keys, all values; or, group by group, the queries of a group, its key and
     its value. (Where each query head has a K/V head, the latter is query, key, value of one head after another.)"""
     head_norms: HeadNorms | None = None
-    rotates_halves: bool = False
-    """Whether all of a head is rotated by position, dimension i with i + head_dim / 2, and nothing else is done to
-    queries and keys: what methods must know that align heads before they merge them."""
+    rotated: float | None = None
+    """How much of a head is rotated by position, its first dimensions, i with i + half of them, where nothing else but
+    optional norms is done to queries and keys: what methods must know that align heads before they merge them. Less
+    than 1 is what the class assumes where the config's `partial_rotary_factor` is absent."""
     not_per_head: tuple[str, ...] = ()
     """Further parts, which do not depend on the number of heads and are copied."""
     switch: Switch | None = None

@@ -2,4 +2,4 @@
 
 from model.families.family import Family
 
-FAMILY = Family("granitemoe", absent_n_kv_heads="n_heads")
+FAMILY = Family("granitemoe", absent_n_kv_heads="n_heads", rotated=1.0)

@@ -2,4 +2,4 @@
 
 from model.families.family import Family
 
-FAMILY = Family("mixtral", absent_n_kv_heads=8, null_n_kv_heads="refused")
+FAMILY = Family("mixtral", absent_n_kv_heads=8, null_n_kv_heads="refused", rotated=1.0)

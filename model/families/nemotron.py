@@ -2,4 +2,4 @@
 
 from model.families.family import Family
 
-FAMILY = Family("nemotron", absent_n_kv_heads="refused", null_n_kv_heads="refused")
+FAMILY = Family("nemotron", absent_n_kv_heads="refused", null_n_kv_heads="refused", rotated=0.5)

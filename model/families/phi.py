@@ -3,4 +3,4 @@
 from model.families.family import Family
 
 NORMS = tuple(f"{name}_layernorm.{kind}" for name in "qk" for kind in ("weight", "bias"))
-FAMILY = Family("phi", absent_n_kv_heads="n_heads", output="dense", not_per_head=NORMS)
+FAMILY = Family("phi", absent_n_kv_heads="n_heads", output="dense", not_per_head=NORMS, rotated=0.5)

@@ -2,4 +2,4 @@
 
 from model.families.family import Family
 
-FAMILY = Family("qwen2_moe", absent_n_kv_heads=16, null_n_kv_heads="refused")
+FAMILY = Family("qwen2_moe", absent_n_kv_heads=16, null_n_kv_heads="refused", rotated=1.0)

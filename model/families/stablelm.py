@@ -3,4 +3,4 @@
 from model.families.family import Family, HeadNorms
 
 NORMS = HeadNorms("q_layernorm", "k_layernorm", "list")
-FAMILY = Family("stablelm", absent_n_kv_heads=32, null_n_kv_heads="refused", head_norms=NORMS)
+FAMILY = Family("stablelm", absent_n_kv_heads=32, null_n_kv_heads="refused", head_norms=NORMS, rotated=0.25)

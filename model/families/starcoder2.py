@@ -2,4 +2,4 @@
 
 from model.families.family import Family
 
-FAMILY = Family("starcoder2", absent_n_kv_heads=2, null_n_kv_heads="refused")
+FAMILY = Family("starcoder2", absent_n_kv_heads=2, null_n_kv_heads="refused", rotated=1.0)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from scrambling import logits, scrambled
 
+from convert.regroup import ROTATING
 from model.families import load_family
 
 METHODS = ("aligned", "pca")
@@ -75,19 +76,61 @@ def test_verify_sees_a_changed_query(convert, tmp_path, method):
     assert (result.code, "q_proj.weight differs from the one recomputed" in result.err) == (3, True)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi", "olmo2", "phi3"])
+OTHERS = tuple(f for f in ROTATING if f not in ("llama", "mistral", "qwen2"))
+SHARES = {"phi": 0.5, "stablelm": 0.25, "nemotron": 0.5}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_merge_without_loss_too(convert, tmp_path, family, method):
+    """Those whose heads are rotated in part too: the rest of a key may be turned in any way."""
+    size = {"hidden_size": 128, "head_dim": 16, "initializer_range": 0.15}
+    source = tiny.save(tiny.build(family, num_key_value_heads=2, **size), tmp_path / "source")
+    output = "dense" if family == "phi" else "o_proj"
+    many = scrambled(source, tmp_path / "many", 2, SHARES.get(family, 1.0), output)
+    expected = logits(source)
+    assert (logits(many) - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert convert("mha-to-gqa", many, tmp_path / "mean", "--groups", 2).code == 0
+    assert (logits(tmp_path / "mean") - expected).abs().max() > 1e-2 * expected.abs().max()
+    result = convert("mha-to-gqa", many, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS)
+    assert result.code == 0, result.err
+    assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_a_partial_rotation_is_read_from_the_config(convert, tmp_path):
+    source = tiny.save(tiny.build("phi", hidden_size=64, partial_rotary_factor=0.25), tmp_path / "source")
+    tiny.edit_config(source, partial_rotary_factor=1.5, rope_parameters=None)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
+        "partial_rotary_factor = 1.5; it must be between 0 and 1"
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "phi3", "cohere", "gpt_oss"])
 def test_families_whose_heads_cannot_be_turned_like_that(convert, tmp_path, family):
     source = tiny.save(tiny.build(family), tmp_path / "source")
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
-        f"for llama, mistral, qwen2, not for model_type {family!r}; choose mean, first, random."
+        f"not for model_type {family!r}; choose mean, first, random."
     )
     assert not (tmp_path / "out").exists()
 
 
-def test_the_families_named_are_those_that_rotate():
-    from convert.regroup import ROTATING
+@pytest.mark.parametrize(("family", "changes"), [("phi", {"qk_layernorm": True}), ("stablelm", {"qk_layernorm": True})])
+def test_norms_on_queries_and_keys(convert, tmp_path, family, changes):
+    source = tiny.save(tiny.build(family, **changes), tmp_path / "source")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
+        "works on each dimension of queries or keys; choose mean, first, random."
+    )
 
-    assert tuple(f for f in tiny.STOCK if getattr(load_family(f), "rotates_halves", False)) == ROTATING
+
+def test_only_native_families_are_calibrated(convert, tmp_path):
+    source = tiny.save(tiny.build("gemma"), tmp_path / "source")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca").refused(
+        "'gemma' has no native code; implemented are: llama, mistral, qwen2. Merge by the weights alone: --calibration"
+    )
+
+
+def test_the_families_named_are_those_that_rotate():
+    assert tuple(f for f in sorted(tiny.STOCK) if getattr(load_family(f), "rotated", None)) == ROTATING
 
 
 @pytest.mark.parametrize("method", METHODS)
