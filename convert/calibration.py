@@ -16,14 +16,17 @@ from torch import Tensor
 
 from convert.attention import LayerAttention, Real
 from convert.grouping import reorder, similar_order
-from convert.layer_merge import LayerMerge, finish_layer, merge_attention, read_attention, save_layer
+from convert.layer_merge import LayerMerge, apply_maps, finish_layer, merge_attention, read_attention, save_layer
 from convert.layer_walk import Layer, Progress, last_states, walk
+from convert.methods import fit
 from convert.moments import Moments, of_weights
-from convert.refit import refit_output
+from convert.recipe import Recipe
+from convert.refit import held_out_error, refit_output
 from convert.sample import Sample
 from model.attention import attend
 from model.checkpoint import Checkpoint
 from model.rope import rotate
+from model.staging import sync_folder
 
 KEY_QUERIES = 1024
 """Queries of a group from which its keys are looked at, over the whole text."""
@@ -44,6 +47,7 @@ def calibrate_layers(
     for layer in walk(checkpoint, sample, folder, progress):
         assert f"layers.{layer.index}." in merges[layer.index].weights[0]
         _merge(checkpoint, merges[layer.index], layer, folder)
+    sync_folder(folder)
     (folder / "finished").touch()
     last_states(checkpoint, folder).unlink()
 
@@ -58,10 +62,21 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
     for x_BTM in layer.inputs():
         sums.add(x_BTM)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
-    after = merge_attention(before, sums.moments(outputs_HDD, before.n_planes), merge.recipe)
+    after = _best(layer, before, sums.moments(outputs_HDD, before.n_planes), merge.recipe)
     if merge.recipe.refit:
         after = refit_output(after, _answers(layer, after))
     save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
+
+
+def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
+    """Return the merged layer; where a method has several solutions, the one nearest to the old output, held out."""
+    merged = merge_attention(before, moments, recipe)
+    if recipe.method != "fit":
+        return merged
+    by_weights = [of_weights(group) for group in before.groups(len(moments))]
+    others = zip(*map(fit.alternatives, moments, by_weights), strict=True)
+    tried = [merged, *(apply_maps(before, moments, list(maps), recipe) for maps in others)]
+    return min(tried, key=lambda after: held_out_error(after, _answers(layer, after)))
 
 
 def _answers(layer: Layer, merged: LayerAttention) -> Iterator[tuple[Tensor, Tensor]]:
@@ -93,7 +108,7 @@ def _root(layer: Layer, attention: LayerAttention) -> Real:
     for x_BTM in layer.inputs():
         x_NX = F.pad(x_BTM.flatten(0, 1).double(), (0, n_columns - x_BTM.shape[2]), value=1.0)
         sum_XX += x_NX.T @ x_NX
-    floor = 1e-9 * sum_XX.diagonal().mean()
+    floor = 1e-9 * float(sum_XX.diagonal().mean()) or 1.0
     root: Real = torch.linalg.cholesky(sum_XX + floor * torch.eye(n_columns, dtype=torch.float64)).numpy()
     return root
 
@@ -113,7 +128,8 @@ class _Sums:
         self._order = order
         self._rng = np.random.default_rng(layer.index)
         per_window = self._per_group * layer.text.n_windows
-        self._key_queries = min(-(-KEY_QUERIES // per_window), layer.text.length // VALUES_EVERY)
+        self._queries = max(1, layer.text.length // VALUES_EVERY)
+        self._key_queries = min(-(-KEY_QUERIES // per_window), self._queries)
 
     def add(self, x_BTM: Tensor) -> None:
         attention, shape = self._layer.block.self_attn, (*x_BTM.shape[:2], -1, self._size)
@@ -124,7 +140,7 @@ class _Sums:
         q_HND = q_BTHD.flatten(0, 1).transpose(0, 1).double()
         self._queries_HDD += q_HND.mT @ q_HND
         for window in range(len(x_BTM)):
-            at_S = torch.from_numpy(self._rng.permutation(x_BTM.shape[1])[: x_BTM.shape[1] // VALUES_EVERY])
+            at_S = torch.from_numpy(self._rng.permutation(x_BTM.shape[1])[: self._queries])
             k_KTD, v_KTD = turned_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
             weights_HST = self._weights(turned_q_BTHD[window, at_S].transpose(0, 1), k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)

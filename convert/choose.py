@@ -43,15 +43,20 @@ def candidates(recipe: Recipe, can_group: bool) -> dict[str, Recipe]:
     return found
 
 
-def choose(checkpoint: Checkpoint, n_kv_heads: int, tried: dict[str, Recipe], progress: Progress) -> Choice:
-    """Return the best of some recipes that share a calibration text. Progress counts tokens, `work` of them."""
+def choose(
+    checkpoint: Checkpoint, n_kv_heads: int, tried: dict[str, Recipe], beside: Path, progress: Progress
+) -> Choice:  # fmt: skip
+    """Return the best of some recipes that share a calibration text. Progress counts tokens, `work` of them.
+
+    What is worked out on the way lies in the folder `beside` for a while.
+    """
     sample = next(iter(tried.values())).sample
     assert sample is not None
     fitting, scoring = divided(sample)
     losses = {}
     for name, recipe in tried.items():
         merges = make_plan(checkpoint, n_kv_heads, replace(recipe, sample=fitting), None).layers
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory(dir=beside, prefix=".choosing.groupwise-") as scratch:
             calibrate_layers(checkpoint, merges, fitting, Path(scratch) / "merged", progress)
             losses[name] = score(checkpoint, merges, Path(scratch) / "merged", scoring, Path(scratch), progress)
     return Choice(tried[min(losses, key=losses.__getitem__)], losses)

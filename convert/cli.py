@@ -1,7 +1,7 @@
 """The command line of `convert`: parse, call, print. What a command needs is imported when it runs.
 
 Exit codes: 0 success; 1 reading or writing failed midway (the same command continues); 2 the input is not acceptable;
-3 `verify` found a difference.
+3 `verify` found a difference; 4 it found none, but could not compare everything.
 """
 
 import sys
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from convert.head_report import HeadReport
     from model.checkpoint import Checkpoint
 
-DIFFERENT = 3
+DIFFERENT, NOT_ALL_CHECKED = 3, 4
 WORKERS = 4
+
+if TYPE_CHECKING:
+    from convert.verify import Findings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -71,11 +74,11 @@ def _conversion_options(command: Command) -> Command:
             click.option("--refit", is_flag=True,
                          help="Fit output projections to what the layers gave before, where that holds on text that "
                          "was held out."),
-            click.option("--calibration", default="shipped", show_default=True, metavar="TEXT",
+            click.option("--calibration", metavar="TEXT",
                          help="What aligned, pca and fit see layers at work on: a .txt or .jsonl file (also .gz, .xz), "
-                         "a folder of them, the text that ships with Groupwise, or none."),
-            click.option("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
-                         metavar="N", help="How much of it."),
+                         "a folder of them, or none.  [default: a text that ships with Groupwise]"),
+            click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
+                         help="How much of it.  [default: 65536]"),
             click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
                          help="Seed of --method random."),
             _writing_options,
@@ -150,8 +153,8 @@ def _convert(
     renorm: str | None = None,
     grouping: str = GROUPINGS[0],
     refit: bool = False,
-    calibration: str = NONE,
-    calibration_tokens: int = 0,
+    calibration: str | None = None,
+    calibration_tokens: int | None = None,
     max_shard_size: str | None,
     workers: int,
     dry_run: bool,
@@ -161,19 +164,24 @@ def _convert(
     from convert import conversion, show
     from convert.plan import make_plan
     from convert.recipe import Recipe
+    from convert.sample import DEFAULT_TOKENS, SHIPPED
     from model.checkpoint import open_checkpoint
     from model.checkpoint.writer import parse_size
 
     size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         by_layer = method in (*LAYER_METHODS, AUTO)
+        if not by_layer and (calibration or calibration_tokens):
+            raise click.UsageError(f"--calibration does not go with --method {method}, which needs no text.")
         recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, grouping)
         if by_layer and calibration != NONE:
-            recipe = conversion.calibrated(checkpoint, n_kv_heads, recipe, calibration, calibration_tokens)
+            tokens = calibration_tokens or DEFAULT_TOKENS
+            recipe = conversion.calibrated(checkpoint, n_kv_heads, recipe, calibration or SHIPPED, tokens)
         recipe.check()
         scores = {}
+        conversion.check_target(checkpoint, out, overwrite)
         if method == AUTO:
-            choice = conversion.choose_recipe(checkpoint, n_kv_heads, recipe, quiet=as_json)
+            choice = conversion.choose_recipe(checkpoint, n_kv_heads, recipe, out, quiet=as_json)
             recipe, scores = choice.recipe, {"auto": choice.losses}
         plan = make_plan(checkpoint, n_kv_heads, recipe, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
@@ -269,18 +277,22 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
             findings = verify(checkpoint, out, progress, WORKERS, as_json)
     if as_json:
         terminal.print_json({"ok": findings.ok, **vars(findings)})
-        sys.exit(0 if findings.ok else DIFFERENT)
+        sys.exit(_exit_code(findings))
     for remark in findings.unchecked:
         click.echo(f"NOT CHECKED: {remark}", err=True)
     if findings.ok:
+        rounded = f", {findings.n_rounded} of them but for rounding" if findings.n_rounded else ""
         click.echo(
             f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
-            f"config and {findings.n_files} other files compared; all agree."
+            f"config and {findings.n_files} other files compared; all agree{rounded}."
         )
-    else:
-        for difference in findings.differences:
-            click.echo(f"DIFFERENT: {difference}", err=True)
-    sys.exit(0 if findings.ok else DIFFERENT)
+    for difference in findings.differences:
+        click.echo(f"DIFFERENT: {difference}", err=True)
+    sys.exit(_exit_code(findings))
+
+
+def _exit_code(findings: "Findings") -> int:
+    return DIFFERENT if findings.differences else NOT_ALL_CHECKED if findings.unchecked else 0
 
 
 def main() -> None:

@@ -129,14 +129,21 @@ def calibrated(checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, t
     return replace(recipe, sample=read_sample(checkpoint, text, n_tokens))
 
 
-def choose_recipe(checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, quiet: bool) -> "Choice":
+def choose_recipe(
+    checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, out: Path, quiet: bool
+) -> "Choice":  # fmt: skip
     """Return the way to merge that `--method auto` finds best."""
-    from convert.choose import candidates, choose, work
+    from convert.choose import Choice, candidates, choose, work
+    from model.llama_config import read_llama_config
+    from model.loading import load_head
 
-    plan = make_plan(checkpoint, n_kv_heads, replace(recipe, method="fit"), None)  # refuses what cannot be merged so
+    plan = make_plan(checkpoint, n_kv_heads, replace(recipe, method="fit"), None)
+    if not plan.layers:  # nothing is merged
+        return Choice(plan.recipe, {})
+    load_head(checkpoint, read_llama_config(checkpoint.config))  # without one there is no score
     tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
     with terminal.progress_bar("Choosing", work(checkpoint, tried), quiet, unit="tokens x layers") as progress:
-        return choose(checkpoint, plan.n_kv_heads, tried, progress)
+        return choose(checkpoint, plan.n_kv_heads, tried, _nearest_folder(out.absolute()), progress)
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:

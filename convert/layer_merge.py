@@ -14,13 +14,14 @@ from convert.attention import LayerAttention, Real, join
 from convert.grouping import reorder, similar_order
 from convert.merge import GroupReport, compare_heads
 from convert.methods import find_group_method
-from convert.moments import Moments, apply, of_weights
+from convert.moments import Maps, Moments, apply, of_weights
 from convert.recipe import Recipe
 from convert.renorm import renorm
 from convert.rounding import round_once, widen
 from model.checkpoint import Array, Checkpoint
 from model.errors import CheckpointError
 from model.layout import Sizes
+from model.staging import sync_file
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,13 @@ def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
 def merge_attention(attention: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
     """Return the attention with one K/V head for each group whose moments are given."""
     merge_group = find_group_method(recipe.method)
-    groups = zip(attention.groups(len(moments)), moments, strict=True)
-    return join([apply(group, renorm(known, merge_group(known), recipe.renorm)) for group, known in groups])
+    return apply_maps(attention, moments, [merge_group(known) for known in moments], recipe)
+
+
+def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps], recipe: Recipe) -> LayerAttention:
+    """Return the attention with each group's heads mapped, at the scale that the recipe wants."""
+    groups = zip(attention.groups(len(moments)), moments, maps, strict=True)
+    return join([apply(group, renorm(known, found, recipe.renorm)) for group, known, found in groups])
 
 
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
@@ -137,6 +143,7 @@ def save_layer(layer: MergedLayer, merge: LayerMerge, folder: Path) -> None:
         reports = json.dumps({name: [asdict(r) for r in found] for name, found in layer.reports.items()})
         arrays: dict[str, Any] = {name: values.reshape(-1).view(np.uint8) for name, values in layer.tensors.items()}
         np.savez(file, reports=np.array(reports), **arrays)
+    sync_file(partial)
     partial.rename(folder / merge.file)
 
 

@@ -8,6 +8,7 @@ A walk that was killed goes on at the layer whose states it has. Letters: N wind
 hidden size, D head_dim.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from model.llama_config import LlamaConfig, read_llama_config
 from model.loading import load_block, load_embedding
 from model.masks import text_mask
 from model.rope import rotations
+from model.staging import sync_file, sync_folder
 
 _BATCH_TOKENS = 4096
 
@@ -111,6 +113,11 @@ def _begin(checkpoint: Checkpoint, sample: Sample, folder: Path) -> int:
         return int(kept[-1].stem.removeprefix("states-"))
     embedding_VM = load_embedding(checkpoint)
     assert sample.ids_NT is not None
+    if sample.ids_NT.max() >= len(embedding_VM):
+        raise CheckpointError(
+            f"tokenizer.json gives the id {sample.ids_NT.max()}, but the model has {len(embedding_VM)} tokens; they do "
+            "not belong together."
+        )
     shape = (sample.n_windows, sample.window, embedding_VM.shape[1])
     with _Writer(_states(folder, 0), shape) as states_NTM:
         for n, ids_T in enumerate(sample.ids_NT):
@@ -124,7 +131,12 @@ def _advance(layer: Layer, folder: Path, progress: Progress) -> None:
     with _Writer(_states(folder, index + 1), layer.states_NTM.shape) as next_NTM:
         for rows in text.batches():
             x_BTM = torch.from_numpy(layer.states_NTM[rows].copy())
-            next_NTM[rows] = layer.block(x_BTM, text.rotation, text.mask(index, len(x_BTM))).numpy()
+            next_BTM = layer.block(x_BTM, text.rotation, text.mask(index, len(x_BTM)))
+            if not next_BTM.isfinite().all():
+                raise CheckpointError(
+                    f"layer {index} makes NaN or infinite values of a text; the checkpoint is damaged."
+                )
+            next_NTM[rows] = next_BTM.numpy()
             progress(x_BTM.shape[0] * x_BTM.shape[1])
 
 
@@ -136,10 +148,13 @@ class _Writer:
 
     def __enter__(self) -> States:
         self._array = np.lib.format.open_memmap(self._partial, mode="w+", dtype=np.float32, shape=self._shape)
+        with self._partial.open("rb+") as file:  # a full disk is an error here, and a dead process in a mapped file
+            os.posix_fallocate(file.fileno(), 0, self._array.offset + self._array.nbytes)
         return self._array
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        self._array.flush()
         del self._array
         if kind is None:
+            sync_file(self._partial)
             self._partial.rename(self._path)
+            sync_folder(self._path.parent)

@@ -43,7 +43,9 @@ class Recipe:
     def check(self) -> None:
         """Raise CheckpointError where the choices do not go together."""
         if self.method in (*CALIBRATED, AUTO) and self.sample is None:
-            raise CheckpointError(f"--method {self.method} needs a calibration text; leave --calibration none out.")
+            raise CheckpointError(
+                f"--method {self.method} needs a calibration text; of the weights alone: --method aligned or pca."
+            )
         if self.refit and (self.sample is None or not self.by_layer):
             raise CheckpointError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
         if self.grouping == "similar" and not self.by_layer:

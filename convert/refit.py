@@ -55,10 +55,20 @@ def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]
     return replace(merged, o_HMD=_heads(o_MC + step_CM.T.numpy(), merged))
 
 
+def held_out_error(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]]) -> float:
+    """Return the squared error of a merged layer on the windows held out; `answers` as for `refit_output`."""
+    o_CM = torch.from_numpy(_projection(merged).T.copy()).float()
+    return sum(
+        float((target_TM - heads_TC @ o_CM).double().square().sum())
+        for window, (heads_TC, target_TM) in enumerate(answers)
+        if window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    )
+
+
 def _best_step(fit: _Sums, held: _Sums) -> Tensor | None:
     """Return the change of the projection that helps most on what is held out; None where none helps."""
     best, least = None, held.error
-    mean_power = float(fit.power_CC.diagonal().mean())
+    mean_power = float(fit.power_CC.diagonal().mean()) or 1.0
     for pull in PULLS:
         ridge_CC = fit.power_CC + pull * mean_power * torch.eye(len(fit.power_CC), dtype=torch.float64)
         step_CM = torch.linalg.solve(ridge_CC, fit.slope_CM)

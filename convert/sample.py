@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +68,12 @@ def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
     n_windows = n_tokens // window
     if n_windows < 4:
         raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {4 * window}.")
-    first, ids = _tokens(checkpoint, name, n_windows * (window - 1))
+    first, ids = _tokens(checkpoint, name, n_windows * window)
     length = window - len(first)
-    if len(ids) < n_windows * length:
+    if length < 1 or len(ids) < n_windows * length:
         raise CheckpointError(
-            f"the calibration text {name} has only {len(ids):,} tokens; give a longer one with --calibration, or "
-            f"--calibration-tokens {len(ids) // 1000 * 1000}."
+            f"the calibration text {name} has only {len(ids):,} tokens, not {n_windows} windows of {window}; "
+            "give a longer one with --calibration, or fewer --calibration-tokens."
         )
     body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
     ids_NT = np.concatenate([np.tile(np.asarray(first, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
@@ -153,17 +154,20 @@ def _records(path: Path) -> Iterator[str]:
     if _kind(path) == ".txt":
         yield text
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield str(json.loads(line)["text"])
+                found = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{path}, line {number}: not a JSON object with a key text.") from error
+            if not isinstance(found, str):
+                raise CheckpointError(f"{path}, line {number}: what stands under text is no text.")
+            yield found.encode(errors="replace").decode()
 
 
 def _read_text(path: Path) -> str:
     unpack = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)
     try:
-        return unpack(path.read_bytes()).decode()
-    except (UnicodeDecodeError, lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+        return unpack(path.read_bytes()).decode("utf-8-sig")
+    except (UnicodeDecodeError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise CheckpointError(f"{path} cannot be read as text ({error}).") from error

@@ -49,7 +49,8 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        return not self.differences
+        """Whether everything was compared and agrees."""
+        return not self.differences and not self.unchecked
 
 
 def verify(
@@ -99,7 +100,7 @@ def _sample(source: Checkpoint, recorded: dict[str, Any], findings: Findings) ->
     """Return the recorded calibration text, with its tokens if it is at hand and the same."""
     try:
         name, sha256 = recorded["text"], recorded["sha256_of_ids"]
-        known = Sample(name, sha256, int(recorded["windows"]), int(recorded["window"]), None)
+        known = Sample(str(name), sha256, int(recorded["windows"]), int(recorded["window"]), None)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{provenance.FILE} says nothing sensible of the calibration text: {error!r}.") from error
     try:

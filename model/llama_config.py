@@ -48,9 +48,9 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     biased = bool(config.get("attention_bias", False))
     return LlamaConfig(
         model_type=str(model_type),
-        vocab_size=config["vocab_size"],
+        vocab_size=_size(config, "vocab_size"),
         hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=_size(config, "intermediate_size"),
         n_layers=config["num_hidden_layers"],
         n_heads=n_heads,
         n_kv_heads=config.get("num_key_value_heads") or n_heads,
@@ -63,6 +63,13 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         windows=_windows(config),
         rope=read_rope(config, head_dim),
     )
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"config.json has {key} = {value!r}; running the model needs a positive whole number.")
+    return value
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

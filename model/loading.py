@@ -115,7 +115,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 def _read_checked(
     checkpoint: Checkpoint, name: str, parameter: Tensor, dtype: torch.dtype | None, device: str
 ) -> Tensor:  # fmt: skip
-    """Read the tensor that a parameter is to hold. Raises CheckpointError where its shape is another."""
+    """Read the tensor that a parameter is to hold. Raises CheckpointError where it is missing or of another shape."""
     tensor = _read(checkpoint, name, dtype, device)
     if tensor.shape != parameter.shape:
         raise CheckpointError(
@@ -126,6 +126,8 @@ def _read_checked(
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str) -> Tensor:
+    if name not in checkpoint.tensors:
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {name}.")
     # A view of a mapped file would be a parameter that cannot be trained.
     rows = np.require(checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0]), requirements=["C", "W"])
     if rows.dtype.name == "bfloat16":  # numpy and torch do not share this type; the bits are the same

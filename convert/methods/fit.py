@@ -23,14 +23,23 @@ _PULL = 1e-4
 """How strongly, beside the data's own moments, a solution is held to the one before it."""
 
 
-def merge(moments: Moments) -> Maps:
+def merge(moments: Moments, start: Maps | None = None, rounds: int = ROUNDS) -> Maps:
     """Return how one group's keys are shared and its queries read them."""
-    maps = pca.merge(moments)
+    maps = start or pca.merge(moments)
     maps = replace(maps, queries_HDD=_queries(moments, maps))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         maps = replace(maps, keys_DF=_keys(moments, maps))
         maps = replace(maps, queries_HDD=_queries(moments, maps))
     return maps
+
+
+def alternatives(moments: Moments, by_weights: Moments) -> tuple[Maps, ...]:
+    """Return other solutions, which may serve better: logits are not the output, and a text is not all texts.
+
+    They begin with the shared key that `pca` takes by the weights alone, and stay there or go on from it.
+    """
+    start = replace(pca.merge(moments), keys_DF=(found := pca.merge(by_weights)).keys_DF, queries_HDD=found.queries_HDD)
+    return merge(moments, start, rounds=0), merge(moments, start)
 
 
 def _queries(moments: Moments, maps: Maps) -> Real:

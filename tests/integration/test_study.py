@@ -95,7 +95,8 @@ def test_budget_takes_the_parents_of_merges(study):
 
 def test_control_is_not_distilled_from_itself(study):
     _, plan, _, _, _, _ = study
-    control, *others = plan.arms_of(plan.read_plan(plan.find_plan("merges")), None)
+    arms = plan.arms_of(plan.read_plan(plan.find_plan("short")), None)
+    (control,), others = ([arm for arm in arms if (arm.convert is None) == alone] for alone in (True, False))
     assert [stage.loss for stage in control.uptrain] == ["next-token"]
     assert all([stage.loss for stage in arm.uptrain] == ["next-token", "distill"] for arm in others)
 
@@ -122,7 +123,7 @@ def test_bad_plan_is_refused(study, tmp_path, old, new, said):
 
 def test_unknown_plan_is_refused(study):
     result = start(study, "--plan", "nothing")
-    assert (result.exit_code, "budget, merges, smoke" in result.output) == (2, True)
+    assert (result.exit_code, "budget, merges, short, smoke" in result.output) == (2, True)
 
 
 def test_what_is_done_is_not_repeated(study, stand_in, tmp_path):
