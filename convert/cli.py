@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DIFFERENT, NOT_ALL_CHECKED = 3, 4
 WORKERS = 4
+WORTH_SAYING = 60
+"""Seconds from which on people are told beforehand."""
 
 if TYPE_CHECKING:
     from convert.verify import Findings
@@ -190,7 +192,7 @@ def _convert(
             from convert.estimate import calibration_seconds
 
             summary["calibration_seconds"] = round(calibration_seconds(plan))
-            if not (dry_run or as_json):
+            if not (dry_run or as_json) and summary["calibration_seconds"] > WORTH_SAYING:
                 click.echo(
                     f"Calibrating takes about {terminal.duration(summary['calibration_seconds'])} here.", err=True
                 )

@@ -140,6 +140,8 @@ def test_refused(convert, source, tmp_path, text, options, words):
         ("bad.txt", b"\xff\xfe\x00", "cannot be read as text"),
         ("bad.jsonl", b'{"text": "a"}\n{"texts": 1}\n', "line 2: not a JSON object with a key text"),
         ("bad.jsonl", b"[1", "line 1: not a JSON object"),
+        ("bad.jsonl", b'{"text": null}\n', "line 1: what stands under text is no text"),
+        ("bad.txt.gz", gzip.compress(b"words" * 99)[:-9], "cannot be read as text"),
         ("bad.md", b"words", "there is no such text"),
     ],
 )
@@ -198,10 +200,84 @@ def test_the_score_is_the_models_loss(convert, source, tmp_path, text, monkeypat
     result = convert("mha-to-gqa", source, tmp_path / "auto", "--method", "auto", *given, "--json")
     with open_checkpoint(source) as checkpoint:
         fitting, scoring = choose.divided(read_sample(checkpoint, str(text), 1024))
-    monkeypatch.setattr("convert.sample.read_sample", lambda *rest: fitting)
+    monkeypatch.setattr("convert.conversion.read_sample", lambda *rest: fitting)
     assert convert("mha-to-gqa", source, tmp_path / "pca", "--method", "pca", *given).code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "pca", dtype=torch.float32).eval()
     ids = torch.from_numpy(scoring.ids_NT)
     with torch.inference_mode():
         loss = float(model(ids, labels=ids).loss)
     assert json.loads(result.out)["auto"]["pca"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_auto_where_nothing_is_merged(convert, source, tmp_path):
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8, "--method", "auto", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["n_regrouped"] == 0
+
+
+def test_auto_needs_a_head(convert, tmp_path):
+    bare = tiny.build(vocab_size=300).model
+    folder = make_tokenizer(tiny.save(bare, tmp_path / "bare"), 300)
+    options = ("--groups", 2, "--calibration-tokens", 1024)
+    convert("mha-to-gqa", folder, tmp_path / "out", "--method", "auto", *options).refused(
+        "lacks the tensor lm_head.weight"
+    )
+    assert convert("mha-to-gqa", folder, tmp_path / "out", "--method", "fit", *options).code == 0
+
+
+def test_out_is_looked_at_before_the_work(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.conversion.choose_recipe", lambda *rest, **more: pytest.fail("chose"))
+    (tmp_path / "out").mkdir()
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "auto").refused("exists")
+
+
+def test_a_tokenizer_of_another_model(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=100), tmp_path / "source"), 300)
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT).refused(
+        "the model has 100 tokens; they do not"
+    )
+
+
+def test_short_records_without_a_beginning_token(convert, tmp_path):
+    folder = tiny.save(tiny.build(vocab_size=300), tmp_path / "source")
+    make_tokenizer(folder, 300, bos=False)
+    text = tmp_path / "short.jsonl"
+    text.write_text("".join(json.dumps({"text": "A folder."}) + "\n" for _ in range(3000)))
+    options = ("--groups", 2, "--method", "pca", "--calibration", text, "--calibration-tokens", 8192)
+    assert convert("mha-to-gqa", folder, tmp_path / "out", *options).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", float("nan"), "layer 1 makes NaN or infinite values"),
+        ("model.layers.0.mlp.down_proj.weight", None, "lacks the tensor model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_damage_outside_of_attention(convert, tmp_path, name, value, words):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    tensors = tiny.tensors(folder)
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name][0, 0] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--refit").refused(words)
+
+
+@pytest.mark.parametrize("part", ["v_proj", "k_proj", "q_proj", "o_proj"])
+def test_heads_of_zeros(convert, tmp_path, part):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    tensors = tiny.tensors(folder)
+    tensors[f"model.layers.0.self_attn.{part}.weight"].zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    options = ("--refit", "--group-heads", "similar")
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, *options)
+    assert result.code == 0, result.err
+    assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
+
+
+def test_a_text_for_a_method_that_needs_none(convert, source, tmp_path, text):
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration", text).refused(
+        "--calibration does not go with --method mean"
+    )
