@@ -62,6 +62,11 @@ def choose(
     return Choice(tried[min(losses, key=losses.__getitem__)], losses)
 
 
+def check_can_score(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where the checkpoint has no head."""
+    load_head(checkpoint, read_llama_config(checkpoint.config))
+
+
 def work(checkpoint: Checkpoint, tried: dict[str, Recipe]) -> int:
     """Return how many tokens pass through layers in all."""
     sample = next(iter(tried.values())).sample

@@ -133,14 +133,12 @@ def choose_recipe(
     checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, out: Path, quiet: bool
 ) -> "Choice":  # fmt: skip
     """Return the way to merge that `--method auto` finds best."""
-    from convert.choose import Choice, candidates, choose, work
-    from model.llama_config import read_llama_config
-    from model.loading import load_head
+    from convert.choose import Choice, candidates, check_can_score, choose, work
 
     plan = make_plan(checkpoint, n_kv_heads, replace(recipe, method="fit"), None)
     if not plan.layers:  # nothing is merged
         return Choice(plan.recipe, {})
-    load_head(checkpoint, read_llama_config(checkpoint.config))  # without one there is no score
+    check_can_score(checkpoint)
     tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
     with terminal.progress_bar("Choosing", work(checkpoint, tried), quiet, unit="tokens x layers") as progress:
         return choose(checkpoint, plan.n_kv_heads, tried, _nearest_folder(out.absolute()), progress)

@@ -258,3 +258,11 @@ def test_killed_study_goes_on(tmp_path):
         assert each["held_out_loss"] > 0
         assert each["tokens"] == (3072 if each["alpha"] else 0)
         assert set(each["caches"]) == {"train", "valid"}
+
+
+def test_the_pages_tables_are_the_recorded_results(study):
+    import page
+
+    written = (Path(__file__).parents[2] / page.PAGE).read_text()
+    assert page.PLACE.findall(written)
+    assert page.renewed(written, Path(__file__).parents[2] / page.RESULTS) == written
