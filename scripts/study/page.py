@@ -13,7 +13,7 @@ import click
 from table import tables
 
 PAGE, RESULTS = Path("docs/study.md"), Path("docs/study")
-PLACE = re.compile(r"(?<=<!-- )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 @click.command(help=__doc__)
