@@ -21,7 +21,7 @@ from convert.layer_walk import Layer, Progress, last_states, walk
 from convert.methods import fit
 from convert.moments import Moments, of_weights
 from convert.recipe import Recipe
-from convert.refit import held_out_error, refit_output
+from convert.refit import is_held_out, refit_output, squared_error
 from convert.sample import Sample
 from model.attention import attend
 from model.checkpoint import Checkpoint
@@ -76,16 +76,24 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: 
     by_weights = [of_weights(group) for group in before.groups(len(moments))]
     others = zip(*map(fit.alternatives, moments, by_weights), strict=True)
     tried = [merged, *(apply_maps(before, moments, list(maps), recipe) for maps in others)]
-    return min(tried, key=lambda after: held_out_error(after, _answers(layer, after)))
+    return min(tried, key=lambda after: squared_error(after, _answers(layer, after, held_out_only=True)))
 
 
-def _answers(layer: Layer, merged: LayerAttention) -> Iterator[tuple[Tensor, Tensor]]:
+def _answers(
+    layer: Layer, merged: LayerAttention, held_out_only: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Yield for each window what the merged heads give, [T, H·D], and what the layer gives as it is, [T, M]."""
     rows = [
         torch.from_numpy(heads.reshape(-1, heads.shape[2])).float()
         for heads in (merged.q_HDX, merged.k_KDX, merged.v_KDX)
     ]
+    first = 0
     for x_BTM in layer.inputs():
+        chosen = [i for i in range(len(x_BTM)) if not held_out_only or is_held_out(first + i)]
+        first += len(x_BTM)
+        if not chosen:
+            continue
+        x_BTM = x_BTM[chosen]
         mask = layer.text.mask(layer.index, len(x_BTM))
         whole_BTM = layer.block.self_attn(x_BTM, layer.text.rotation, mask, None, 0)
         bias_M = layer.block.self_attn.o_proj.bias

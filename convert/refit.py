@@ -47,7 +47,7 @@ def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]
     fit, held = (_Sums(o_MC.shape[1], o_MC.shape[0]) for _ in range(2))
     old_CM = torch.from_numpy(o_MC.T.copy()).float()
     for window, (heads_TC, target_TM) in enumerate(answers):
-        sums = held if window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else fit
+        sums = held if is_held_out(window) else fit
         sums.add(heads_TC, target_TM - heads_TC @ old_CM)
     step_CM = _best_step(fit, held)
     if step_CM is None:
@@ -55,14 +55,14 @@ def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]
     return replace(merged, o_HMD=_heads(o_MC + step_CM.T.numpy(), merged))
 
 
-def held_out_error(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]]) -> float:
-    """Return the squared error of a merged layer on the windows held out; `answers` as for `refit_output`."""
+def is_held_out(window: int) -> bool:
+    return window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
+def squared_error(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]]) -> float:
+    """Return how far a merged layer is from what it must give; `answers` as for `refit_output`."""
     o_CM = torch.from_numpy(_projection(merged).T.copy()).float()
-    return sum(
-        float((target_TM - heads_TC @ o_CM).double().square().sum())
-        for window, (heads_TC, target_TM) in enumerate(answers)
-        if window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-    )
+    return sum(float((target_TM - heads_TC @ o_CM).double().square().sum()) for heads_TC, target_TM in answers)
 
 
 def _best_step(fit: _Sums, held: _Sums) -> Tensor | None:
