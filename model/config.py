@@ -27,7 +27,7 @@ class Geometry:
     hidden_size: int
     attention: Attention
     """Everything that depends on the number of K/V heads, layer by layer."""
-    n_planes: int | None
+    n_planes: int | None = None
     """How many pairs of a head's dimensions are rotated by position; None where it is not known how."""
     text_config: str | None = None
     """The key of `config.json` under which the language model's config stands; None if at the top."""
