@@ -3,10 +3,10 @@
     FOLDER/model.layers.11….q_proj.npz     layer 11, merged
 
 Letters: N windows, B of them together, T tokens, M hidden size, H query heads, K key/value heads, D head_dim, G groups,
-F the keys or values of a group side by side, S sampled queries.
+F the keys or values of a group side by side, S sampled queries, C keys drawn for each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from convert.attention import LayerAttention, Real
 from convert.grouping import reorder, similar_order
 from convert.layer_merge import LayerMerge, apply_maps, finish_layer, merge_attention, read_attention, save_layer
-from convert.layer_walk import Layer, Progress, last_states, walk
+from convert.layer_walk import Heads, Layer, Progress, last_states, walk
 from convert.methods import fit
 from convert.moments import Moments, of_weights
 from convert.recipe import Recipe
@@ -28,10 +28,14 @@ from model.checkpoint import Checkpoint
 from model.rope import rotate
 from model.staging import sync_folder
 
-KEY_QUERIES = 1024
+KEY_QUERIES = 4096
 """Queries of a group from which its keys are looked at, over the whole text."""
-VALUES_EVERY = 8
-"""Of how many queries one is taken to look at what attention makes of the values."""
+KEYS_DRAWN = 64
+"""How many keys each of them looks at."""
+VALUE_QUERIES = 2048
+"""Queries of a head from which it is looked at what attention makes of the values, over the whole text."""
+JUDGED_TOKENS = 4096
+"""Held-out tokens, at most, on which solutions are compared."""
 
 
 def calibrate_layers(
@@ -59,12 +63,11 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
         order = similar_order(of_weights(before, _root(layer, before)), merge.n_kv_heads)
         before = reorder(before, order)
     sums = _Sums(layer, merge.n_kv_heads, order)
-    for x_BTM in layer.inputs():
-        sums.add(x_BTM)
+    layer.attend(sums.add)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
     after = _best(layer, before, sums.moments(outputs_HDD, before.n_planes), merge.recipe)
     if merge.recipe.refit:
-        after = refit_output(after, _answers(layer, after))
+        after = refit_output(after, _answers(layer, after, range(layer.text.n_windows)))
     save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
 
 
@@ -76,30 +79,24 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: 
     by_weights = [of_weights(group) for group in before.groups(len(moments))]
     others = zip(*map(fit.alternatives, moments, by_weights), strict=True)
     tried = [merged, *(apply_maps(before, moments, list(maps), recipe) for maps in others)]
-    return min(tried, key=lambda after: squared_error(after, _answers(layer, after, held_out_only=True)))
+    held_out = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
+    return min(tried, key=lambda after: squared_error(after, _answers(layer, after, held_out)))
 
 
-def _answers(
-    layer: Layer, merged: LayerAttention, held_out_only: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+def _answers(layer: Layer, merged: LayerAttention, windows: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each window what the merged heads give, [T, H·D], and what the layer gives as it is, [T, M]."""
     rows = [
         torch.from_numpy(heads.reshape(-1, heads.shape[2])).float()
         for heads in (merged.q_HDX, merged.k_KDX, merged.v_KDX)
     ]
-    first = 0
-    for x_BTM in layer.inputs():
-        chosen = [i for i in range(len(x_BTM)) if not held_out_only or is_held_out(first + i)]
-        first += len(x_BTM)
-        if not chosen:
-            continue
-        x_BTM = x_BTM[chosen]
-        mask = layer.text.mask(layer.index, len(x_BTM))
-        whole_BTM = layer.block.self_attn(x_BTM, layer.text.rotation, mask, None, 0)
-        bias_M = layer.block.self_attn.o_proj.bias
+    bias_M = layer.block.self_attn.o_proj.bias
+    for chosen in layer.text.batches(windows):
+        x_BTM = layer.inputs(chosen)
+        whole_BTM = torch.from_numpy(layer.attended_NTM[chosen])
         target_BTM = whole_BTM if bias_M is None else whole_BTM - bias_M
         q_BTHD, k_BTGD, v_BTGD = (_project(x_BTM, weight, merged.q_HDX.shape[1]) for weight in rows)
         q_BTHD, k_BTGD = (rotate(heads, *layer.text.rotation) for heads in (q_BTHD, k_BTGD))
+        mask = layer.text.mask(layer.index, len(chosen))
         yield from zip(attend(q_BTHD, k_BTGD, v_BTGD, mask).flatten(2), target_BTM, strict=True)
 
 
@@ -113,7 +110,8 @@ def _root(layer: Layer, attention: LayerAttention) -> Real:
     """Return a root of the second moments of what a layer's attention reads, and of the constant 1 beside it."""
     n_columns = attention.q_HDX.shape[2]
     sum_XX = torch.zeros(n_columns, n_columns, dtype=torch.float64)
-    for x_BTM in layer.inputs():
+    for windows in layer.text.batches():
+        x_BTM = layer.inputs(windows)
         x_NX = F.pad(x_BTM.flatten(0, 1).double(), (0, n_columns - x_BTM.shape[2]), value=1.0)
         sum_XX += x_NX.T @ x_NX
     floor = 1e-9 * float(sum_XX.diagonal().mean()) or 1.0
@@ -135,20 +133,21 @@ class _Sums:
         self._queries_HDD = torch.zeros(config.n_heads, config.head_dim, config.head_dim, dtype=torch.float64)
         self._order = order
         self._rng = np.random.default_rng(layer.index)
+        self._draws = torch.Generator().manual_seed(layer.index)
         per_window = self._per_group * layer.text.n_windows
-        self._queries = max(1, layer.text.length // VALUES_EVERY)
+        self._queries = min(-(-VALUE_QUERIES // layer.text.n_windows), layer.text.length)
         self._key_queries = min(-(-KEY_QUERIES // per_window), self._queries)
 
-    def add(self, x_BTM: Tensor) -> None:
-        attention, shape = self._layer.block.self_attn, (*x_BTM.shape[:2], -1, self._size)
-        q_BTHD = attention.q_proj(x_BTM).view(shape).unflatten(2, (-1, self._per_key))[:, :, self._order].flatten(2, 3)
-        k_BTKD, v_BTKD = (proj(x_BTM).view(shape)[:, :, self._order] for proj in (attention.k_proj, attention.v_proj))
-        turned_q_BTHD = rotate(q_BTHD, *self._layer.text.rotation)
-        turned_k_BTKD = rotate(k_BTKD, *self._layer.text.rotation)
+    def add(self, heads: Heads) -> None:
+        q_BTHD, turned_q_BTHD = (
+            x.view(*x.shape[:2], -1, self._per_key, self._size)[:, :, self._order].flatten(2, 3)
+            for x in (heads.q_BTHD, heads.turned_q_BTHD)
+        )
+        turned_k_BTKD, v_BTKD = (x[:, :, self._order] for x in (heads.turned_k_BTGD, heads.v_BTGD))
         q_HND = q_BTHD.flatten(0, 1).transpose(0, 1).double()
         self._queries_HDD += q_HND.mT @ q_HND
-        for window in range(len(x_BTM)):
-            at_S = torch.from_numpy(self._rng.permutation(x_BTM.shape[1])[: self._queries])
+        for window in range(len(q_BTHD)):
+            at_S = torch.from_numpy(self._rng.permutation(q_BTHD.shape[1])[: self._queries])
             k_KTD, v_KTD = turned_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
             weights_HST = self._weights(turned_q_BTHD[window, at_S].transpose(0, 1), k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)
@@ -178,20 +177,19 @@ class _Sums:
         self._values_GFF += mixed_GNF.mT @ mixed_GNF / weights_GNT.shape[1]
 
     def _add_keys(self, weights_HST: Tensor, k_KTD: Tensor, at_S: Tensor) -> None:
-        """Look at the keys as the queries meet them: from their mean, turned, by attention."""
-        keys_GTF = self._grouped(k_KTD)
-        for head, weights_ST in enumerate(weights_HST):
-            group = head // self._per_group
-            apart_STF = keys_GTF[group] - (weights_ST @ keys_GTF[group])[:, None]
-            apart_STF *= weights_ST.sqrt()[..., None]
-            met_SFF = self._turned_back(self._turned_back(apart_STF.mT @ apart_STF, at_S).mT, at_S)
-            self._keys_GFF[group] += met_SFF.double().mean(dim=0) / self._per_group
+        """Look at the keys as the queries meet them: from their mean, turned, as often as attention goes to them."""
+        for group, weights_NT in enumerate(weights_HST.reshape(self._n_groups, -1, k_KTD.shape[1])):
+            keys_TF = self._grouped(k_KTD)[group]
+            drawn_NC = torch.multinomial(weights_NT, KEYS_DRAWN, replacement=True, generator=self._draws)
+            apart_NCF = keys_TF[drawn_NC] - (weights_NT @ keys_TF)[:, None]
+            met_NCF = self._turned_back(apart_NCF, at_S.repeat(self._per_group)).flatten(0, 1)
+            self._keys_GFF[group] += (met_NCF.mT @ met_NCF).double() / len(met_NCF)
 
-    def _turned_back(self, moments_SFF: Tensor, at_S: Tensor) -> Tensor:
-        """Turn the second index from the keys' own positions to how far they are from the query."""
+    def _turned_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
+        """Turn keys from their own positions to how far they are from the query."""
         cos_TD, sin_TD = (x[0, :, 0] for x in self._layer.text.rotation)
-        heads_SFKD = moments_SFF.reshape(*moments_SFF.shape[:2], -1, self._size)
-        return rotate(heads_SFKD, cos_TD[at_S][:, None, None], -sin_TD[at_S][:, None, None]).flatten(2)
+        heads_NCKD = keys_NCF.reshape(*keys_NCF.shape[:2], -1, self._size)
+        return rotate(heads_NCKD, cos_TD[at_N][:, None, None], -sin_TD[at_N][:, None, None]).flatten(2)
 
     def moments(self, outputs_HDD: np.ndarray, n_planes: int) -> list[Moments]:
         n_windows = self._layer.text.n_windows

@@ -90,6 +90,7 @@ def score(
     """Return the loss of the model with its merged layers, in nats per token."""
     for layer in walk(checkpoint, sample, scratch, progress):
         _put(layer, checkpoint, merges[layer.index], merged)
+        layer.attend(lambda heads: None)
     config = read_llama_config(checkpoint.config)
     norm, head_VM = load_last_norm(checkpoint, config), load_head(checkpoint, config).float()
     return _loss(np.load(last_states(checkpoint, scratch), mmap_mode="r"), norm, head_VM, sample)

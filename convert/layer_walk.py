@@ -3,13 +3,14 @@
 The states between layers lie on the disk, so that memory grows neither with the text nor with the model's depth:
 
     FOLDER/states-0012.npy      what goes into layer 12, float32 [windows, tokens, hidden]
+    FOLDER/attended.npy         what its attention adds
 
 A walk that was killed goes on at the layer whose states it has. Letters: N windows, B of them together, T tokens, M
-hidden size, D head_dim.
+hidden size, H query heads, G key/value heads, D head_dim.
 """
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,22 +20,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from convert.sample import Sample
-from model.attention import Mask
+from model.attention import Mask, attend
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 from model.llama import Block, Rotation
 from model.llama_config import LlamaConfig, read_llama_config
 from model.loading import load_block, load_embedding
 from model.masks import text_mask
-from model.rope import rotations
+from model.rope import rotate, rotations
 from model.staging import sync_file, sync_folder
 
-_BATCH_TOKENS = 4096
+_BATCH_TOKENS = 1024
+"""Run together: more do not stay in a processor's cache."""
 
 States = NDArray[np.float32]
 
 Progress = Callable[[int], None]
 """Called with the number of tokens that have just passed a layer."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A batch of a layer's heads, before and after rotation."""
+
+    q_BTHD: Tensor
+    turned_q_BTHD: Tensor
+    turned_k_BTGD: Tensor
+    v_BTGD: Tensor
+
+
+Watch = Callable[[Heads], None]
 
 
 class Text:
@@ -49,12 +64,14 @@ class Text:
     def mask(self, index: int, n_rows: int) -> Mask:
         return text_mask(n_rows, 0, self.length, self.config.windows[index], None, torch.device("cpu"))
 
-    def batches(self) -> Iterator[slice]:
-        for start in range(0, self.n_windows, self._batch):
-            yield slice(start, min(start + self._batch, self.n_windows))
+    def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:
+        """Yield windows, all or these, as many at a time as are run together."""
+        chosen = list(range(self.n_windows) if windows is None else windows)
+        for start in range(0, len(chosen), self._batch):
+            yield chosen[start : start + self._batch]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layer:
     """One layer and what goes into it."""
 
@@ -62,15 +79,58 @@ class Layer:
     index: int
     block: Block
     states_NTM: States
+    folder: Path
 
-    def inputs(self) -> Iterator[Tensor]:
-        """Yield what the layer's attention reads, a batch of windows at a time, [B, T, M]."""
-        for rows in self.text.batches():
-            yield self.block.input_layernorm(torch.from_numpy(self.states_NTM[rows].copy()))
+    def inputs(self, windows: list[int]) -> Tensor:
+        """Return what the layer's attention reads, [B, T, M]."""
+        x_BTM: Tensor = self.block.input_layernorm(torch.from_numpy(self.states_NTM[windows]))
+        return x_BTM
+
+    def attend(self, watch: Watch) -> None:
+        """Run the layer's attention over the text, as its weights now are; `watch` sees the heads of every batch."""
+        attention, rotation = self.block.self_attn, self.text.rotation
+        with _writing(self._attended, self.states_NTM.shape, durable=False) as write:
+            for windows in self.text.batches():
+                x_BTM = self.inputs(windows)
+                q_BTHD, k_BTGD, v_BTGD = (
+                    projection(x_BTM).view(*x_BTM.shape[:2], -1, attention.head_dim)
+                    for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+                )
+                heads = Heads(q_BTHD, rotate(q_BTHD, *rotation), rotate(k_BTGD, *rotation), v_BTGD)
+                watch(heads)
+                mask = self.text.mask(self.index, len(windows))
+                out_BTHD = attend(heads.turned_q_BTHD, heads.turned_k_BTGD, v_BTGD, mask)
+                write(attention.o_proj(out_BTHD.flatten(2)))
+
+    @property
+    def attended_NTM(self) -> States:
+        """What the layer's attention gave."""
+        attended_NTM: States = np.load(self._attended, mmap_mode="r")
+        return attended_NTM
+
+    @property
+    def _attended(self) -> Path:
+        return self.folder / "attended.npy"
+
+    def advance(self, progress: Progress) -> None:
+        """Write what the layer makes of its states, and remove these."""
+        block, attended_NTM = self.block, self.attended_NTM
+        with _writing(_states(self.folder, self.index + 1), self.states_NTM.shape) as write:
+            for windows in self.text.batches():
+                x_BTM = torch.from_numpy(self.states_NTM[windows]).add_(torch.from_numpy(attended_NTM[windows]))
+                next_BTM = block.mlp(block.post_attention_layernorm(x_BTM)).add_(x_BTM)
+                if not next_BTM.isfinite().all():
+                    raise CheckpointError(
+                        f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
+                    )
+                write(next_BTM)
+                progress(x_BTM.shape[0] * x_BTM.shape[1])
+        self._attended.unlink()
+        _states(self.folder, self.index).unlink()
 
 
 def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progress) -> Iterator[Layer]:
-    """Yield layer after layer; between them the text goes through the one yielded last, as its block then is.
+    """Yield layer after layer, each to be run by its `attend`; then the text goes on through its MLP.
 
     The states after the last layer stay in the folder (`last_states`).
     """
@@ -81,10 +141,9 @@ def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progres
         progress(first * sample.n_tokens)
         for index in range(first, config.n_layers):
             states_NTM = np.load(_states(folder, index), mmap_mode="r")
-            layer = Layer(text, index, load_block(checkpoint, config, index), states_NTM)
+            layer = Layer(text, index, load_block(checkpoint, config, index), states_NTM, folder)
             yield layer
-            _advance(layer, folder, progress)
-            _states(folder, index).unlink()
+            layer.advance(progress)
 
 
 def check_can_walk(checkpoint: Checkpoint) -> None:
@@ -119,42 +178,25 @@ def _begin(checkpoint: Checkpoint, sample: Sample, folder: Path) -> int:
             "not belong together."
         )
     shape = (sample.n_windows, sample.window, embedding_VM.shape[1])
-    with _Writer(_states(folder, 0), shape) as states_NTM:
-        for n, ids_T in enumerate(sample.ids_NT):
-            states_NTM[n] = embedding_VM[torch.from_numpy(ids_T)].float().numpy()
+    with _writing(_states(folder, 0), shape) as write:
+        for ids_T in sample.ids_NT:
+            write(embedding_VM[torch.from_numpy(ids_T)])
     return 0
 
 
-def _advance(layer: Layer, folder: Path, progress: Progress) -> None:
-    """Write what the layer makes of its states."""
-    text, index = layer.text, layer.index
-    with _Writer(_states(folder, index + 1), layer.states_NTM.shape) as next_NTM:
-        for rows in text.batches():
-            x_BTM = torch.from_numpy(layer.states_NTM[rows].copy())
-            next_BTM = layer.block(x_BTM, text.rotation, text.mask(index, len(x_BTM)))
-            if not next_BTM.isfinite().all():
-                raise CheckpointError(
-                    f"layer {index} makes NaN or infinite values of a text; the checkpoint is damaged."
-                )
-            next_NTM[rows] = next_BTM.numpy()
-            progress(x_BTM.shape[0] * x_BTM.shape[1])
+@contextmanager
+def _writing(path: Path, shape: tuple[int, ...], durable: bool = True) -> Iterator[Callable[[Tensor], None]]:
+    """Give a function that adds windows to an array on the disk, which takes its name when it is complete."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
 
+        def write(windows_BTM: Tensor) -> None:
+            file.write(windows_BTM.float().contiguous().numpy().data)
 
-class _Writer:
-    """An array on the disk that takes its name when it is complete."""
-
-    def __init__(self, path: Path, shape: tuple[int, ...]) -> None:
-        self._path, self._partial, self._shape = path, path.with_suffix(".partial"), shape
-
-    def __enter__(self) -> States:
-        self._array = np.lib.format.open_memmap(self._partial, mode="w+", dtype=np.float32, shape=self._shape)
-        with self._partial.open("rb+") as file:  # a full disk is an error here, and a dead process in a mapped file
-            os.posix_fallocate(file.fileno(), 0, self._array.offset + self._array.nbytes)
-        return self._array
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        del self._array
-        if kind is None:
-            sync_file(self._partial)
-            self._partial.rename(self._path)
-            sync_folder(self._path.parent)
+        yield write
+    if durable:
+        sync_file(partial)
+    partial.rename(path)
+    if durable:
+        sync_folder(path.parent)

@@ -67,10 +67,10 @@ class Plan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes on the disk that are needed for a while: a text's states between layers, and the layers merged."""
+        """Bytes on the disk that are needed for a while: a text's states around a layer, and the layers merged."""
         if self.recipe.sample is None or not self.layers:
             return 0
-        states = 2 * 4 * self.recipe.sample.n_tokens * self.geometry.hidden_size
+        states = 3 * 4 * self.recipe.sample.n_tokens * self.geometry.hidden_size
         return states + sum(
             self.tensors[name].nbytes for merge in self.layers for name in (*merge.weights, *merge.biases)
         )

@@ -19,22 +19,23 @@ HELD_OUT_EVERY = 4
 
 
 class _Sums:
-    """What least squares needs of windows: features' and errors' products. C features, M outputs."""
+    """What least squares needs of windows: products of features and targets. C features, M outputs."""
 
     def __init__(self, n_features: int, n_outputs: int) -> None:
         self.power_CC = torch.zeros(n_features, n_features, dtype=torch.float64)
-        self.slope_CM = torch.zeros(n_features, n_outputs, dtype=torch.float64)
-        self.error = 0.0
+        self.cross_CM = torch.zeros(n_features, n_outputs, dtype=torch.float64)
 
-    def add(self, heads_TC: Tensor, missing_TM: Tensor) -> None:
+    def add(self, heads_TC: Tensor, target_TM: Tensor) -> None:
         self.power_CC += (heads_TC.T @ heads_TC).double()
-        self.slope_CM += (heads_TC.T @ missing_TM).double()
-        self.error += float(missing_TM.double().square().sum())
+        self.cross_CM += (heads_TC.T @ target_TM).double()
 
-    def error_after(self, step_CM: Tensor) -> float:
-        """Return the squared error that is left when the projection changes by this."""
-        change = (step_CM * (self.power_CC @ step_CM - 2 * self.slope_CM)).sum()
-        return self.error + float(change)
+    def slope(self, o_CM: Tensor) -> Tensor:
+        """Return how a projection would have to change for less error, [C, M]."""
+        return self.cross_CM - self.power_CC @ o_CM
+
+    def error(self, o_CM: Tensor) -> float:
+        """Return the squared error that a projection leaves, less the targets' power."""
+        return float((o_CM * (self.power_CC @ o_CM - 2 * self.cross_CM)).sum())
 
 
 def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]]) -> LayerAttention:
@@ -43,16 +44,20 @@ def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]
     `answers` are, window by window, what the merged layer's heads give [T, H·D] and what the layer must make of it
     [T, M], without the projection's bias.
     """
-    o_MC = _projection(merged)
-    fit, held = (_Sums(o_MC.shape[1], o_MC.shape[0]) for _ in range(2))
-    old_CM = torch.from_numpy(o_MC.T.copy()).float()
+    old_CM = torch.from_numpy(_projection(merged).T.copy())
+    fit, held = (_Sums(*old_CM.shape) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
-        sums = held if is_held_out(window) else fit
-        sums.add(heads_TC, target_TM - heads_TC @ old_CM)
-    step_CM = _best_step(fit, held)
-    if step_CM is None:
-        return merged
-    return replace(merged, o_HMD=_heads(o_MC + step_CM.T.numpy(), merged))
+        (held if is_held_out(window) else fit).add(heads_TC, target_TM)
+    best_CM = min(_candidates(old_CM, fit), key=held.error)
+    return merged if best_CM is old_CM else replace(merged, o_HMD=_heads(best_CM.T.numpy(), merged))
+
+
+def _candidates(old_CM: Tensor, fit: _Sums) -> list[Tensor]:
+    """Return the projection as it was, and those that least squares finds, held to it by each of PULLS."""
+    mean_power = float(fit.power_CC.diagonal().mean()) or 1.0
+    ridge_CC = mean_power * torch.eye(len(fit.power_CC), dtype=torch.float64)
+    slope_CM = fit.slope(old_CM)
+    return [old_CM, *(old_CM + torch.linalg.solve(fit.power_CC + pull * ridge_CC, slope_CM) for pull in PULLS)]
 
 
 def is_held_out(window: int) -> bool:
@@ -63,19 +68,6 @@ def squared_error(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor
     """Return how far a merged layer is from what it must give; `answers` as for `refit_output`."""
     o_CM = torch.from_numpy(_projection(merged).T.copy()).float()
     return sum(float((target_TM - heads_TC @ o_CM).double().square().sum()) for heads_TC, target_TM in answers)
-
-
-def _best_step(fit: _Sums, held: _Sums) -> Tensor | None:
-    """Return the change of the projection that helps most on what is held out; None where none helps."""
-    best, least = None, held.error
-    mean_power = float(fit.power_CC.diagonal().mean()) or 1.0
-    for pull in PULLS:
-        ridge_CC = fit.power_CC + pull * mean_power * torch.eye(len(fit.power_CC), dtype=torch.float64)
-        step_CM = torch.linalg.solve(ridge_CC, fit.slope_CM)
-        error = held.error_after(step_CM)
-        if error < least:
-            best, least = step_CM, error
-    return best
 
 
 def _projection(attention: LayerAttention) -> Real:

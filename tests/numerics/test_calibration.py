@@ -29,10 +29,11 @@ FAMILIES = [
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Look at every query, and keep the moments."""
+    """Look at every query, and at very many keys for each; keep the moments."""
     seen: list[list[Moments]] = []
-    monkeypatch.setattr(calibration, "VALUES_EVERY", 1)
+    monkeypatch.setattr(calibration, "VALUE_QUERIES", 10**6)
     monkeypatch.setattr(calibration, "KEY_QUERIES", 10**6)
+    monkeypatch.setattr(calibration, "KEYS_DRAWN", 4000)
     merge = calibration.merge_attention
 
     def keep(attention, moments, recipe):
@@ -114,7 +115,8 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
             keys, values = expected(a_NHTT, k_NTKD, v_NTKD, group, factor)
             heads = slice(group * len(q_NTHD[0, 0]) // GROUPS, (group + 1) * len(q_NTHD[0, 0]) // GROUPS)
             queries = np.einsum("nthd,nthe->hde", q_NTHD[:, :, heads], q_NTHD[:, :, heads]) / sample.n_tokens
-            for ours, theirs in ((moments.keys_FF, keys), (moments.values_FF, values), (moments.queries_HDD, queries)):
+            assert np.abs(moments.keys_FF - keys).max() < 5e-3 * np.abs(keys).max()  # what is drawn varies
+            for ours, theirs in ((moments.values_FF, values), (moments.queries_HDD, queries)):
                 assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
 
 
