@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from convert.methods import AUTO, LAYER_METHODS, METHODS, REPEAT
-from convert.recipe import GROUPINGS, NONE, RENORMS
+from convert.recipe import GROUPINGS, RENORMS
 from model import terminal
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ def _writing_options(command: Command) -> Command:
 def _conversion_options(command: Command) -> Command:
     for option in reversed(
         (
-            click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)), default="mean",
-                         show_default=True,
+            click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)),
                          help="How heads are merged: their mean (the paper's method), the first, or random ones. For "
                          "llama, mistral and qwen2 also: aligned and then their mean, shared principal components "
                          "(pca), or these fitted to what attention computes (fit); queries and output projections "
-                         "change with them. auto tries the latter three on some of the text and takes the best."),
+                         "change with them. auto tries the latter three on some of the text and takes the best.  "
+                         "[default: fit with --refit; where the model does not allow it pca, or else mean]"),
             click.option("--renorm", type=click.Choice(RENORMS),
                          help="Give merged heads back their length (norm), or queries the spread of their logits "
                          "(spread).  [default: spread for aligned, pca and fit, else none]"),
@@ -78,7 +78,7 @@ def _conversion_options(command: Command) -> Command:
                          "was held out."),
             click.option("--calibration", metavar="TEXT",
                          help="What aligned, pca and fit see layers at work on: a .txt or .jsonl file (also .gz, .xz), "
-                         "a folder of them, or none.  [default: a text that ships with Groupwise]"),
+                         "a folder of them, or none, which is quick.  [default: a text that ships with Groupwise]"),
             click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                          help="How much of it.  [default: 65536]"),
             click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
@@ -128,7 +128,7 @@ def to_hf(source: Path, out: Path, **options: Any) -> None:
 
     For checkpoints in another format: Meta's, .bin, .gguf, torch.distributed.checkpoint.
     """
-    _convert(source, out, None, **options)
+    _convert(source, out, None, method=METHODS[0], **options)
 
 
 @cli.command("repeat-kv")
@@ -150,51 +150,39 @@ def _convert(
     out: Path,
     n_kv_heads: int | None,
     *,
-    method: str = METHODS[0],
-    seed: int = 0,
-    renorm: str | None = None,
-    grouping: str = GROUPINGS[0],
-    refit: bool = False,
-    calibration: str | None = None,
-    calibration_tokens: int | None = None,
     max_shard_size: str | None,
     workers: int,
     dry_run: bool,
     overwrite: bool,
     as_json: bool,
+    **wished: Any,
 ) -> None:
     from convert import conversion, show
     from convert.plan import make_plan
-    from convert.recipe import Recipe
-    from convert.sample import DEFAULT_TOKENS, SHIPPED
+    from convert.wishes import Wishes, decide
     from model.checkpoint import open_checkpoint
     from model.checkpoint.writer import parse_size
 
     size = parse_size(max_shard_size) if max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
-        by_layer = method in (*LAYER_METHODS, AUTO)
-        if not by_layer and (calibration or calibration_tokens):
-            raise click.UsageError(f"--calibration does not go with --method {method}, which needs no text.")
-        recipe = Recipe(method, seed, renorm or ("spread" if by_layer else "none"), refit, grouping)
-        if by_layer and calibration != NONE:
-            tokens = calibration_tokens or DEFAULT_TOKENS
-            recipe = conversion.calibrated(checkpoint, n_kv_heads, recipe, calibration or SHIPPED, tokens)
-        recipe.check()
-        scores = {}
         conversion.check_target(checkpoint, out, overwrite)
-        if method == AUTO:
+        recipe, remarks = decide(checkpoint, n_kv_heads, Wishes(**wished))
+        scores = {}
+        if recipe.method == AUTO:
             choice = conversion.choose_recipe(checkpoint, n_kv_heads, recipe, out, quiet=as_json)
             recipe, scores = choice.recipe, {"auto": choice.losses}
         plan = make_plan(checkpoint, n_kv_heads, recipe, size)
         summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
-        summary |= {"left_out": checkpoint.left_out, **scores}
+        summary |= {"notes": (*remarks, *plan.notes), "left_out": checkpoint.left_out, **scores}
         if recipe.sample is not None:
             from convert.estimate import calibration_seconds
 
             summary["calibration_seconds"] = round(calibration_seconds(plan))
             if not (dry_run or as_json) and summary["calibration_seconds"] > WORTH_SAYING:
                 click.echo(
-                    f"Calibrating takes about {terminal.duration(summary['calibration_seconds'])} here.", err=True
+                    f"Calibrating takes about {terminal.duration(summary['calibration_seconds'])} here; "
+                    "--calibration none would merge by the weights alone.",
+                    err=True,
                 )
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
@@ -204,7 +192,7 @@ def _convert(
     if as_json:
         terminal.print_json({**summary, "merge_report": record["merge_report"]})
     else:
-        if method != REPEAT:
+        if recipe.method != REPEAT:
             show.merges(record["merge_report"])
         show.plan(summary)
         click.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")

@@ -10,7 +10,6 @@ from convert import provenance, side_files
 from convert.execute import execute, total_bytes
 from convert.plan import Plan, fingerprint, make_plan
 from convert.recipe import Recipe
-from convert.sample import NO_TORCH, read_sample
 from model import terminal
 from model.checkpoint import Checkpoint
 from model.checkpoint.folder import INDEX, json_text
@@ -116,17 +115,6 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
     total = len(plan.layers) * sample.n_tokens
     with terminal.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
         calibrate_layers(checkpoint, plan.layers, sample, folder, progress)
-
-
-def calibrated(checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, text: str, n_tokens: int) -> Recipe:
-    """Return the recipe with its text. Raises CheckpointError where the model cannot be run on one."""
-    make_plan(checkpoint, n_kv_heads, recipe, None)  # refuses what no text would help
-    try:
-        from convert.layer_walk import check_can_walk
-    except ImportError as error:
-        raise CheckpointError(NO_TORCH) from error
-    check_can_walk(checkpoint)
-    return replace(recipe, sample=read_sample(checkpoint, text, n_tokens))
 
 
 def choose_recipe(

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from convert.recipe import NotFeasible
 from convert.sample import Sample
 from model.attention import Mask, attend
 from model.checkpoint import Checkpoint
@@ -147,11 +148,11 @@ def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progres
 
 
 def check_can_walk(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where the project's own code cannot run the model."""
+    """Raise NotFeasible where the project's own code cannot run the model."""
     try:
         read_llama_config(checkpoint.config)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} Merge by the weights alone: --calibration none.") from error
+        raise NotFeasible(f"{error} Merge by the weights alone: --method pca --calibration none.") from error
 
 
 def last_states(checkpoint: Checkpoint, folder: Path) -> Path:

@@ -14,6 +14,10 @@ GROUPINGS = ("contiguous", "similar")
 RENORMS = ("none", "norm", "spread")
 
 
+class NotFeasible(CheckpointError):
+    """A way to merge that this checkpoint, or what is installed, does not allow; another may be."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One way to merge. `mean`, `first`, `random` and `repeat` know no more than a seed."""
@@ -41,20 +45,20 @@ class Recipe:
         return {**found, "renorm": self.renorm, "refit": self.refit, "grouping": self.grouping, "calibration": sample}
 
     def check(self) -> None:
-        """Raise CheckpointError where the choices do not go together."""
+        """Raise NotFeasible where the choices do not go together."""
         if self.method in (*CALIBRATED, AUTO) and self.sample is None:
-            raise CheckpointError(
+            raise NotFeasible(
                 f"--method {self.method} needs a calibration text; of the weights alone: --method aligned or pca."
             )
         if self.refit and (self.sample is None or not self.by_layer):
-            raise CheckpointError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
+            raise NotFeasible(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
         if self.grouping == "similar" and not self.by_layer:
-            raise CheckpointError(
+            raise NotFeasible(
                 f"--group-heads similar moves queries, which --method {self.method} leaves as they are; choose one of "
                 f"{', '.join(LAYER_METHODS)}."
             )
         if self.renorm == "spread" and not self.by_layer:
-            raise CheckpointError(
+            raise NotFeasible(
                 f"--renorm spread scales queries, which --method {self.method} leaves as they are; choose one of "
                 f"{', '.join(LAYER_METHODS)}, or --renorm norm."
             )

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from convert.layer_merge import LayerMerge
 from convert.merge import Merge
 from convert.methods import METHODS
-from convert.recipe import Recipe
+from convert.recipe import NotFeasible, Recipe
 from model.checkpoint import Tensor
 from model.config import Geometry
-from model.errors import CheckpointError
 from model.layout import Heads
 
 ROTATING = (
@@ -64,7 +63,7 @@ def regroup(
     """Return all tensors of the output that change with the heads, by name; `tensors` are the source's.
 
     With fewer heads than before, each group of neighbours is merged; with more, each head is repeated. Raises
-    CheckpointError where the method cannot merge this family's heads.
+    NotFeasible where the method cannot merge this family's heads.
     """
     if recipe.by_layer:
         return _regroup_layers(geometry, tensors, n_kv_heads, recipe)
@@ -81,7 +80,7 @@ def _regroup_layers(
 ) -> dict[str, Regrouped]:  # fmt: skip
     family, sizes = geometry.attention.family, geometry.attention.sizes
     if geometry.n_planes is None:
-        raise CheckpointError(
+        raise NotFeasible(
             f"--method {recipe.method} turns heads before it merges them, which is known to leave the model as it is "
             f"for {', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
         )
@@ -93,9 +92,9 @@ def _regroup_layers(
         q, k, v, o = (f"{place}{part}.weight" for part in (*parts, family.output))
         biases = tuple(name for part in parts if (name := f"{place}{part}.bias") in tensors)
         if len(biases) not in (0, 3):
-            raise CheckpointError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
+            raise NotFeasible(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
         if norms := [name for name in tensors if name.startswith(place) and "norm" in name]:
-            raise CheckpointError(
+            raise NotFeasible(
                 f"--method {recipe.method} turns heads before it merges them, but {norms[0]} works on each dimension "
                 f"of queries or keys; choose {', '.join(METHODS)}."
             )

@@ -1,7 +1,7 @@
 """The text that a conversion is calibrated on, as windows of the model's own tokens.
 
-The text that ships with the project are speeches of presidents of the United States to Congress, in the public domain;
-convert/sample_texts says which.
+The text that ships with the project are speeches of presidents of the United States to Congress, in the public domain
+(`scripts/make_sample_text.py` says which).
 """
 
 import gzip
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.recipe import NONE
+from convert.recipe import NONE, NotFeasible
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 
@@ -62,7 +62,7 @@ class Sample:
 def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
     """Read as many tokens as wanted of a text: `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz).
 
-    Raises CheckpointError where the checkpoint has no tokenizer.json, or the text is too short.
+    Raises NotFeasible where the checkpoint has no tokenizer.json, CheckpointError where the text is too short.
     """
     window = min(_context(checkpoint), LONGEST_WINDOW)
     n_windows = n_tokens // window
@@ -89,14 +89,15 @@ def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], 
     """Return what the tokenizer puts before a text (a beginning-of-text token, or nothing), and the text's tokens."""
     content = checkpoint.side_files.get("tokenizer.json")
     if content is None:
-        raise CheckpointError(
+        raise NotFeasible(
             f"{checkpoint.path} has no tokenizer.json, which calibrating needs; save the tokenizer there "
-            "(transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)), or give --calibration none."
+            "(transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)), or merge by the weights alone: "
+            "--method pca --calibration none."
         )
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise CheckpointError(NO_TORCH) from error
+        raise NotFeasible(NO_TORCH) from error
     text = content.read_bytes() if isinstance(content, Path) else content
     try:
         tokenizer = Tokenizer.from_str(text.decode())
@@ -116,8 +117,8 @@ def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], 
 
 
 NO_TORCH = (
-    "calibrating runs the model, which needs torch and tokenizers: pip install 'groupwise[torch]'; or give "
-    "--calibration none or --method mean."
+    "calibrating runs the model, which needs torch and tokenizers: pip install 'groupwise[torch]'; or merge "
+    "by the weights alone: --method pca --calibration none."
 )
 
 

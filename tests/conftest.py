@@ -72,7 +72,7 @@ def refuse(convert: Callable[..., Result], tmp_path: Path) -> Callable[..., None
     """Convert what is at a path, and check the refusal: one line with all words."""
 
     def run(path: Path, *words: str) -> None:
-        convert("mha-to-gqa", path, tmp_path / "out", "--groups", 2).refused(*words)
+        convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 2).refused(*words)
 
     return run
 

@@ -50,7 +50,7 @@ def convert_and_compare(convert: Any, place: Path) -> int:
     """Convert; only OUT and its staging folder may be written, a refusal is one line, and what was made is right."""
     before = tiny.snapshot(place)
     with Writes() as writes:
-        result = convert("mha-to-gqa", place / "source", place / "out", "--groups", 2)
+        result = convert("mha-to-gqa", "--method", "mean", place / "source", place / "out", "--groups", 2)
     allowed = (str(place / "out"), str(place / ".out.groupwise"))
     strange = [path for path in writes.paths if path != os.devnull and not path.startswith(allowed)]
     assert not strange, strange

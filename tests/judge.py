@@ -74,7 +74,7 @@ def convert_to_all(source: Path, outs: Path) -> dict[int, Path]:
     """Convert to every number of groups that `inspect` offers; return the folders."""
     groups = [row["groups"] for row in json.loads(call("inspect", source, "--json"))["groups"]]
     for n in groups:
-        call("mha-to-gqa", source, outs / str(n), "--groups", n)
+        call("mha-to-gqa", "--method", "mean", source, outs / str(n), "--groups", n)
     return {n: outs / str(n) for n in groups}
 
 

@@ -137,7 +137,7 @@ def test_dcp_out_is_where_its_config_is(convert, tmp_path):
     path = write_dcp(run / "checkpoints/step-00000001/tensors", tensors)
     tiny.save(model, run / "model")
     before = tiny.snapshot(run)
-    convert("mha-to-mqa", path, run / "model", "--overwrite").refused("holds files of SOURCE")
+    convert("mha-to-mqa", "--method", "mean", path, run / "model", "--overwrite").refused("holds files of SOURCE")
     assert tiny.snapshot(run) == before
 
 

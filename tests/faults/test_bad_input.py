@@ -27,7 +27,9 @@ def refuse(convert, source, tmp_path):
     """Convert and check the refusal: one line with all `words`."""
 
     def run(*words, groups=2, options=(), path=None, out=None):
-        result = convert("mha-to-gqa", path or source, out or tmp_path / "out", "--groups", groups, *options)
+        result = convert(
+            "mha-to-gqa", "--method", "mean", path or source, out or tmp_path / "out", "--groups", groups, *options
+        )
         result.refused(*words)
 
     return run
@@ -51,8 +53,8 @@ def test_groups_that_do_not_divide(refuse, groups):
 
 
 def test_groups_that_are_no_number(convert, source, tmp_path):
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", "many").refused("--groups", "many")
-    convert("mha-to-gqa", source, tmp_path / "out").refused("Missing option '--groups'")
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", "many").refused("--groups", "many")
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out").refused("Missing option '--groups'")
 
 
 def test_unknown_method(convert, source, tmp_path):
@@ -158,7 +160,7 @@ def run_without_override(*arguments):
 def test_unreadable_source(source, tmp_path, name):
     path = next(source.glob(f"{name}*"))
     path.chmod(0)
-    result = run_without_override("mha-to-mqa", source, tmp_path / "out")
+    result = run_without_override("mha-to-mqa", "--method", "mean", source, tmp_path / "out")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert path.name in result.stderr
@@ -168,7 +170,7 @@ def test_unreadable_source(source, tmp_path, name):
 def test_read_only_target(source, tmp_path):
     parent = tmp_path / "locked"
     parent.mkdir(mode=0o555)
-    result = run_without_override("mha-to-mqa", source, parent / "new" / "out")
+    result = run_without_override("mha-to-mqa", "--method", "mean", source, parent / "new" / "out")
     assert (result.returncode, result.stdout) == (2, "")
     assert "locked cannot be written to" in result.stderr
     assert not list(parent.iterdir())
@@ -263,7 +265,7 @@ def test_shards_that_the_index_does_not_name(convert, source, tmp_path):
     """Left from another download: no part of the model, and said so."""
     stray = {"model.layers.0.self_attn.k_proj.weight": torch.ones(32, 32)}
     save_file(stray, source / "model-00009-of-00009.safetensors")
-    result = convert("mha-to-gqa", source, tmp_path / "good", "--groups", 2, "--json")
+    result = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "good", "--groups", 2, "--json")
     assert "model-00009-of-00009.safetensors" in json.loads(result.out)["left_out"]
     assert not (tmp_path / "good/model-00009-of-00009.safetensors").exists()
     assert not torch.equal(tiny.tensors(tmp_path / "good")["model.layers.0.self_attn.k_proj.weight"], torch.ones(8, 32))
@@ -577,7 +579,7 @@ def test_not_finite(refuse, source, value, method):
 def test_out_exists(convert, source, tmp_path):
     target = tmp_path / "there"
     target.mkdir()
-    convert("mha-to-mqa", source, target).refused("exists", "--overwrite")
+    convert("mha-to-mqa", "--method", "mean", source, target).refused("exists", "--overwrite")
     assert not list(target.iterdir())
 
 
@@ -592,14 +594,14 @@ def test_out_in_source(refuse, source, name):
 def test_source_in_out(convert, source, tmp_path):
     holder = tiny.save(tiny.build(), tmp_path / "holder")
     shutil.copytree(source, holder / "source")
-    convert("mha-to-mqa", holder / "source", holder, "--overwrite").refused("holds files of SOURCE")
+    convert("mha-to-mqa", "--method", "mean", holder / "source", holder, "--overwrite").refused("holds files of SOURCE")
     assert (holder / "source/config.json").exists()
 
 
 def test_source_in_the_staging_area_of_out(convert, source, tmp_path):
     place = tmp_path / ".elsewhere.groupwise/replaced"
     shutil.copytree(source, place)
-    convert("mha-to-mqa", place, tmp_path / "elsewhere").refused("holds files of SOURCE")
+    convert("mha-to-mqa", "--method", "mean", place, tmp_path / "elsewhere").refused("holds files of SOURCE")
     assert (place / "config.json").exists()
     shutil.rmtree(place.parent)
 
@@ -609,16 +611,18 @@ def test_a_refusal_gives_back_what_a_killed_run_took_away(convert, source, tmp_p
     old = tiny.save(tiny.build(seed=1), tmp_path / ".there.groupwise/replaced")
     before = tiny.snapshot(old)
     rewrite(source, lambda t: t["model.layers.0.self_attn.k_proj.weight"].fill_(float("nan")))
-    convert("mha-to-mqa", source, tmp_path / "there", "--overwrite").refused("NaN or infinite")
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "there", "--overwrite").refused("NaN or infinite")
     assert tiny.snapshot(tmp_path / "there") == before
 
 
 def test_odd_targets(convert, source, tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    convert("mha-to-mqa", source, loop).refused("OUT")
-    convert("mha-to-mqa", source, tmp_path / "x", "--max-shard-size", "9" * 400 + "GB").refused("is not a size")
-    convert("mha-to-mqa", source, tmp_path / "x", "--max-shard-size", "").refused("is not a size")
+    convert("mha-to-mqa", "--method", "mean", source, loop).refused("OUT")
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "x", "--max-shard-size", "9" * 400 + "GB").refused(
+        "is not a size"
+    )
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "x", "--max-shard-size", "").refused("is not a size")
 
 
 def test_linked_weights_in_out(convert, source, tmp_path):
@@ -626,7 +630,7 @@ def test_linked_weights_in_out(convert, source, tmp_path):
     store = tiny.save(tiny.build(), tmp_path / "store")
     (source / "model.safetensors.index.json").unlink()
     (source / "model.safetensors").symlink_to(store / "model.safetensors")
-    convert("mha-to-mqa", source, store, "--overwrite").refused("holds files of SOURCE")
+    convert("mha-to-mqa", "--method", "mean", source, store, "--overwrite").refused("holds files of SOURCE")
     assert (store / "model.safetensors").exists()
 
 
@@ -636,7 +640,7 @@ def test_overwrite_onto_something_else(convert, source, tmp_path):
     for path in (folder / "monday.txt", file):
         path.write_text("precious")
     for target in (folder, file):
-        convert("mha-to-mqa", source, target, "--overwrite").refused("not a checkpoint folder")
+        convert("mha-to-mqa", "--method", "mean", source, target, "--overwrite").refused("not a checkpoint folder")
     assert (folder / "monday.txt").read_text() == file.read_text() == "precious"
 
 
@@ -650,7 +654,7 @@ def test_second_conversion_at_the_same_time(convert, source, tmp_path):
     from model.staging import Staging
 
     with Staging(tmp_path / "out") as held:
-        convert("mha-to-mqa", source, tmp_path / "out").refused("something else is writing")
+        convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused("something else is writing")
     held.discard()
 
 

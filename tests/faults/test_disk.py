@@ -22,13 +22,13 @@ def run_limited(limit, *arguments):
 
 def test_write_fails_midway(convert, source, tmp_path):
     sizes = sorted(f.stat().st_size for f in source.glob("*.safetensors"))
-    result = run_limited(sizes[-1] // 2, "mha-to-gqa", source, tmp_path / "out", "--groups", 4)
+    result = run_limited(sizes[-1] // 2, "mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.count("\n") == 1
     assert f"kept in {tmp_path / '.out.groupwise'}" in result.stderr
     assert "the same command continues" in result.stderr
     assert not (tmp_path / "out").exists()
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4).code == 0
     assert convert("verify", source, tmp_path / "out").code == 0
     assert not (tmp_path / ".out.groupwise").exists()
 
@@ -47,7 +47,9 @@ def test_disk_really_full(source, tmp_path):
     code += "shutil.disk_usage = lambda p: real(p)._replace(free=10**12); from convert.cli import main; main()"
     (tmp_path / "disk").mkdir()
     script = f"mount -t tmpfs -o size=64k none {tmp_path}/disk && {sys.executable} -c '{code}' "
-    script += f"mha-to-gqa {source} {tmp_path}/disk/out --groups 4; code=$?; ls -A {tmp_path}/disk; exit $code"
+    script += (
+        f"mha-to-gqa {source} {tmp_path}/disk/out --groups 4 --method mean; code=$?; ls -A {tmp_path}/disk; exit $code"
+    )
     result = subprocess.run([*MOUNT, script], capture_output=True, text=True, check=False)
     assert result.returncode == 1, result.stderr
     assert os.strerror(errno.ENOSPC) in result.stderr
@@ -60,11 +62,11 @@ def test_read_fails_midway(convert, source, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fail)
-        result = convert("mha-to-mqa", source, tmp_path / "out")
+        result = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out")
     assert result.code == 1
     assert os.strerror(errno.EIO) in result.err
     assert "kept in" in result.err
-    assert convert("mha-to-mqa", source, tmp_path / "out").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
 
 
 def test_source_shrinks_while_it_is_read(convert, source, tmp_path, monkeypatch):
@@ -78,7 +80,7 @@ def test_source_shrinks_while_it_is_read(convert, source, tmp_path, monkeypatch)
         real(*arguments)
 
     monkeypatch.setattr(conversion, "execute", shrink_first)
-    result = convert("mha-to-mqa", source, tmp_path / "out")
+    result = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out")
     assert result.code == 1
     assert "became shorter" in result.err
     assert not (tmp_path / "out").exists()
@@ -94,7 +96,7 @@ def test_source_changes_while_it_is_read(convert, source, tmp_path, monkeypatch)
         os.utime(next(source.glob("model-00001*")), ns=(5, 5))
 
     monkeypatch.setattr(conversion, "execute", change_after)
-    convert("mha-to-mqa", source, tmp_path / "out").refused("changed while it was read")
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused("changed while it was read")
     assert {p.name for p in tmp_path.iterdir()} == {"source"}
 
 
@@ -102,7 +104,7 @@ def test_copy_falls_back_where_the_kernel_cannot(convert, source, tmp_path, monk
     def refuse(*arguments):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    convert("mha-to-mqa", source, tmp_path / "kernel")
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "kernel")
     monkeypatch.setattr(os, "copy_file_range", refuse)
-    assert convert("mha-to-mqa", source, tmp_path / "by-hand").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "by-hand").code == 0
     assert tiny.snapshot(tmp_path / "kernel") == tiny.snapshot(tmp_path / "by-hand")

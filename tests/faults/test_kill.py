@@ -21,13 +21,13 @@ def kill_at(n, *arguments):
 
 @pytest.fixture
 def expected(convert, source, tmp_path):
-    assert convert("mha-to-gqa", source, tmp_path / "expected", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "expected", "--groups", 2).code == 0
     return tiny.snapshot(tmp_path / "expected")
 
 
 def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected):
     out = tmp_path / "out"
-    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--workers", 1)
+    arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     n = killed = 0
     while True:
         n += 1
@@ -47,7 +47,7 @@ def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected):
 
 def test_rerun_goes_on_with_finished_shards(convert, source, tmp_path, expected):
     out = tmp_path / "out"
-    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--workers", 1)
+    arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     kill_at(10, *arguments)
     staging = tmp_path / ".out.groupwise"
     finished = {p.name: p.stat().st_ino for p in (staging / "folder").glob("*.safetensors")}
@@ -62,17 +62,17 @@ def test_rerun_goes_on_with_finished_shards(convert, source, tmp_path, expected)
 def test_rerun_where_heads_share_a_tensor_or_have_one_each(convert, tmp_path, family, changes):
     source = tiny.save(tiny.build(family, **changes), tmp_path / family, "bfloat16", max_shard_size="10KB")
     arguments = ("--groups", 2, "--method", "random", "--workers", 1)
-    assert convert("mha-to-gqa", source, tmp_path / "expected", *arguments).code == 0
-    assert kill_at(14, "mha-to-gqa", source, tmp_path / "out", *arguments) == -signal.SIGKILL
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "expected", *arguments).code == 0
+    assert kill_at(14, "mha-to-gqa", "--method", "mean", source, tmp_path / "out", *arguments) == -signal.SIGKILL
     assert list((tmp_path / ".out.groupwise/folder").glob("*.safetensors"))
-    assert convert("mha-to-gqa", source, tmp_path / "out", *arguments[:-1], 4).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", *arguments[:-1], 4).code == 0
     assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "expected")
 
 
 @pytest.mark.parametrize("change", ["parameters", "source", "config"])
 def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expected, change):
     out = tmp_path / "out"
-    kill_at(10, "mha-to-gqa", source, out, "--groups", 2, "--workers", 1)
+    kill_at(10, "mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     (finished,) = (tmp_path / ".out.groupwise/folder").glob("*.safetensors")
     data = bytearray(finished.read_bytes())
     data[-1] ^= 1  # if this shard were kept, the output would be wrong
@@ -92,7 +92,7 @@ def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expe
 
 def test_torn_journal_line_is_as_if_not_written(convert, source, tmp_path, expected):
     out = tmp_path / "out"
-    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--workers", 1)
+    arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     kill_at(10, *arguments)
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     journal.write_bytes(journal.read_bytes()[:-5])
@@ -103,7 +103,7 @@ def test_torn_journal_line_is_as_if_not_written(convert, source, tmp_path, expec
 def test_killed_while_replacing(convert, source, tmp_path, expected):
     """Between taking the old model away and putting the new one in place, both are still on the disk."""
     out = tmp_path / "out"
-    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--workers", 1, "--overwrite")
+    arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1, "--overwrite")
     between = 0
     for n in range(1, 200):
         shutil.rmtree(out, ignore_errors=True)
@@ -124,7 +124,7 @@ def test_killed_while_replacing(convert, source, tmp_path, expected):
 def test_interrupt_says_how_to_continue(source, tmp_path):
     code = "import os, signal, convert.execute as e\n"
     code += "e.wait = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\nfrom convert.cli import main\nmain()"
-    command = [sys.executable, "-c", code, "mha-to-mqa", str(source), str(tmp_path / "out")]
+    command = [sys.executable, "-c", code, "mha-to-mqa", "--method", "mean", str(source), str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.strip() == "Error: interrupted; the same command continues where this one stopped."
@@ -139,7 +139,18 @@ def test_killed_at_twenty_random_moments_of_a_gigabyte(tmp_path):
     spec.loader.exec_module(bench)
     source, out = tmp_path / "source", tmp_path / "out"
     assert bench.make_checkpoint(source, 1.1) >= 1e9
-    command = [sys.executable, "-m", "convert", "mha-to-gqa", str(source), str(out), "--groups", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "convert",
+        "mha-to-gqa",
+        "--method",
+        "mean",
+        str(source),
+        str(out),
+        "--groups",
+        "8",
+    ]
     started = time.monotonic()
     subprocess.run(command, check=True, capture_output=True)
     duration = time.monotonic() - started

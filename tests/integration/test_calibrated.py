@@ -117,9 +117,15 @@ def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind
     [
         (("--method", "fit", "--calibration", "none"), "--method fit needs a calibration text"),
         (("--method", "pca", "--calibration", "none", "--refit"), "--refit needs a calibration text"),
-        (("--refit",), "--refit needs a calibration text"),
-        (("--renorm", "spread"), "--renorm spread scales queries, which --method mean leaves as they are"),
-        (("--group-heads", "similar"), "--group-heads similar moves queries, which --method mean leaves"),
+        (("--method", "mean", "--refit"), "--refit needs a calibration text"),
+        (
+            ("--method", "mean", "--renorm", "spread"),
+            "--renorm spread scales queries, which --method mean leaves as they are",
+        ),
+        (
+            ("--method", "mean", "--group-heads", "similar"),
+            "--group-heads similar moves queries, which --method mean leaves",
+        ),
         (("--method", "pca", "--calibration", "/nowhere/text.txt"), "there is no such text"),
         (("--method", "pca", "--calibration", "SOURCE"), "there is no such text"),
         (("--method", "pca", "--calibration-tokens", "100"), "is too few; give at least 256"),
@@ -161,7 +167,7 @@ def test_no_tokenizer_or_a_damaged_one(convert, source, tmp_path):
 def test_mean_with_its_norm_back(convert, source, tmp_path):
     """For every method and family: no text is needed."""
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--renorm", "norm").code == 0
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean", "--renorm", "norm").code == 0
     assert all(entry["norm_ratio"] == pytest.approx(1, abs=2e-3) for entry in record(out)["merge_report"])
     heads = tiny.tensors(source)["model.layers.0.self_attn.k_proj.weight"].double().view(2, 4, -1)
     mean = heads.mean(1)
@@ -200,7 +206,7 @@ def test_the_score_is_the_models_loss(convert, source, tmp_path, text, monkeypat
     result = convert("mha-to-gqa", source, tmp_path / "auto", "--method", "auto", *given, "--json")
     with open_checkpoint(source) as checkpoint:
         fitting, scoring = choose.divided(read_sample(checkpoint, str(text), 1024))
-    monkeypatch.setattr("convert.conversion.read_sample", lambda *rest: fitting)
+    monkeypatch.setattr("convert.wishes.read_sample", lambda *rest: fitting)
     assert convert("mha-to-gqa", source, tmp_path / "pca", "--method", "pca", *given).code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "pca", dtype=torch.float32).eval()
     ids = torch.from_numpy(scoring.ids_NT)
@@ -278,6 +284,6 @@ def test_heads_of_zeros(convert, tmp_path, part):
 
 
 def test_a_text_for_a_method_that_needs_none(convert, source, tmp_path, text):
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration", text).refused(
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean", "--calibration", text).refused(
         "--calibration does not go with --method mean"
     )

@@ -33,7 +33,7 @@ def test_only_kv_heads_change_and_they_are_the_mean(convert, tmp_path, layout, d
     before = tiny.tensors(source)
     for groups in (8, 4, 2, 1):
         out = tmp_path / f"out{groups}"
-        assert convert("mha-to-gqa", source, out, "--groups", groups).code == 0
+        assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).code == 0
         after = tiny.tensors(out)
         assert before.keys() == after.keys()
         for name, tensor in before.items():
@@ -46,7 +46,7 @@ def test_only_kv_heads_change_and_they_are_the_mean(convert, tmp_path, layout, d
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
 def test_same_number_of_groups_is_the_identity(convert, tmp_path, shards):
     source = tiny.save(tiny.build(), tmp_path / "source", "bfloat16", shards)
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 8).code == 0
     before, after = tiny.snapshot(source), tiny.snapshot(tmp_path / "out")
     assert set(after) - set(before) == {"groupwise.json"}
     for name, content in before.items():
@@ -81,22 +81,24 @@ def test_gqa_to_mha_by_repeating_and_back_is_exact(convert, tmp_path):
 
 def test_gqa_source_can_be_merged_further(convert, tmp_path):
     source = tiny.save(tiny.build(num_key_value_heads=4), tmp_path / "source", "bfloat16")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     name = "model.layers.1.self_attn.v_proj.weight"
     assert torch.equal(after[name], float64_mean(before[name], 2, n_heads=4))
-    convert("mha-to-gqa", source, tmp_path / "out3", "--groups", 3).refused("4 K/V heads", "choose one of 1, 2, 4")
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out3", "--groups", 3).refused(
+        "4 K/V heads", "choose one of 1, 2, 4"
+    )
 
 
 def test_mqa_is_one_group(convert, source, tmp_path):
-    assert convert("mha-to-mqa", source, tmp_path / "mqa").code == 0
-    assert convert("mha-to-gqa", source, tmp_path / "gqa", "--groups", 1).code == 0
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "mqa").code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "gqa", "--groups", 1).code == 0
     assert tiny.snapshot(tmp_path / "mqa") == tiny.snapshot(tmp_path / "gqa")
 
 
 def test_config_keeps_every_other_key_and_its_order(convert, source, tmp_path):
     tiny.edit_config(source, ünknown={"kept": [1, None, 1e-05]}, torch_dtype="bfloat16", rope_theta=10000.0)
-    assert convert("mha-to-mqa", source, tmp_path / "out").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
     before = json.loads((source / "config.json").read_text())
     after = json.loads((tmp_path / "out/config.json").read_text())
     assert list(after) == list(before)
@@ -106,7 +108,7 @@ def test_config_keeps_every_other_key_and_its_order(convert, source, tmp_path):
 @pytest.mark.parametrize("value", [..., None])
 def test_absent_or_null_key_becomes_explicit(convert, source, tmp_path, value):
     tiny.edit_config(source, num_key_value_heads=value)
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["num_key_value_heads"] == 2
 
 
@@ -124,7 +126,7 @@ def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path)
     linked = tmp_path / "blob"
     linked.write_text("linked licence")
     (source / "NOTICE").symlink_to(linked)
-    result = convert("mha-to-mqa", source, tmp_path / "out", "--json")
+    result = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--json")
     after = tiny.snapshot(tmp_path / "out")
     for name, text in tiny.SIDE_FILES.items():
         assert name == "README.md" or after[name] == text.encode()
@@ -137,7 +139,7 @@ def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path)
 
 
 def test_card_keeps_the_source_s_and_names_it(convert, source, tmp_path):
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     card = (tmp_path / "out/README.md").read_bytes().decode()
     assert card.startswith(tiny.SIDE_FILES["README.md"].strip())
     assert re.search(r"Base model \| source \|", card)
@@ -145,7 +147,7 @@ def test_card_keeps_the_source_s_and_names_it(convert, source, tmp_path):
 
 
 def test_index_has_the_true_size(convert, source, tmp_path):
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     tensors = tiny.tensors(tmp_path / "out")
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
@@ -153,23 +155,25 @@ def test_index_has_the_true_size(convert, source, tmp_path):
 
 
 def test_shards_can_be_divided_anew(convert, source, tmp_path):
-    assert convert("mha-to-mqa", source, tmp_path / "one", "--max-shard-size", "1GB").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "one", "--max-shard-size", "1GB").code == 0
     assert (tmp_path / "one/model.safetensors").exists()
     assert not (tmp_path / "one/model.safetensors.index.json").exists()
-    assert convert("mha-to-mqa", source, tmp_path / "many", "--max-shard-size", "10KB").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "many", "--max-shard-size", "10KB").code == 0
     files = list((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 3
     assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(files):05d}\.safetensors", f.name) for f in files)
     one, many = tiny.tensors(tmp_path / "one"), tiny.tensors(tmp_path / "many")
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
-    convert("mha-to-mqa", source, tmp_path / "x", "--max-shard-size", "big").refused("'big' is not a size", "5GB")
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "x", "--max-shard-size", "big").refused(
+        "'big' is not a size", "5GB"
+    )
 
 
 def test_provenance_holds_digests_and_the_merge_report(convert, source, tmp_path):
     import hashlib
 
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert (record["method"], record["groups"], record["source"]["n_kv_heads"]) == ("mean", 2, 8)
     for file in record["source"]["files"]:
@@ -189,8 +193,8 @@ def test_provenance_holds_digests_and_the_merge_report(convert, source, tmp_path
 
 
 def test_second_conversion_remembers_the_first(convert, source, tmp_path):
-    convert("mha-to-gqa", source, tmp_path / "four", "--groups", 4)
-    convert("mha-to-gqa", tmp_path / "four", tmp_path / "two", "--groups", 2)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "four", "--groups", 4)
+    convert("mha-to-gqa", "--method", "mean", tmp_path / "four", tmp_path / "two", "--groups", 2)
     record = json.loads((tmp_path / "two/groupwise.json").read_text())
     assert record["source"]["groupwise"]["groups"] == 4
     assert convert("verify", tmp_path / "four", tmp_path / "two").code == 0
@@ -216,7 +220,7 @@ def test_permissions_follow_the_umask(convert, source, tmp_path):
     (source / "tokenizer.json").chmod(0o600)
     old = os.umask(0o027)
     try:
-        convert("mha-to-mqa", source, tmp_path / "out")
+        convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out")
     finally:
         os.umask(old)
     for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
@@ -225,23 +229,23 @@ def test_permissions_follow_the_umask(convert, source, tmp_path):
 
 def test_dry_run_prints_the_plan_and_writes_nothing(convert, source, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--dry-run", "--json")
+    result = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--dry-run", "--json")
     assert sorted(tmp_path.rglob("*")) == before
     plan = json.loads(result.out)
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     written = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
     assert plan["output_bytes"] == written
     assert plan["n_regrouped"] == 4
     assert plan["kv_cache_bytes_per_token"] == {"before": 2 * 2 * 8 * 4 * 2, "after": 2 * 2 * 2 * 4 * 2}
-    text = convert("mha-to-gqa", source, tmp_path / "other", "--groups", 2, "--dry-run").out
+    text = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "other", "--groups", 2, "--dry-run").out
     assert "8 → 2" in text
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--dry-run").refused("exists")
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--dry-run").refused("exists")
 
 
 def test_overwrite_replaces_a_checkpoint(convert, source, tmp_path):
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4)
     (tmp_path / "out/left-over.txt").write_text("of the old model")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--overwrite").code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--overwrite").code == 0
     assert convert("verify", source, tmp_path / "out").code == 0
     assert not (tmp_path / "out/left-over.txt").exists()
     assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
@@ -253,6 +257,6 @@ def test_missing_format_metadata_is_added(convert, tmp_path):
 
     source = tiny.save(tiny.build(), tmp_path / "source")
     save_file(tiny.tensors(source), source / "model.safetensors", metadata={"note": "kept"})
-    assert convert("mha-to-mqa", source, tmp_path / "out").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "note": "kept"}

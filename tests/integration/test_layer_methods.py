@@ -26,7 +26,7 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
     many = scrambled(source, tmp_path / "many", groups)
     expected = logits(source)
     assert (logits(many) - expected).abs().max() < 1e-4
-    assert convert("mha-to-gqa", many, tmp_path / "mean", "--groups", groups).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", many, tmp_path / "mean", "--groups", groups).code == 0
     assert (logits(tmp_path / "mean") - expected).abs().max() > 0.1
     result = convert(
         "mha-to-gqa", many, tmp_path / "out", "--groups", groups, "--method", method, *BY_WEIGHTS, "--json"
@@ -90,7 +90,7 @@ def test_other_families_merge_without_loss_too(convert, tmp_path, family, method
     many = scrambled(source, tmp_path / "many", 2, SHARES.get(family, 1.0), output)
     expected = logits(source)
     assert (logits(many) - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert convert("mha-to-gqa", many, tmp_path / "mean", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", many, tmp_path / "mean", "--groups", 2).code == 0
     assert (logits(tmp_path / "mean") - expected).abs().max() > 1e-2 * expected.abs().max()
     result = convert("mha-to-gqa", many, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS)
     assert result.code == 0, result.err
@@ -125,7 +125,8 @@ def test_norms_on_queries_and_keys(convert, tmp_path, family, changes):
 def test_only_native_families_are_calibrated(convert, tmp_path):
     source = tiny.save(tiny.build("gemma"), tmp_path / "source")
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca").refused(
-        "'gemma' has no native code; implemented are: llama, mistral, qwen2. Merge by the weights alone: --calibration"
+        "'gemma' has no native code; implemented are: llama, mistral, qwen2. Merge by the weights alone: "
+        "--method pca --calibration none."
     )
 
 

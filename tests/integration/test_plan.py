@@ -82,7 +82,7 @@ def test_shortest_runs(uptrain, source, steps):
 def test_a_converted_model_finds_its_original_by_name(uptrain, convert, source, tmp_path, known):
     source = source.rename(tmp_path / "Tiny-2")
     out = tmp_path / "gqa"
-    assert convert("mha-to-gqa", source, out, "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", 2).code == 0
     found = plan(uptrain, out, "--alpha", 0.05)
     assert found["original"] == {
         "name": "tiny-2", "tokens": 2 * 10**9, "batch_tokens": 2**20, "steps": 1907, "peak_lr": 2e-3,

@@ -55,8 +55,8 @@ def test_every_format_becomes_the_same_folder(convert, tmp_path, kind, n_kv_head
 def test_both_steps_make_what_one_does(convert, tmp_path, kind):
     source = write(kind, tmp_path, tiny.build(vocab_size=64))
     assert convert("to-hf", source, tmp_path / "hf").code == 0
-    assert convert("mha-to-gqa", tmp_path / "hf", tmp_path / "two", "--groups", 2).code == 0
-    assert convert("mha-to-gqa", source, tmp_path / "one", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", tmp_path / "hf", tmp_path / "two", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "one", "--groups", 2).code == 0
     one, two = tiny.tensors(tmp_path / "one"), tiny.tensors(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], tensor) for name, tensor in two.items())
@@ -115,7 +115,7 @@ def test_names_of_the_hub_resolve_in_the_cache(convert, tmp_path, monkeypatch, n
     (cache / "refs/main").write_text(REVISION)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    result = convert("mha-to-gqa", name, "out", "--groups", 2, "--json")
+    result = convert("mha-to-gqa", "--method", "mean", name, "out", "--groups", 2, "--json")
     assert result.code == 0, result.err
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert (record["source"]["name"], record["source"]["revision"]) == ("org/model", REVISION)

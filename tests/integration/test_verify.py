@@ -9,7 +9,7 @@ import tiny
 
 @pytest.fixture
 def out(convert, source, tmp_path):
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     return tmp_path / "out"
 
 

@@ -36,7 +36,9 @@ def make_source(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passthrough(make_source, tmp_path, figure, family):
     out = tmp_path / "out"
-    judge.call("mha-to-gqa", make_source("source", family, **SETTINGS.get(family, {})), out, "--groups", 2)
+    judge.call(
+        "mha-to-gqa", "--method", "mean", make_source("source", family, **SETTINGS.get(family, {})), out, "--groups", 2
+    )
     recipe = {"merge_method": "passthrough", "models": [{"model": out}], "dtype": "float32"}
     merged = merge(recipe, tmp_path)
     expected, found = tiny.tensors(out), tiny.tensors(merged)
@@ -52,7 +54,7 @@ def test_passthrough(make_source, tmp_path, figure, family):
 def test_mean_of_two(make_source, tmp_path, figure, groups):
     outs = [tmp_path / f"out-{seed}" for seed in (0, 1)]
     for seed, out in enumerate(outs):
-        judge.call("mha-to-gqa", make_source(f"source-{seed}", seed=seed), out, "--groups", groups)
+        judge.call("mha-to-gqa", "--method", "mean", make_source(f"source-{seed}", seed=seed), out, "--groups", groups)
     models = [{"model": out, "parameters": {"weight": 0.5}} for out in outs]
     merged = tiny.tensors(merge({"merge_method": "linear", "models": models, "dtype": "float32"}, tmp_path))
     first, second = map(tiny.tensors, outs)

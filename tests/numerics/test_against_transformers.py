@@ -21,7 +21,7 @@ def open_folder(folder, **options):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "mixed"])
 def test_dtypes_open(convert, tmp_path, dtype):
     source = tiny.save(tiny.build(), tmp_path / "source", dtype, "20KB")
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     model = open_folder(tmp_path / "out", dtype="auto")
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
@@ -29,7 +29,7 @@ def test_dtypes_open(convert, tmp_path, dtype):
 def test_identity_leaves_the_logits(convert, tmp_path):
     parent = tiny.build(attention_bias=True)
     source = tiny.save(parent, tmp_path / "source")
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 8)
     ids = torch.arange(20).view(2, 10)
     with torch.inference_mode():
         assert torch.equal(parent(ids).logits, open_folder(tmp_path / "out")(ids).logits)
@@ -41,7 +41,7 @@ def test_gguf_opens_as_transformers_reads_it(convert, tmp_path):
 
     model = tiny.build(num_key_value_heads=4, head_dim=8, hidden_size=64, intermediate_size=96, vocab_size=300)
     path = write_gguf(tmp_path / "model.gguf", model, "Q8_0")
-    convert("mha-to-gqa", path, tmp_path / "out", "--groups", 4)
+    convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 4)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").state_dict()
     ours = open_folder(tmp_path / "out").state_dict()
     assert theirs.keys() == ours.keys()

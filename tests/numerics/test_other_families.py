@@ -75,7 +75,7 @@ def logits(model, **more) -> torch.Tensor:
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"alibi": False, "parallel_attn": True}])
 def test_falcon_becomes_multi_query(convert, tmp_path, changes):
     source = tiny.save(falcon(**changes), tmp_path / "source")
-    assert convert("mha-to-mqa", source, tmp_path / "out").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     for name, tensor in before.items():
         expected = mean_by_group(tensor, 1) if "query_key_value" in name else tensor
@@ -103,7 +103,7 @@ def test_falcon_shape_probe(tmp_path):
 
 def test_falcon_knows_nothing_between(convert, tmp_path):
     source = tiny.save(falcon(), tmp_path / "source")
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
         "--groups 2 is not possible: the class of falcon holds a K/V head for each query head, or one; choose one of 1,"
     )
     found = json.loads(convert("inspect", source, "--json").out)
@@ -128,14 +128,16 @@ def test_falcon_knows_nothing_between(convert, tmp_path):
 def test_falcon_configs_that_say_otherwise(convert, tmp_path, settings, words):
     source = tiny.save(falcon(), tmp_path / "source")
     tiny.edit_config(source, **settings)
-    convert("mha-to-mqa", source, tmp_path / "out").refused(words)
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused(words)
 
 
 def test_falcon_7b_is_multi_query_already(convert, tmp_path):
     source = tiny.save(falcon(multi_query=True), tmp_path / "source")
     found = json.loads(convert("inspect", source, "--json").out)
     assert (found["attention"], len(found["groups"])) == ("MQA", 1)
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused("the model has 1 K/V heads")
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
+        "the model has 1 K/V heads"
+    )
     convert("repeat-kv", source, tmp_path / "out", "--kv-heads", 8).refused(
         "the class of falcon cannot hold another number of them"
     )
@@ -203,7 +205,7 @@ STOCK = {gpt_neox: GPTNeoXForCausalLM, t5: T5ForConditionalGeneration}
 def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
     """Merged heads are the mean; the model we write the code for is the stock one with those repeated."""
     source = tiny.save(make(**changes), tmp_path / "source", max_shard_size="100KB")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", groups).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", groups).code == 0
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -219,7 +221,7 @@ def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
 
     result = convert("verify", source, tmp_path / "out")
     assert result.code == 0, result.err
-    back = convert("mha-to-gqa", tmp_path / "again", tmp_path / "back", "--groups", groups)
+    back = convert("mha-to-gqa", "--method", "mean", tmp_path / "again", tmp_path / "back", "--groups", groups)
     assert back.code == 0
     assert all(torch.equal(t, after[name]) for name, t in tiny.tensors(tmp_path / "back").items())
 
@@ -228,7 +230,7 @@ def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
 def test_shape_probe_of_our_classes(convert, tmp_path, make):
     """Our class with fewer K/V heads saves exactly the tensors and shapes that we plan to write."""
     source = tiny.save(make(), tmp_path / "source")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4).code == 0
     for groups in (2, 1):
         tiny.edit_config(tmp_path / "out", num_key_value_heads=groups)
         torch.manual_seed(0)
@@ -245,9 +247,9 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
     """Merging in two steps is merging in one, up to rounding; repeating gives the same model; heads may stay."""
     source = tiny.save(make(), tmp_path / "source")
     first, second, direct, wide = (tmp_path / name for name in ("first", "second", "direct", "wide"))
-    assert convert("mha-to-gqa", source, first, "--groups", 4).code == 0
-    assert convert("mha-to-gqa", first, second, "--groups", 2).code == 0
-    assert convert("mha-to-gqa", source, direct, "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, first, "--groups", 4).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", first, second, "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, direct, "--groups", 2).code == 0
     for name, tensor in tiny.tensors(direct).items():
         assert torch.allclose(tiny.tensors(second)[name], tensor, atol=1e-7)
     assert (second / "config.json").read_bytes() == (direct / "config.json").read_bytes()
@@ -268,7 +270,7 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
 @pytest.mark.parametrize("make", [gpt_neox, t5])
 def test_config_card_and_record_name_the_code(convert, tmp_path, make):
     source = tiny.save(make(), tmp_path / "source")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     config, before = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source))
     name = f"{make.__name__}_gqa"
     assert config["model_type"] == name
@@ -291,7 +293,7 @@ def test_config_card_and_record_name_the_code(convert, tmp_path, make):
 def test_classes_we_have_no_code_for(convert, tmp_path, architectures):
     source = tiny.save(gpt_neox(), tmp_path / "source")
     tiny.edit_config(source, architectures=architectures)
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
         f"architectures = {None if architectures is ... else architectures}", "GPTNeoXForCausalLM, GPTNeoXModel"
     )
     assert convert("to-hf", source, tmp_path / "out").code == 0
@@ -307,7 +309,7 @@ def test_pythias_old_buffers_stay(convert, tmp_path):
         buffers[f"{stem}.masked_bias"] = torch.tensor(-1e9)
         buffers[f"{stem}.rotary_emb.inv_freq"] = torch.ones(2)
     save_file({**tiny.tensors(source), **buffers}, source / "model.safetensors", metadata={"format": "pt"})
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     after = tiny.tensors(tmp_path / "out")
     assert all(torch.equal(after[name], tensor) for name, tensor in buffers.items())
     _, loading = GPTNeoXGQAForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -316,7 +318,7 @@ def test_pythias_old_buffers_stay(convert, tmp_path):
 
 def test_merges_of_t5_are_shown_by_kind(convert, tmp_path):
     source = tiny.save(t5(), tmp_path / "source")
-    lines = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 4).out.splitlines()
+    lines = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4).out.splitlines()
     for kind in ("SelfAttention.k.weight", "SelfAttention.v", "EncDecAttention.k.weight", "EncDecAttention.v"):
         assert len([line for line in lines if kind in line]) == 1
 
@@ -351,7 +353,7 @@ def mpt(folder: Path, code: str = "kv_n_heads = 1", norms: bool = False) -> Path
 def test_mpt(convert, tmp_path, norms):
     """[q | k | v], and the code is told of groups (llm-foundry 0.22, `GroupedQueryAttention`)."""
     source = mpt(tmp_path / "source", norms=norms)
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     for name, tensor in before.items():
         expected = tensor
@@ -366,7 +368,7 @@ def test_mpt(convert, tmp_path, norms):
     assert convert("verify", source, tmp_path / "out").code == 0
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["attention"] == "GQA-2"
     assert convert("repeat-kv", tmp_path / "out", tmp_path / "wide", "--kv-heads", 4).code == 0
-    convert("mha-to-gqa", tmp_path / "out", tmp_path / "one", "--groups", 1)
+    convert("mha-to-gqa", "--method", "mean", tmp_path / "out", tmp_path / "one", "--groups", 1)
     assert json.loads((tmp_path / "one/config.json").read_text())["attn_config"]["kv_n_heads"] == 1
 
 
@@ -374,7 +376,7 @@ def test_mpt(convert, tmp_path, norms):
 def test_mpt_without_settings_of_attention(convert, tmp_path, settings):
     source = mpt(tmp_path / "source")
     tiny.edit_config(source, attn_config=settings)
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     written = json.loads((tmp_path / "out/config.json").read_text())["attn_config"]
     assert written == {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
 
@@ -393,13 +395,13 @@ def test_mpt_without_settings_of_attention(convert, tmp_path, settings):
 def test_mpt_that_could_not_be_opened(convert, tmp_path, code, changes, words):
     source = mpt(tmp_path / "source", code)
     tiny.edit_config(source, **changes)
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(words)
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(words)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_checkpoints_own_code_is_read_and_not_run(convert, tmp_path):
     trap = f"open({str(tmp_path / 'ran')!r}, 'w')  # kv_n_heads"
     source = mpt(tmp_path / "source", trap)
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     assert (tmp_path / "out/modeling_mpt.py").read_text() == trap
     assert not (tmp_path / "ran").exists()

@@ -28,7 +28,9 @@ def folder(tmp_path_factory):
     assert FOUND is not None and FOUND.origin is not None
     source = next(Path(FOUND.origin).parent.glob("*.gguf"))
     out = tmp_path_factory.mktemp("smollm2") / "as-it-was"
-    CliRunner().invoke(cli, ["mha-to-gqa", str(source), str(out), "--groups", "3"], catch_exceptions=False)
+    CliRunner().invoke(
+        cli, ["mha-to-gqa", "--method", "mean", str(source), str(out), "--groups", "3"], catch_exceptions=False
+    )
     return out
 
 
@@ -69,7 +71,7 @@ def test_text_comes_from_the_command_line(folder):
 def test_merged_to_one_head_it_is_the_parent_with_the_mean_everywhere(folder, tmp_path, convert):
     """The replicated-heads oracle: every logit equal, and scored as such on text."""
     out, again = tmp_path / "mqa", tmp_path / "again"
-    assert convert("mha-to-mqa", folder, out).code == 0
+    assert convert("mha-to-mqa", "--method", "mean", folder, out).code == 0
     tensors, merged = tiny.tensors(folder), tiny.tensors(out)
     for name in filter(tiny.is_kv, tensors):
         mean = tensors[name].double().view(3, 64, 576).mean(0).to(tensors[name].dtype)

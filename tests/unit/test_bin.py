@@ -48,7 +48,7 @@ def test_a_head_goes_only_where_the_config_ties_it_and_it_is_the_embedding(conve
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
         tensors["lm_head.weight"][-1, -1] += how == "different"
         save_bins(folder, tensors)
-    assert convert("mha-to-mqa", folder, tmp_path / "out").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").code == 0
     out = tiny.tensors(tmp_path / "out")
     assert ("lm_head.weight" in out) != (tied is True and how != "different")
     assert torch.equal(out.get("lm_head.weight", tensors["lm_head.weight"]), tensors["lm_head.weight"])
@@ -63,7 +63,7 @@ def test_a_shard_with_nothing_but_the_tied_head_disappears(convert, tmp_path):
     torch.save(tensors, folder / "a.bin")
     weight_map = {**dict.fromkeys(tensors, "a.bin"), "lm_head.weight": "b.bin"}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert convert("mha-to-mqa", folder, tmp_path / "out").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").code == 0
     assert [f.name for f in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
 
 
@@ -148,7 +148,7 @@ def test_inspect_and_the_record_name_the_files(convert, tmp_path):
     found = json.loads(convert("inspect", folder, "--json").out)
     files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
     assert (found["format"], found["files"], found["left_out"]) == ("bin", files, ["training_args.bin"])
-    convert("mha-to-mqa", folder, tmp_path / "out")
+    convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out")
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert [file["name"] for file in record["source"]["files"]] == files
 

@@ -88,7 +88,7 @@ def test_a_tied_head_is_written_once(convert, tmp_path, tied):
     model = tiny.build(tie_word_embeddings=True)
     folder = write_dcp(tmp_path / "dcp", prefixed(model.state_dict(), "model."), 2)
     (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "tie_word_embeddings": tied}))
-    assert convert("mha-to-mqa", folder, tmp_path / "out").code == 0
+    assert convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").code == 0
     assert ("lm_head.weight" in tiny.tensors(tmp_path / "out")) is not tied
 
 
@@ -181,7 +181,7 @@ def test_where_config_is_found(convert, tmp_path, where):
     if where == "above":  # whose folders are other checkpoints
         files = {name for name in files if "/" not in name}
     assert set(found["side_files"]) == files
-    assert convert("mha-to-gqa", path, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 2).code == 0
     assert convert("verify", path, tmp_path / "out").code == 0
     assert json.loads((tmp_path / "out/groupwise.json").read_text())["source"]["groupwise"]["groups"] == 8
     if where != "above":

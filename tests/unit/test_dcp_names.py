@@ -250,7 +250,7 @@ def test_tensors_that_are_not_the_model_s(convert, tmp_path, change, words):
     change(tensors)
     frameworks.save_titan(path, tensors)
     shutil.copy(folder / "config.json", path)
-    convert("mha-to-mqa", path, tmp_path / "out").refused(str(path), *words)
+    convert("mha-to-mqa", "--method", "mean", path, tmp_path / "out").refused(str(path), *words)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_tensors_that_are_not_the_model_s(convert, tmp_path, change, words):
 def test_config_of_another_model(convert, tmp_path, changes, words):
     _, path = titan(tmp_path, tiny.build())
     tiny.edit_config(path, **changes)
-    convert("mha-to-mqa", path, tmp_path / "out").refused(*words)
+    convert("mha-to-mqa", "--method", "mean", path, tmp_path / "out").refused(*words)
 
 
 def test_olmo_core_s_norms_of_each_head_are_no_olmo_2_s(convert, tmp_path):

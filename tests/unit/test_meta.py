@@ -80,7 +80,7 @@ def test_a_single_file_s_bytes_are_copied_as_they_are(tmp_path):
 def test_outputs_open_in_transformers_with_the_same_logits(convert, tmp_path):
     model = tiny.build(**{**SHAPE, "num_key_value_heads": 4}, rms_norm_eps=1e-5, rope_parameters=theta(500000.0))
     meta = write_meta(tmp_path / "meta", model, 2, rope_theta=500000.0)
-    assert convert("mha-to-gqa", meta, tmp_path / "out", "--groups", 4).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", meta, tmp_path / "out", "--groups", 4).code == 0
     opened, loading = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True
     )
@@ -153,7 +153,7 @@ def test_the_tokenizer_travels_and_what_is_missing_is_said(convert, tmp_path, wh
         (meta / "tokenizer.model").rename(meta / "../tokenizer.model")
     elif where == "nowhere":
         (meta / "tokenizer.model").unlink()
-    result = json.loads(convert("mha-to-mqa", meta, tmp_path / "out", "--json").out)
+    result = json.loads(convert("mha-to-mqa", "--method", "mean", meta, tmp_path / "out", "--json").out)
     files = {p.name for p in (tmp_path / "out").iterdir()}
     weights = {"model.safetensors", "config.json", "generation_config.json", "groupwise.json", "README.md"}
     assert files == weights | ({"tokenizer.model"} if where != "nowhere" else set())

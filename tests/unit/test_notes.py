@@ -36,9 +36,9 @@ def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monk
     monkeypatch.chdir(source)
     warning, out = WARNING.format(place), tmp_path / "out"
     assert json.loads(convert("inspect", source, "--json").out)["notes"] == [warning]
-    planned = convert("mha-to-mqa", source, out, "--dry-run", "--json")
+    planned = convert("mha-to-mqa", "--method", "mean", source, out, "--dry-run", "--json")
     assert json.loads(planned.out)["notes"] == [warning]
-    shown = convert("mha-to-mqa", source, out)
+    shown = convert("mha-to-mqa", "--method", "mean", source, out)
     assert shown.code == 0
     assert "trust_remote_code=True" in shown.out
     assert f"- {warning}\n" in (out / "README.md").read_text()
@@ -65,7 +65,7 @@ def test_no_note_where_that_code_is_needed(convert, tmp_path):
         vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=8, intermediate_size=40
     )
     source = tiny.save(GPTNeoXForCausalLM(config), tmp_path / "source")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).code == 0
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["notes"] == []
     assert "auto_map" in json.loads((tmp_path / "out/config.json").read_text())
 
@@ -73,7 +73,7 @@ def test_no_note_where_that_code_is_needed(convert, tmp_path):
 def test_a_note_of_numbers_that_stay(convert, source, tmp_path):
     """As configs have them that passed through other programs; the class reads one of them."""
     tiny.edit_config(source, num_kv_heads=8, num_query_groups=8)
-    shown = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--json")
+    shown = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--json")
     notes = json.loads(shown.out)["notes"]
     assert [note.split(",")[0] for note in notes] == [
         "config.json has num_kv_heads = 8", "config.json has num_query_groups = 8",

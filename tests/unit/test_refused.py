@@ -28,7 +28,7 @@ def test_refused_by_name(model_type, why):
 @pytest.mark.parametrize("why", REFUSED)
 def test_on_the_command_line(convert, source, tmp_path, why):
     tiny.edit_config(source, model_type=REFUSED[why][0])
-    for command in (("inspect", source), ("mha-to-mqa", source, tmp_path / "out")):
+    for command in (("inspect", source), ("mha-to-mqa", "--method", "mean", source, tmp_path / "out")):
         convert(*command).refused(REFUSED[why][0], why)
     assert not (tmp_path / "out").exists()
 
@@ -70,7 +70,11 @@ def test_every_language_model_of_transformers_has_a_verdict(model_type):
 @pytest.mark.parametrize("model_type", ["gpt_neo_y", "bitnet", "llama4", "gpt-neox\nllama"])
 def test_a_type_nobody_knows_on_the_command_line(convert, source, tmp_path, model_type):
     tiny.edit_config(source, model_type=model_type)
-    for command in (("inspect", source), ("mha-to-mqa", source, tmp_path / "out"), ("to-hf", source, tmp_path / "out")):
+    for command in (
+        ("inspect", source),
+        ("mha-to-mqa", "--method", "mean", source, tmp_path / "out"),
+        ("to-hf", source, tmp_path / "out"),
+    ):
         convert(*command).refused("is not supported; supported are: apertus, ")
     assert not (tmp_path / "out").exists()
 

@@ -39,7 +39,8 @@ def test_help_needs_no_numpy_and_conversion_no_torch():
 
 
 def test_converting_safetensors_imports_no_torch(source, tmp_path):
-    command = f"sys.argv = ['convert', 'mha-to-mqa', {str(source)!r}, {str(tmp_path / 'out')!r}, '--json']"
+    words = ["convert", "mha-to-mqa", str(source), str(tmp_path / "out"), "--method", "mean", "--json"]
+    command = f"sys.argv = {words!r}"
     modules = imported_by(f"import sys; {command}; from convert.cli import cli; cli.main(standalone_mode=False)")
     assert (tmp_path / "out/model.safetensors.index.json").exists()
     assert not modules & {"torch", "transformers", "accelerate", "datasets", "gguf", "huggingface_hub"}

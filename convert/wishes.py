@@ -1,0 +1,97 @@
+"""What a user asks for, and how a checkpoint is merged then."""
+
+from dataclasses import dataclass, replace
+
+from convert.methods import AUTO, LAYER_METHODS
+from convert.plan import make_plan
+from convert.recipe import GROUPINGS, NONE, NotFeasible, Recipe
+from convert.sample import DEFAULT_TOKENS, NO_TORCH, SHIPPED, read_sample
+from model.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user chooses about how heads are merged; None where they leave it to us."""
+
+    method: str | None = None
+    seed: int = 0
+    renorm: str | None = None
+    refit: bool = False
+    grouping: str = GROUPINGS[0]
+    calibration: str | None = None
+    """`none`, `shipped` or the path of a text."""
+    calibration_tokens: int | None = None
+
+    @property
+    def a_text(self) -> bool:
+        """Whether they ask for calibration in so many words."""
+        return self.calibration not in (None, NONE) or self.calibration_tokens is not None
+
+
+BEST = (
+    Wishes(method="fit", refit=True),
+    Wishes(method="pca", calibration=NONE),
+    Wishes(method="mean"),
+)
+"""What is done where no method is asked for: the first of these that the model allows. Best first, by docs/study.md."""
+
+
+def decide(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> tuple[Recipe, tuple[str, ...]]:
+    """Return how to merge, and what to say of it.
+
+    Raises CheckpointError where the model does not allow what is asked for, or choices do not go together.
+    """
+    if wishes.method is not None:
+        return _recipe(checkpoint, n_kv_heads, wishes), ()
+    if not make_plan(checkpoint, n_kv_heads, Recipe("mean"), None).regrouped:
+        return Recipe("mean"), ()
+    refused: list[NotFeasible] = []
+    for best in BEST:
+        if _contradicts(best, wishes):
+            continue
+        try:
+            recipe = _recipe(checkpoint, n_kv_heads, _filled(wishes, best))
+        except NotFeasible as error:
+            refused.append(error)
+        else:
+            return recipe, tuple(
+                f"Merged by {recipe.method}; the default does not go: {error}" for error in refused[:1]
+            )
+    raise refused[0]
+
+
+def _contradicts(best: Wishes, wishes: Wishes) -> bool:
+    if best.calibration == NONE:
+        return wishes.a_text
+    return best.refit and wishes.calibration == NONE
+
+
+def _filled(wishes: Wishes, best: Wishes) -> Wishes:
+    """Return the wishes with what they leave open."""
+    calibration = wishes.calibration or best.calibration
+    return replace(wishes, method=best.method, refit=wishes.refit or best.refit, calibration=calibration)
+
+
+def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> Recipe:
+    assert wishes.method is not None
+    by_layer = wishes.method in (*LAYER_METHODS, AUTO)
+    if not by_layer and wishes.a_text:
+        raise NotFeasible(f"--calibration does not go with --method {wishes.method}, which needs no text.")
+    renorm = wishes.renorm or ("spread" if by_layer else "none")
+    recipe = Recipe(wishes.method, wishes.seed, renorm, wishes.refit, wishes.grouping)
+    make_plan(checkpoint, n_kv_heads, recipe, None)  # refuses what no text would help
+    if by_layer and wishes.calibration != NONE:
+        recipe = _calibrated(checkpoint, recipe, wishes)
+    recipe.check()
+    return recipe
+
+
+def _calibrated(checkpoint: Checkpoint, recipe: Recipe, wishes: Wishes) -> Recipe:
+    """Return the recipe with its text. Raises NotFeasible where the model cannot be run on one."""
+    try:
+        from convert.layer_walk import check_can_walk
+    except ImportError as error:
+        raise NotFeasible(NO_TORCH) from error
+    check_can_walk(checkpoint)
+    text, n_tokens = wishes.calibration or SHIPPED, wishes.calibration_tokens or DEFAULT_TOKENS
+    return replace(recipe, sample=read_sample(checkpoint, text, n_tokens))
