@@ -38,6 +38,7 @@ JUDGED_TOKENS = 4096
 """Held-out tokens, at most, on which solutions are compared."""
 
 
+@torch.inference_mode()
 def calibrate_layers(
     checkpoint: Checkpoint, merges: list[LayerMerge], sample: Sample, folder: Path, progress: Progress
 ) -> None:  # fmt: skip

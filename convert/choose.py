@@ -38,7 +38,7 @@ class Choice:
 def candidates(recipe: Recipe, can_group: bool) -> dict[str, Recipe]:
     """Return what `auto` tries, by name. Which heads share a group matters where there are several and not all."""
     found = {method: replace(recipe, method=method) for method in ("aligned", "pca", "fit")}
-    if can_group:
+    if can_group and recipe.grouping != "similar":
         found["fit, similar heads grouped"] = replace(recipe, method="fit", grouping="similar")
     return found
 
@@ -84,6 +84,7 @@ def divided(sample: Sample) -> tuple[Sample, Sample]:
     return first, second
 
 
+@torch.inference_mode()
 def score(
     checkpoint: Checkpoint, merges: list[LayerMerge], merged: Path, sample: Sample, scratch: Path, progress: Progress
 ) -> float:
@@ -108,11 +109,10 @@ def _put(layer: Layer, checkpoint: Checkpoint, merge: LayerMerge, merged: Path) 
 def _loss(states_NTM: np.ndarray, norm: RMSNorm, head_VM: torch.Tensor, sample: Sample) -> float:
     assert sample.ids_NT is not None
     total = n = 0.0
-    with torch.inference_mode():
-        for start in range(0, len(states_NTM), _BATCH):
-            rows = slice(start, start + _BATCH)
-            hidden_BTM = norm(torch.from_numpy(states_NTM[rows].copy()))
-            targets_BT = torch.from_numpy(sample.ids_NT[rows])[:, 1:]
-            loss, count = chunked_cross_entropy(hidden_BTM[:, :-1].flatten(0, 1), head_VM, targets_BT.flatten())
-            total, n = total + float(loss), n + int(count)
+    for start in range(0, len(states_NTM), _BATCH):
+        rows = slice(start, start + _BATCH)
+        hidden_BTM = norm(torch.from_numpy(states_NTM[rows].copy()))
+        targets_BT = torch.from_numpy(sample.ids_NT[rows])[:, 1:]
+        loss, count = chunked_cross_entropy(hidden_BTM[:, :-1].flatten(0, 1), head_VM, targets_BT.flatten())
+        total, n = total + float(loss), n + int(count)
     return total / n

@@ -133,18 +133,17 @@ class Layer:
 def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progress) -> Iterator[Layer]:
     """Yield layer after layer, each to be run by its `attend`; then the text goes on through its MLP.
 
-    The states after the last layer stay in the folder (`last_states`).
+    For use in inference mode. The states after the last layer stay in the folder (`last_states`).
     """
     config = read_llama_config(checkpoint.config)
     text = Text(config, sample)
-    with torch.inference_mode():
-        first = _begin(checkpoint, sample, folder)
-        progress(first * sample.n_tokens)
-        for index in range(first, config.n_layers):
-            states_NTM = np.load(_states(folder, index), mmap_mode="r")
-            layer = Layer(text, index, load_block(checkpoint, config, index), states_NTM, folder)
-            yield layer
-            layer.advance(progress)
+    first = _begin(checkpoint, sample, folder)
+    progress(first * sample.n_tokens)
+    for index in range(first, config.n_layers):
+        states_NTM = np.load(_states(folder, index), mmap_mode="r")
+        layer = Layer(text, index, load_block(checkpoint, config, index), states_NTM, folder)
+        yield layer
+        layer.advance(progress)
 
 
 def check_can_walk(checkpoint: Checkpoint) -> None:

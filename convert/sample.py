@@ -11,7 +11,9 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,15 +126,26 @@ NO_TORCH = (
 
 def _pieces(name: str) -> Iterator[str]:
     """Yield the text some thousand characters at a time."""
-    for document in _documents(name):
-        for start in range(0, len(document), _PIECE):
-            yield document[start : start + _PIECE]
+    for path in [_TEXT] if name == SHIPPED else _files(name):
+        try:
+            with _open(path) as file:
+                yield from _cut(file) if _kind(path) == ".txt" else _records(file, path)
+        except (UnicodeDecodeError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise CheckpointError(f"{path} cannot be read as text ({error}).") from error
 
 
-def _documents(name: str) -> Iterator[str]:
-    if name == SHIPPED:
-        yield _read_text(_TEXT)
-        return
+def _cut(file: IO[str]) -> Iterator[str]:
+    while piece := file.read(_PIECE):
+        yield piece
+
+
+def _records(file: IO[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield from _cut(StringIO(_text_of(line, f"{path}, line {number}")))
+
+
+def _files(name: str) -> list[Path]:
     path = Path(name)
     names = sorted(path.iterdir()) if path.is_dir() else [path]
     files = [file for file in names if _kind(file) is not None]
@@ -141,8 +154,7 @@ def _documents(name: str) -> Iterator[str]:
             f"--calibration {name}: there is no such text; give a .txt or .jsonl file (also .gz, .xz), a folder of "
             f"them, {SHIPPED}, or {NONE}."
         )
-    for file in files:
-        yield from _records(file)
+    return files
 
 
 def _kind(path: Path) -> str | None:
@@ -150,25 +162,19 @@ def _kind(path: Path) -> str | None:
     return stem.suffix if stem.suffix in (".txt", ".jsonl") else None
 
 
-def _records(path: Path) -> Iterator[str]:
-    text = _read_text(path)
-    if _kind(path) == ".txt":
-        yield text
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                found = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{path}, line {number}: not a JSON object with a key text.") from error
-            if not isinstance(found, str):
-                raise CheckpointError(f"{path}, line {number}: what stands under text is no text.")
-            yield found.encode(errors="replace").decode()
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8-sig")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig")
+    return path.open(encoding="utf-8-sig")
 
 
-def _read_text(path: Path) -> str:
-    unpack = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)
+def _text_of(line: str, where: str) -> str:
     try:
-        return unpack(path.read_bytes()).decode("utf-8-sig")
-    except (UnicodeDecodeError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read as text ({error}).") from error
+        found = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{where}: not a JSON object with a key text.") from error
+    if not isinstance(found, str):
+        raise CheckpointError(f"{where}: what stands under text is no text.")
+    return found.encode(errors="replace").decode()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf_files import write_zeros
 from safetensors.torch import save_file
+from tokenizers_ import make_tokenizer
 from torch_files import cut, meta_name, save_bins, write_dcp
 from transformers import LlamaConfig
 
@@ -113,3 +114,22 @@ def test_memory_does_not_grow_with_the_source(bench, place, kind, gigabytes):
     assert used["anon_mb"] <= LIMIT_MB
     planned = json.loads(subprocess.check_output([*command, "--overwrite", "--dry-run", "--json"]))
     assert used["anon_mb"] <= planned["peak_memory_bytes"] / 1e6 <= LIMIT_MB + 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("groups", [8, 1])
+def test_memory_of_calibrating_a_7b_shape(bench, place, groups):
+    """At most 4 GB beside one layer's weights; neither more layers nor more text add to it."""
+    bench.HIDDEN, bench.MLP, bench.LAYER_SHARD = 4096, 11008, 1
+    bench.LAYER_BYTES = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    source = place / "source"
+    bench.make_checkpoint(source, 1.3)
+    make_tokenizer(source)
+    command = [sys.executable, "-m", "convert", "mha-to-gqa", str(source), str(place / "out"), "--groups", str(groups)]
+    command += ["--method", "fit", "--refit", "--calibration-tokens", "8192"]
+    planned = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))
+    resident = bench.peak_rss_mb(command)
+    print(f"{groups} groups: {resident:.0f} MB resident, estimate {planned['peak_memory_bytes'] / 1e6:.0f} MB")
+    assert resident <= 4000 + bench.LAYER_BYTES / 1e6
+    assert resident <= planned["peak_memory_bytes"] / 1e6
