@@ -100,7 +100,8 @@ class Plan:
         layer = sum(t.nbytes for name, t in self.tensors.items() if "layers." in name) // self.geometry.n_layers
         width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
         moments = 8 * self.n_kv_heads * width**2
-        return _TORCH + self.reader_bytes + 2 * layer + 4 * (self.largest_group // 2 + moments)
+        copies = 6 if self.recipe.refit else 4  # of it: as it was, as it may become, and what least squares needs
+        return _TORCH + self.reader_bytes + 2 * layer + copies * (self.largest_group // 2 + moments)
 
     def summary(self, wanted_workers: int) -> dict[str, Any]:
         """Return the plan in numbers, for `--dry-run` and `--json`."""

@@ -1,8 +1,9 @@
-"""Bring results into the repository and onto the page.
+"""Bring results into the repository and onto its pages.
 
     python scripts/study/page.py            copies .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews the tables
 
-docs/study.md is written by hand, except between `<!-- PLAN -->` and `<!-- end -->`.
+docs/study.md is written by hand, except between `<!-- PLAN -->` and `<!-- end -->`; so is README.md, except between
+`<!-- results -->` and `<!-- end -->`.
 """
 
 import json
@@ -10,9 +11,10 @@ import re
 from pathlib import Path
 
 import click
-from table import tables
+from table import Line, losses, shares, show, tables
 
-PAGE, RESULTS = Path("docs/study.md"), Path("docs/study")
+PAGE, README, RESULTS = Path("docs/study.md"), Path("README.md"), Path("docs/study")
+BEST = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -24,17 +26,37 @@ def main(work: Path) -> None:
         found = work / name / "results.jsonl"
         if found.exists():
             (RESULTS / f"{name}.jsonl").write_bytes(found.read_bytes())
-    PAGE.write_text(renewed(PAGE.read_text(), RESULTS))
+    for page in (PAGE, README):
+        page.write_text(renewed(page.read_text(), RESULTS))
 
 
 def renewed(page: str, results: Path) -> str:
     """Return the page with its tables as the recorded results give them."""
 
     def fill(match: re.Match[str]) -> str:
-        lines = [json.loads(line) for line in (results / f"{match[1]}.jsonl").read_text().splitlines()]
-        return f"{match[1]}{match[2]}" + "\n\n".join(tables(lines)) + "\n"
+        found = [headline(results)] if match[1] == "results" else tables(read(results, match[1]))
+        return f"{match[1]}{match[2]}" + "\n\n".join(found) + "\n"
 
     return PLACE.sub(fill, page)
+
+
+def read(results: Path, plan: str) -> list[Line]:
+    return [json.loads(line) for line in (results / f"{plan}.jsonl").read_text().splitlines()]
+
+
+def headline(results: Path) -> str:
+    """Return the table of what the default merge keeps, without any training."""
+    rows = ["| | K/V heads | parent | mean | default | of mean's gap |", "|---|---|---|---|---|---|"]
+    for name, plan, before, after in (
+        ("4.2 M parameters, 3 parents", "merges", 8, 4), ("", "merges", 8, 2), ("", "merges", 8, 1),
+        ("SmolLM2-135M", "smollm2", 3, 1),
+    ):  # fmt: skip
+        lines = [line for line in read(results, plan) if line["groups"] == after and not line["alpha"]]
+        mean, best = ([line for line in lines if line["arm"] == arm] for arm in ("mean", BEST))
+        parent = {line["seed"]: line["parent_loss"] for line in best}
+        figures = (show(parent), show(losses(mean)), show(losses(best)), show(shares(best, lines), percent=True))
+        rows.append(f"| {name} | {before} → {after} | {' | '.join(figures)} |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -260,9 +260,14 @@ def test_killed_study_goes_on(tmp_path):
         assert set(each["caches"]) == {"train", "valid"}
 
 
-def test_the_pages_tables_are_the_recorded_results(study):
+@pytest.mark.parametrize("name", ["docs/study.md", "README.md"])
+def test_the_pages_tables_are_the_recorded_results(study, name):
     import page
 
-    written = (Path(__file__).parents[2] / page.PAGE).read_text()
+    root = Path(__file__).parents[2]
+    written = (root / name).read_text()
     assert page.PLACE.findall(written)
-    assert page.renewed(written, Path(__file__).parents[2] / page.RESULTS) == written
+    assert Path(name) in (page.PAGE, page.README)
+    assert page.renewed(written, root / page.RESULTS) == written
+    changed = written.replace("| 8 → 2 |", "| 8 → 3 |").replace("| mean |", "| mode |")
+    assert page.renewed(changed, root / page.RESULTS) == written

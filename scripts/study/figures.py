@@ -1,0 +1,104 @@
+"""Draw what the studies found, from the recorded results: docs/study/headline.png.
+
+    python scripts/study/figures.py
+
+Above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of uptraining.
+Colours are Okabe and Ito's, which the colour-blind can tell apart; each series has a marker of its own.
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from table import Line, Seeds, losses, shares
+
+RESULTS = Path("docs/study")
+INK, MUTED, GRID = "#1c1c1e", "#6e6e73", "#d9d9de"
+BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+STYLE: dict[Any, Any] = {
+    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": INK,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6, "text.color": INK,
+    "legend.frameon": False, "legend.fontsize": 8, "font.sans-serif": ["DejaVu Sans"],
+}  # fmt: skip
+MERGES = {
+    "random": "random", "mean": "mean (the paper's)", "first": "first", "mean-norm": "mean, norm restored",
+    "aligned-spread": "aligned, mean", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit (default)",
+}  # fmt: skip
+PLACES = (
+    ("merges", 2, "8 → 2", BLUE, "o"), ("merges", 1, "8 → 1", ORANGE, "s"), ("smollm2", 1, "SmolLM2 3 → 1", GREEN, "^"),
+)  # fmt: skip
+CURVES = (
+    ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
+    ("fit-refit", "distill", "fit --refit, distilled from the parent", BLUE, "o"),
+    ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
+)
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    lines = read("merges"), read("smollm2"), read("paper")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
+        grid = figure.add_gridspec(2, 2)
+        draw_merges(figure.add_subplot(grid[0, :]), dict(zip(("merges", "smollm2", "paper"), lines, strict=True)))
+        left = figure.add_subplot(grid[1, 0])
+        draw_uptraining(left, lines[2], 2)
+        draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), lines[2], 1)
+        left.legend(loc="upper right")
+        figure.savefig(RESULTS / "headline.png", metadata={"Software": None})
+
+
+def read(name: str) -> list[Line]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
+    axes.set_title("Right after conversion: loss beyond the parent's, as a share of what merging by the mean costs")
+    for place, (plan, groups, label, colour, marker) in enumerate(PLACES):
+        lines = [line for line in results[plan] if line["groups"] == groups]
+        for row, arm in enumerate(MERGES):
+            own = [line for line in lines if line["arm"] == arm and not line["alpha"]]
+            if figures := list(shares(own, lines).values()):
+                error = statistics.stdev(figures) * 100 if len(figures) > 1 else 0
+                axes.errorbar(
+                    statistics.mean(figures) * 100, row + (place - 1) * 0.2, xerr=error, fmt=marker, color=colour,
+                    markersize=5, capsize=2, elinewidth=1, label=label if arm == "mean" else None,
+                )  # fmt: skip
+    axes.set_yticks(range(len(MERGES)), MERGES.values())
+    axes.set_xlim(left=0)
+    axes.set_xlabel("% of mean's gap that is left")
+    axes.legend(loc="upper right", title="K/V heads", alignment="left", title_fontsize=8)
+
+
+def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
+    axes.set_title(f"8 → {groups}: held-out loss against uptraining")
+    for arm, loss, label, colour, marker in CURVES:
+        points = curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss)
+        if points:
+            values = [list(seeds.values()) for seeds in points.values()]
+            spread = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
+            means = [statistics.mean(v) for v in values]
+            axes.errorbar(
+                [100 * alpha for alpha in points], means, spread, fmt=f"{marker}-", color=colour, label=label,
+                markersize=5, capsize=2, elinewidth=1,
+            )  # fmt: skip
+    axes.set_xlabel("tokens, % of the parent's pre-training")
+    axes.set_ylabel("nats per token")
+    axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)
+    axes.set_xticks([0, 0.25, 0.5, 1, 2, 5, 10], ["0", "¼", "½", "1", "2", "5", "10"])
+
+
+def curve(lines: list[Line], loss: str) -> dict[float, Seeds]:
+    """Return the losses by share of uptraining, from none on."""
+    alphas = sorted({line["alpha"] for line in lines if line["loss"] in (None, loss)})
+    return {alpha: losses([x for x in lines if x["alpha"] == alpha and x["loss"] in (None, loss)]) for alpha in alphas}
+
+
+if __name__ == "__main__":
+    main()
