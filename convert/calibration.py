@@ -16,9 +16,9 @@ from torch import Tensor
 
 from convert.attention import LayerAttention, Real
 from convert.grouping import reorder, similar_order
-from convert.layer_merge import LayerMerge, apply_maps, finish_layer, merge_attention, read_attention, save_layer
+from convert.layer_merge import LayerMerge, apply_maps, finish_layer, read_attention, save_layer
 from convert.layer_walk import Heads, Layer, Progress, last_states, walk
-from convert.methods import fit
+from convert.methods import find_group_method, fit
 from convert.moments import Moments, of_weights
 from convert.recipe import Recipe
 from convert.refit import is_held_out, refit_output, squared_error
@@ -74,14 +74,20 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
 
 def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
     """Return the merged layer; where a method has several solutions, the one nearest to the old output, held out."""
-    merged = merge_attention(before, moments, recipe)
+    maps = [find_group_method(recipe.method)(known) for known in moments]
+    best = apply_maps(before, moments, maps, recipe)
     if recipe.method != "fit":
-        return merged
-    by_weights = [of_weights(group) for group in before.groups(len(moments))]
-    others = zip(*map(fit.alternatives, moments, by_weights), strict=True)
-    tried = [merged, *(apply_maps(before, moments, list(maps), recipe) for maps in others)]
-    held_out = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
-    return min(tried, key=lambda after: squared_error(after, _answers(layer, after, held_out)))
+        return best
+    windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
+    least = squared_error(best, _answers(layer, best, windows))
+    groups = zip(moments, maps, before.groups(len(moments)), strict=True)
+    others = [fit.alternatives(known, found, of_weights(group)) for known, found, group in groups]
+    for other in zip(*others, strict=True):
+        merged = apply_maps(before, moments, list(other), recipe)
+        error = squared_error(merged, _answers(layer, merged, windows))
+        if error < least:
+            best, least = merged, error
+    return best
 
 
 def _answers(layer: Layer, merged: LayerAttention, windows: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -195,9 +201,11 @@ class _Sums:
     def moments(self, outputs_HDD: np.ndarray, n_planes: int) -> list[Moments]:
         n_windows = self._layer.text.n_windows
         queries_HDD = self._queries_HDD.numpy() / (n_windows * self._layer.text.length)
+        for sums_GFF in (self._keys_GFF, self._values_GFF):
+            sums_GFF /= n_windows  # in place: with one group they are large
         found = []
         for group in range(self._n_groups):
             heads = slice(group * self._per_group, (group + 1) * self._per_group)
-            keys_FF, values_FF = (x[group].numpy() / n_windows for x in (self._keys_GFF, self._values_GFF))
+            keys_FF, values_FF = (x[group].numpy() for x in (self._keys_GFF, self._values_GFF))
             found.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_planes))
         return found

@@ -48,16 +48,21 @@ def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]
     fit, held = (_Sums(*old_CM.shape) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
         (held if is_held_out(window) else fit).add(heads_TC, target_TM)
-    best_CM = min(_candidates(old_CM, fit), key=held.error)
+    best_CM, least = old_CM, held.error(old_CM)
+    for found_CM in _solutions(old_CM, fit):
+        if (error := held.error(found_CM)) < least:
+            best_CM, least = found_CM, error
     return merged if best_CM is old_CM else replace(merged, o_HMD=_heads(best_CM.T.numpy(), merged))
 
 
-def _candidates(old_CM: Tensor, fit: _Sums) -> list[Tensor]:
-    """Return the projection as it was, and those that least squares finds, held to it by each of PULLS."""
+def _solutions(old_CM: Tensor, fit: _Sums) -> Iterator[Tensor]:
+    """Yield the projections that least squares finds, held to the old one by each of PULLS."""
     mean_power = float(fit.power_CC.diagonal().mean()) or 1.0
-    ridge_CC = mean_power * torch.eye(len(fit.power_CC), dtype=torch.float64)
     slope_CM = fit.slope(old_CM)
-    return [old_CM, *(old_CM + torch.linalg.solve(fit.power_CC + pull * ridge_CC, slope_CM) for pull in PULLS)]
+    for pull in PULLS:
+        held_CC = fit.power_CC.clone()
+        held_CC.diagonal().add_(pull * mean_power)
+        yield torch.linalg.solve(held_CC, slope_CM).add_(old_CM)
 
 
 def is_held_out(window: int) -> bool:

@@ -23,23 +23,32 @@ _PULL = 1e-4
 """How strongly, beside the data's own moments, a solution is held to the one before it."""
 
 
-def merge(moments: Moments, start: Maps | None = None, rounds: int = ROUNDS) -> Maps:
+def merge(moments: Moments) -> Maps:
     """Return how one group's keys are shared and its queries read them."""
-    maps = start or pca.merge(moments)
-    maps = replace(maps, queries_HDD=_queries(moments, maps))
-    for _ in range(rounds):
-        maps = replace(maps, keys_DF=_keys(moments, maps))
-        maps = replace(maps, queries_HDD=_queries(moments, maps))
-    return maps
+    return _solved(moments, _with_queries(moments, pca.merge(moments)))
 
 
-def alternatives(moments: Moments, by_weights: Moments) -> tuple[Maps, ...]:
-    """Return other solutions, which may serve better: logits are not the output, and a text is not all texts.
+def alternatives(moments: Moments, found: Maps, by_weights: Moments) -> tuple[Maps, Maps]:
+    """Return other solutions than the one found, which may serve better: logits are not the output, and a text not all.
 
     They begin with the shared key that `pca` takes by the weights alone, and stay there or go on from it.
     """
-    start = replace(pca.merge(moments), keys_DF=(found := pca.merge(by_weights)).keys_DF, queries_HDD=found.queries_HDD)
-    return merge(moments, start, rounds=0), merge(moments, start)
+    keys_DF, queries_HDD = pca.share_keys(by_weights)
+    start = _with_queries(moments, replace(found, keys_DF=keys_DF, queries_HDD=queries_HDD))
+    return start, _solved(moments, start)
+
+
+def _with_queries(moments: Moments, maps: Maps) -> Maps:
+    """Solve for the queries' maps."""
+    return replace(maps, queries_HDD=_queries(moments, maps))
+
+
+def _solved(moments: Moments, maps: Maps) -> Maps:
+    """Solve for keys and queries in turns."""
+    for _ in range(ROUNDS):
+        maps = replace(maps, keys_DF=_keys(moments, maps))
+        maps = _with_queries(moments, maps)
+    return maps
 
 
 def _queries(moments: Moments, maps: Maps) -> Real:

@@ -19,13 +19,14 @@ _TINY = 1e-9
 
 def merge(moments: Moments) -> Maps:
     """Return how one group shares its first principal components."""
-    keys_DF, queries_HDD = _share_keys(moments)
+    keys_DF, queries_HDD = share_keys(moments)
     size = moments.head_dim
     values_DF, outputs_HDD = share(moments.outputs_HDD, moments.values_FF, size)
     return Maps(keys_DF, queries_HDD, values_DF, outputs_HDD)
 
 
-def _share_keys(moments: Moments) -> tuple[Real, Real]:
+def share_keys(moments: Moments) -> tuple[Real, Real]:
+    """Return the map [D, F] of all keys to the shared one, and the maps [H, D, D] of the queries that read it."""
     n_planes, size, per_key = moments.n_planes, moments.head_dim, len(moments.queries_HDD) // moments.n_keys
     power_HD = np.diagonal(moments.queries_HDD, axis1=1, axis2=2)
     power_HP = power_HD[:, :n_planes] + power_HD[:, n_planes : 2 * n_planes]
@@ -75,12 +76,9 @@ def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
     n_heads, dim = metric_HDD.shape[:2]
     per_key = n_heads * dim // len(heads_FF)
     root_FF = _root(heads_FF)
-    metric_FF = np.zeros_like(heads_FF)
-    for key in range(len(heads_FF) // dim):
-        rows = slice(key * dim, (key + 1) * dim)
-        metric_FF[rows, rows] = metric_HDD[key * per_key : (key + 1) * per_key].sum(axis=0)
-    _, vectors_FF = np.linalg.eigh(root_FF.T @ metric_FF @ root_FF)
-    first_FS = vectors_FF[:, -size:][:, ::-1]
+    metric_KDD = metric_HDD.reshape(-1, per_key, dim, dim).sum(axis=1)
+    weighted_FF = (metric_KDD @ root_FF.reshape(-1, dim, len(root_FF))).reshape(root_FF.shape)
+    first_FS = _last_vectors(root_FF.T @ weighted_FF, size)[:, ::-1]
     first_FS = first_FS * np.where(np.take_along_axis(first_FS, np.abs(first_FS).argmax(0)[None], 0) < 0, -1.0, 1.0)
     back_FS = root_FF @ first_FS
     shared_SF = np.linalg.solve(root_FF.T, first_FS).T
@@ -91,6 +89,11 @@ def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
 
 def _root(heads_FF: Real) -> Real:
     """Return a root L of L Lᵀ, with a floor under what is hardly there."""
-    floor = _TINY * np.trace(heads_FF) / len(heads_FF) or 1.0
-    root: Real = np.linalg.cholesky(heads_FF + floor * np.eye(len(heads_FF)))
-    return root
+    held_FF: Real = heads_FF.copy()
+    held_FF[np.diag_indices_from(held_FF)] += float(_TINY * np.trace(heads_FF) / len(heads_FF)) or 1.0
+    return np.asarray(np.linalg.cholesky(held_FF))
+
+
+def _last_vectors(symmetric_FF: Real, size: int) -> Real:
+    """Return the eigenvectors of the largest eigenvalues, the largest last, [F, size]."""
+    return np.array(np.linalg.eigh(symmetric_FF)[1][:, -size:])  # a copy, so that all others can go

@@ -114,6 +114,8 @@ def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
         started = time.perf_counter()
         measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
         line = describe(place, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
+        if place.plan.behaviour:
+            line["behaviour"] = behave(place, case, model if stage is None else export(folder / "run"))
         append(place.results, line)
         what = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
         tell(f"{case.name}, {what}: {measures['loss']:.4f}, {line['seconds']} s")
@@ -147,6 +149,17 @@ def uptrain(case: Case, model: Path, stage: Stage, run: Path) -> Line:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = next(line["evaluation"] for line in reversed(lines) if "evaluation" in line)
     return {"tokens": json.loads((run / "run.json").read_text())["budget"]["tokens"], **last}
+
+
+def export(run: Path) -> Path:
+    programs.run("uptrain", "export", run, run / "exported", "--json")
+    return run / "exported"
+
+
+def behave(place: Place, case: Case, model: Path) -> Line:
+    words = (model, "--parent", case.subject.folder, "--texts", place.valid_texts)
+    found: Line = json.loads(programs.run("scripts.study.behaviour", *words))
+    return found
 
 
 def describe(place: Place, case: Case, stage: Stage | None, measures: Line) -> Line:

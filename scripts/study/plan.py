@@ -100,6 +100,8 @@ class Plan:
     windows: int | None = None
     """How much of the held-out text is measured on; without it, all."""
     outside: tuple[Outside, ...] = ()
+    behaviour: bool = False
+    """Whether it is also measured where in a text models fail, and what they write."""
 
 
 def find_plan(name: str) -> Path:

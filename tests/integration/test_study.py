@@ -43,6 +43,10 @@ def stand_in(study, monkeypatch):
 
     def run(program, *arguments):
         words = [program, *map(str, arguments)]
+        if words[0] == "scripts.study.behaviour":
+            return json.dumps({"repeated": 0.1})
+        if words[1] == "export" and "exported" in words[3]:  # for its behaviour
+            return ""
         calls.append(words)
         if words[1] == "evaluate":
             return json.dumps({"loss": 5.0, "teacher_loss": 4.0, "kl": 0.5, "agreement": 0.9, "targets": 100})
@@ -259,6 +263,8 @@ def test_killed_study_goes_on(tmp_path):
         assert each["held_out_loss"] > 0
         assert each["tokens"] == (3072 if each["alpha"] else 0)
         assert set(each["caches"]) == {"train", "valid"}
+        assert len(each["behaviour"]["loss_by_position"]) == 4
+        assert 0 <= each["behaviour"]["tokens_until_they_part"] <= 64
 
 
 @pytest.mark.parametrize("name", ["docs/study.md", "README.md"])

@@ -34,13 +34,13 @@ def watched(monkeypatch):
     monkeypatch.setattr(calibration, "VALUE_QUERIES", 10**6)
     monkeypatch.setattr(calibration, "KEY_QUERIES", 10**6)
     monkeypatch.setattr(calibration, "KEYS_DRAWN", 4000)
-    merge = calibration.merge_attention
+    moments = calibration._Sums.moments
 
-    def keep(attention, moments, recipe):
-        seen.append(moments)
-        return merge(attention, moments, recipe)
+    def keep(sums, *rest):
+        seen.append(moments(sums, *rest))
+        return seen[-1]
 
-    monkeypatch.setattr(calibration, "merge_attention", keep)
+    monkeypatch.setattr(calibration._Sums, "moments", keep)
     return seen
 
 

@@ -1,0 +1,115 @@
+"""Measure what a mean loss does not show: where in a long text a model fails, and what it writes by itself.
+
+    python -m scripts.study.behaviour MODEL --parent PARENT --texts valid.jsonl      prints JSON
+
+Losses are by position: quality that is lost far from the beginning is lost where the cache is large. Likelihood
+flatters converted models, so both models also go on from held-out passages, greedily: how long does a model write what
+its parent writes, and how much does it repeat itself?
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from model.generate import generate
+from model.llama import LlamaForCausalLM
+from model.loading import load_model
+
+WINDOWS_PER_TEXT, BATCH = 4, 4
+PROMPT, WRITTEN = 32, 64
+"""Tokens given, and tokens written."""
+NGRAM = 4
+
+FOLDER = click.Path(exists=True, path_type=Path)
+
+
+@click.command(help=__doc__)
+@click.argument("model", type=FOLDER)
+@click.option("--parent", type=FOLDER, required=True)
+@click.option("--texts", type=FOLDER, required=True, help="JSON lines with a key text, or a folder of .txt.")
+@torch.inference_mode()
+def main(model: Path, parent: Path, texts: Path) -> None:
+    student, teacher = (load_native(folder) for folder in (model, parent))
+    ids_NT = windows(parent, texts, context(parent))
+    prompts = ids_NT[:, :PROMPT].tolist()
+    own, parents = (generate(m, prompts, WRITTEN) for m in (student, teacher))
+    found = {
+        "positions": bounds(ids_NT.shape[1]),
+        "loss_by_position": by_position(student, ids_NT),
+        "parents_loss_by_position": by_position(teacher, ids_NT),
+        "prompts": len(prompts),
+        "tokens_until_they_part": sum(map(in_common, own, parents)) / len(prompts),
+        "repeated": sum(map(repeated, own)) / len(prompts),
+        "parents_repeated": sum(map(repeated, parents)) / len(prompts),
+    }
+    print(json.dumps(found))
+
+
+def context(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+
+
+def load_native(folder: Path) -> LlamaForCausalLM:
+    model = load_model(folder, torch.float32)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def windows(tokenizer: Path, texts: Path, length: int) -> Tensor:
+    """Return the first windows of each text, as long as the model's context, [N, T]."""
+    encode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
+    rows = []
+    for text in documents(texts):
+        ids = encode(text).ids
+        rows += [ids[i * length : (i + 1) * length] for i in range(min(WINDOWS_PER_TEXT, len(ids) // length))]
+    return torch.tensor(rows)
+
+
+def documents(texts: Path) -> Iterator[str]:
+    if texts.is_dir():
+        yield from (file.read_text() for file in sorted(texts.glob("*.txt")))
+    else:
+        yield from (json.loads(line)["text"] for line in texts.read_text().splitlines())
+
+
+def bounds(length: int) -> list[int]:
+    """Return where bins of positions end: each is as long as all before it."""
+    ends = [length]
+    while ends[0] > 16:
+        ends.insert(0, ends[0] // 2)
+    return ends
+
+
+def by_position(model: LlamaForCausalLM, ids_NT: Tensor) -> list[float]:
+    """Return the mean loss of the targets in each bin of positions, in nats."""
+    losses = []
+    for ids_BT in ids_NT.split(BATCH):
+        logits_BTV = model(ids_BT)
+        assert isinstance(logits_BTV, Tensor)
+        losses.append(F.cross_entropy(logits_BTV[:, :-1].mT, ids_BT[:, 1:], reduction="none"))
+    mean_T = torch.cat(losses).mean(dim=0)
+    ends = bounds(ids_NT.shape[1])
+    return [
+        float(mean_T[start : end - 1].mean()) for start, end in zip([0, *(e - 1 for e in ends)], ends, strict=False)
+    ]
+
+
+def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two texts have in common before they part."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+def repeated(ids: Sequence[int]) -> float:
+    """Return the share of a text's n-grams that stand in it before."""
+    grams = list(zip(*(ids[i:] for i in range(NGRAM)), strict=False))
+    return 1 - len(set(grams)) / len(grams)
+
+
+if __name__ == "__main__":
+    main()
