@@ -6,6 +6,7 @@ Above, what each merge leaves of the loss that merging by the mean costs; below,
 Colours are Okabe and Ito's, which the colour-blind can tell apart; each series has a marker of its own.
 """
 
+import hashlib
 import json
 import statistics
 from pathlib import Path
@@ -15,9 +16,11 @@ import click
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from table import Line, Seeds, losses, shares
+from matplotlib.ticker import NullLocator
+from table import Line, Seeds, at_best_rate, losses, shares
 
 RESULTS = Path("docs/study")
+PLANS = ("merges", "smollm2", "budget")
 INK, MUTED, GRID = "#1c1c1e", "#6e6e73", "#d9d9de"
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 STYLE: dict[Any, Any] = {
@@ -35,23 +38,28 @@ PLACES = (
 )  # fmt: skip
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
-    ("fit-refit", "distill", "fit --refit, distilled from the parent", BLUE, "o"),
+    ("best", "distill", "the best merge, distilled from the parent", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
 
 
 @click.command(help=__doc__)
 def main() -> None:
-    lines = read("merges"), read("smollm2"), read("paper")
+    *merges, budget = map(read, PLANS)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
         grid = figure.add_gridspec(2, 2)
-        draw_merges(figure.add_subplot(grid[0, :]), dict(zip(("merges", "smollm2", "paper"), lines, strict=True)))
+        draw_merges(figure.add_subplot(grid[0, :]), dict(zip(PLANS, merges, strict=False)))
         left = figure.add_subplot(grid[1, 0])
-        draw_uptraining(left, lines[2], 2)
-        draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), lines[2], 1)
-        left.legend(loc="upper right")
-        figure.savefig(RESULTS / "headline.png", metadata={"Software": None})
+        draw_uptraining(left, budget, 2)
+        draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), budget, 1)
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.savefig(RESULTS / "headline.png", metadata={"Software": None, "Source": digest(RESULTS)})
+
+
+def digest(results: Path) -> str:
+    """Return what tells whether the figure is of these results."""
+    return hashlib.sha256(b"".join((results / f"{plan}.jsonl").read_bytes() for plan in PLANS)).hexdigest()
 
 
 def read(name: str) -> list[Line]:
@@ -59,7 +67,7 @@ def read(name: str) -> list[Line]:
 
 
 def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
-    axes.set_title("Right after conversion: loss beyond the parent's, as a share of what merging by the mean costs")
+    axes.set_title("Right after conversion: what is left of the loss that merging by the mean costs")
     for place, (plan, groups, label, colour, marker) in enumerate(PLACES):
         lines = [line for line in results[plan] if line["groups"] == groups]
         for row, arm in enumerate(MERGES):
@@ -91,13 +99,15 @@ def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
     axes.set_xlabel("tokens, % of the parent's pre-training")
     axes.set_ylabel("nats per token")
     axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)
-    axes.set_xticks([0, 0.25, 0.5, 1, 2, 5, 10], ["0", "¼", "½", "1", "2", "5", "10"])
+    axes.set_xticks([0, 0.25, 0.5, 1, 2, 5, 10], ["0", "¼", "½", "1", "2", "5", "10"], minor=False)
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def curve(lines: list[Line], loss: str) -> dict[float, Seeds]:
     """Return the losses by share of uptraining, from none on."""
     alphas = sorted({line["alpha"] for line in lines if line["loss"] in (None, loss)})
-    return {alpha: losses([x for x in lines if x["alpha"] == alpha and x["loss"] in (None, loss)]) for alpha in alphas}
+    own = {alpha: [x for x in lines if x["alpha"] == alpha and x["loss"] in (None, loss)] for alpha in alphas}
+    return {alpha: losses(at_best_rate(found)) for alpha, found in own.items()}
 
 
 if __name__ == "__main__":

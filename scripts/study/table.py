@@ -71,12 +71,18 @@ def shares(start: list[Line], lines: list[Line]) -> Seeds:
 
 
 def uptrained(lines: list[Line]) -> str:
-    by_lr = {lr: losses([line for line in lines if line["lr"] == lr]) for lr in unique(line["lr"] for line in lines)}
-    if not by_lr:
+    if not lines:
         return "–"
+    several = len({line["lr"] for line in lines}) > 1
+    best = at_best_rate(lines)
+    return show(losses(best)) + (f" (lr {best[0]['lr']:g})" if several else "")
+
+
+def at_best_rate(lines: list[Line]) -> list[Line]:
+    """Return the lines of the learning rate that did best for an arm."""
+    rates = [[line for line in lines if line["lr"] == lr] for lr in unique(line["lr"] for line in lines)]
     # One that not all seeds have tried yet must not win by its luck.
-    best = min(by_lr, key=lambda lr: (-len(by_lr[lr]), statistics.mean(by_lr[lr].values())))
-    return show(by_lr[best]) + (f" (lr {best:g})" if len(by_lr) > 1 else "")
+    return min(rates, key=lambda own: (-len(losses(own)), statistics.mean(losses(own).values())))
 
 
 def show(figures: Seeds, percent: bool = False) -> str:

@@ -278,3 +278,11 @@ def test_the_pages_tables_are_the_recorded_results(study, name):
     assert page.renewed(written, root / page.RESULTS) == written
     changed = written.replace("| 8 → 2 |", "| 8 → 3 |").replace("| mean |", "| mode |")
     assert page.renewed(changed, root / page.RESULTS) == written
+
+
+def test_the_figure_is_of_the_recorded_results(study):
+    import figures as drawing
+    from PIL import Image
+
+    results = Path(__file__).parents[2] / drawing.RESULTS
+    assert Image.open(results / "headline.png").text["Source"] == drawing.digest(results)
