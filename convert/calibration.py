@@ -34,6 +34,8 @@ KEYS_DRAWN = 64
 """How many keys each of them looks at."""
 VALUE_QUERIES = 2048
 """Queries of a head from which it is looked at what attention makes of the values, over the whole text."""
+_DRAWN_VALUES = 1 << 22
+"""Of keys drawn, how many numbers are turned at a time."""
 JUDGED_TOKENS = 4096
 """Held-out tokens, at most, on which solutions are compared."""
 
@@ -188,9 +190,11 @@ class _Sums:
         for group, weights_NT in enumerate(weights_HST.reshape(self._n_groups, -1, k_KTD.shape[1])):
             keys_TF = self._grouped(k_KTD)[group]
             drawn_NC = torch.multinomial(weights_NT, KEYS_DRAWN, replacement=True, generator=self._draws)
-            apart_NCF = keys_TF[drawn_NC] - (weights_NT @ keys_TF)[:, None]
-            met_NCF = self._turned_back(apart_NCF, at_S.repeat(self._per_group)).flatten(0, 1)
-            self._keys_GFF[group] += (met_NCF.mT @ met_NCF).double() / len(met_NCF)
+            mean_NF, at_N = weights_NT @ keys_TF, at_S.repeat(self._per_group)
+            for part in torch.split(torch.arange(len(at_N)), max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))):
+                apart_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
+                met_XF = self._turned_back(apart_NCF, at_N[part]).flatten(0, 1)
+                self._keys_GFF[group] += (met_XF.mT @ met_XF).double() / (len(at_N) * KEYS_DRAWN)
 
     def _turned_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
         """Turn keys from their own positions to how far they are from the query."""
