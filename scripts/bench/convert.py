@@ -134,7 +134,7 @@ def read_kb(path: Path, key: str) -> int:
 
 
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
-    arguments = ["mha-to-gqa", str(source), str(out), "--groups", str(HEADS // 4)]
+    arguments = ["mha-to-gqa", str(source), str(out), "--groups", str(HEADS // 4), "--method", "mean"]
     copy = f"cp -r {source} {out}"
     return {
         "ours": [sys.executable, "-m", "convert", *arguments],
