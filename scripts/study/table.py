@@ -35,6 +35,8 @@ def tables(lines: list[Line]) -> Iterable[str]:
             # The parent, which nothing has merged, is the control of every table.
             chosen = [line for line in of_parent if line["convert"] is None or line["groups"] == groups]
             yield f"### {lines[0]['plan']}, {parent}: {groups} K/V heads\n\n{table(chosen)}"
+            if watched := [line for line in chosen if "behaviour" in line]:
+                yield behaviours(watched)
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
@@ -51,6 +53,30 @@ def table(lines: list[Line]) -> str:
         start = [line for line in own if not line["alpha"]]
         cells = [uptrained([line for line in own if (line["alpha"], line["loss"]) == stage]) for stage in stages]
         rows.append([arm, show(losses(start)), show(shares(start, lines), percent=True), *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def behaviours(lines: list[Line]) -> str:
+    """Return where in a text models lose more than their parent, and what they write by themselves."""
+    starts = [1, *(end + 1 for end in lines[0]["behaviour"]["positions"])]
+    places = [f"{start}–{end}" for start, end in zip(starts, lines[0]["behaviour"]["positions"], strict=False)]
+    rows = [["arm", "uptraining", *places, "tokens until they part", "repeated"]]
+    rows.append(["---"] * len(rows[0]))
+    for arm, alpha, loss in unique((line["arm"], line["alpha"], line["loss"]) for line in lines):
+        own = at_best_rate([line for line in lines if (line["arm"], line["alpha"], line["loss"]) == (arm, alpha, loss)])
+        found = {line["seed"]: line["behaviour"] for line in own}.values()
+        beyond = [statistics.mean(b["loss_by_position"][i] - b["parents_loss_by_position"][i] for b in found)
+                  for i in range(len(places))]  # fmt: skip
+        part, repeated = (statistics.mean(b[key] for b in found) for key in ("tokens_until_they_part", "repeated"))
+        rows.append(
+            [
+                arm,
+                f"{loss}, α {alpha:g}" if loss else "none",
+                *(f"{x:+.3f}" for x in beyond),
+                f"{part:.1f}",
+                f"{repeated:.0%}",
+            ]
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

