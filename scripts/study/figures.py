@@ -1,25 +1,21 @@
-"""Draw what the studies found, from the recorded results: docs/study/headline.png.
-
-    python scripts/study/figures.py
+"""What the studies found, drawn from the recorded results.
 
 Above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of uptraining.
 Colours are Okabe and Ito's, which the colour-blind can tell apart; each series has a marker of its own.
 """
 
 import hashlib
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-import click
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from table import Line, Seeds, at_best_rate, losses, shares
+from table import Line, Seeds, at_best_rate, losses, read, shares
 
-RESULTS = Path("docs/study")
+FIGURE = "headline.png"
 PLANS = ("merges", "smollm2", "budget")
 INK, MUTED, GRID = "#1c1c1e", "#6e6e73", "#d9d9de"
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
@@ -43,9 +39,9 @@ CURVES = (
 )
 
 
-@click.command(help=__doc__)
-def main() -> None:
-    *merges, budget = map(read, PLANS)
+def draw(results: Path) -> None:
+    """Write headline.png beside the results."""
+    *merges, budget = (read(results, plan) for plan in PLANS)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
         grid = figure.add_gridspec(2, 2)
@@ -54,16 +50,12 @@ def main() -> None:
         draw_uptraining(left, budget, 2)
         draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), budget, 1)
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        figure.savefig(RESULTS / "headline.png", metadata={"Software": None, "Source": digest(RESULTS)})
+        figure.savefig(results / FIGURE, metadata={"Software": None, "Source": digest(results)})
 
 
 def digest(results: Path) -> str:
     """Return what tells whether the figure is of these results."""
     return hashlib.sha256(b"".join((results / f"{plan}.jsonl").read_bytes() for plan in PLANS)).hexdigest()
-
-
-def read(name: str) -> list[Line]:
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
@@ -108,7 +100,3 @@ def curve(lines: list[Line], loss: str) -> dict[float, Seeds]:
     alphas = sorted({line["alpha"] for line in lines if line["loss"] in (None, loss)})
     own = {alpha: [x for x in lines if x["alpha"] == alpha and x["loss"] in (None, loss)] for alpha in alphas}
     return {alpha: losses(at_best_rate(found)) for alpha, found in own.items()}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,17 @@
 """Bring results into the repository and onto its pages.
 
-    python scripts/study/page.py            copies .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews the tables
+    python scripts/study/page.py    copies .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figure
 
 docs/study.md is written by hand, except between `<!-- PLAN -->` and `<!-- end -->`; so is README.md, except between
 `<!-- results -->` and `<!-- end -->`.
 """
 
-import json
 import re
 from pathlib import Path
 
 import click
-from table import Line, losses, shares, show, tables
+from figures import draw
+from table import losses, read, shares, show, tables
 
 PAGE, README, RESULTS = Path("docs/study.md"), Path("README.md"), Path("docs/study")
 BEST = "fit-refit"
@@ -26,6 +26,7 @@ def main(work: Path) -> None:
         found = work / name / "results.jsonl"
         if found.exists():
             (RESULTS / f"{name}.jsonl").write_bytes(found.read_bytes())
+    draw(RESULTS)
     for page in (PAGE, README):
         page.write_text(renewed(page.read_text(), RESULTS))
 
@@ -38,10 +39,6 @@ def renewed(page: str, results: Path) -> str:
         return f"{match[1]}{match[2]}" + "\n\n".join(found) + "\n"
 
     return PLACE.sub(fill, page)
-
-
-def read(results: Path, plan: str) -> list[Line]:
-    return [json.loads(line) for line in (results / f"{plan}.jsonl").read_text().splitlines()]
 
 
 def headline(results: Path) -> str:

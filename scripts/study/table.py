@@ -23,8 +23,11 @@ Seeds = dict[int, float]
 @click.command(help=__doc__)
 @click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(results: Path) -> None:
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
-    print("\n\n".join(tables(lines)))
+    print("\n\n".join(tables(read(results.parent, results.stem))))
+
+
+def read(folder: Path, name: str) -> list[Line]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 def tables(lines: list[Line]) -> Iterable[str]:

@@ -296,7 +296,8 @@ def test_the_pages_tables_are_the_recorded_results(study, name):
 
 def test_the_figure_is_of_the_recorded_results(study):
     import figures as drawing
+    import page
     from PIL import Image
 
-    results = Path(__file__).parents[2] / drawing.RESULTS
-    assert Image.open(results / "headline.png").text["Source"] == drawing.digest(results)
+    results = Path(__file__).parents[2] / page.RESULTS
+    assert Image.open(results / drawing.FIGURE).text["Source"] == drawing.digest(results)
