@@ -98,10 +98,10 @@ def _answers(layer: Layer, merged: LayerAttention, windows: Sequence[int]) -> It
         torch.from_numpy(heads.reshape(-1, heads.shape[2])).float()
         for heads in (merged.q_HDX, merged.k_KDX, merged.v_KDX)
     ]
-    bias_M = layer.block.self_attn.o_proj.bias
+    attended_NTM, bias_M = layer.attended_NTM, layer.block.self_attn.o_proj.bias
     for chosen in layer.text.batches(windows):
         x_BTM = layer.inputs(chosen)
-        whole_BTM = torch.from_numpy(layer.attended_NTM[chosen])
+        whole_BTM = torch.from_numpy(attended_NTM[chosen])
         target_BTM = whole_BTM if bias_M is None else whole_BTM - bias_M
         q_BTHD, k_BTGD, v_BTGD = (_project(x_BTM, weight, merged.q_HDX.shape[1]) for weight in rows)
         q_BTHD, k_BTGD = (rotate(heads, *layer.text.rotation) for heads in (q_BTHD, k_BTGD))
