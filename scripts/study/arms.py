@@ -71,12 +71,16 @@ def missing_cases(place: Place) -> list[Case]:
     cases = []
     for subject, arms in subjects(place):
         for position, arm in enumerate(arms):
-            for groups in (None,) if arm.convert is None else arm.groups:
+            for groups in (None,) if is_parent(arm) else arm.groups:
                 case = Case(subject, arm, position, groups, (None, *arm.uptrain))
                 stages = tuple(stage for stage in case.stages if key(case, stage) not in found)
                 if stages:
                     cases.append(Case(subject, arm, position, groups, stages))
     return cases
+
+
+def is_parent(arm: Arm) -> bool:
+    return arm.convert is None and not arm.from_nothing
 
 
 def read_results(path: Path) -> list[Line]:
@@ -91,15 +95,16 @@ def key(case: Case, stage: Stage | None) -> tuple[object, ...]:
 
 
 def key_of_line(line: Line) -> tuple[object, ...]:
-    converted = line["convert"] is not None
-    convert, groups = (tuple(line["convert"]), line["groups"]) if converted else (None, None)
-    stage = (line[name] for name in ("alpha", "loss", "lr", "global_batch_tokens"))
-    return (line["parent"], line["seed"], line["arm"], convert, groups, *stage)
+    convert = None if line["convert"] is None else tuple(line["convert"])
+    groups = line["groups"] if convert is not None or line.get("from_nothing") else None
+    stage = {"schedule": "wsd" if line["loss"] else None} | line  # early lines have no schedule
+    names = ("alpha", "loss", "lr", "schedule", "global_batch_tokens")
+    return (line["parent"], line["seed"], line["arm"], convert, groups, *(stage[name] for name in names))
 
 
 def stage_values(case: Case, stage: Stage | None) -> Line:
     if stage is None:
-        return {"alpha": 0, "loss": None, "lr": None, "global_batch_tokens": None}
+        return {"alpha": 0, "loss": None, "lr": None, "schedule": None, "global_batch_tokens": None}
     return asdict(stage) | {"global_batch_tokens": stage.global_batch_tokens or case.subject.global_batch_tokens}
 
 
@@ -109,7 +114,7 @@ def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
     # What a killed study left may come from other arguments or other code; the uptrainings of arms are short.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    model = convert(case, folder / "model")
+    model = begin(place, case, folder / "model")
     for stage in case.stages:
         started = time.perf_counter()
         measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
@@ -123,9 +128,10 @@ def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
     shutil.rmtree(folder)
 
 
-def convert(case: Case, out: Path) -> Path:
+def begin(place: Place, case: Case, out: Path) -> Path:
+    """Return the model that an arm begins with; convert, if it is a merge."""
     if case.arm.convert is None:
-        return case.subject.folder
+        return place.parent(case.subject.seed, case.groups) if case.arm.from_nothing else case.subject.folder
     arguments = ("--groups", case.groups, *case.arm.convert, "--overwrite", "--json")
     programs.run("convert", "mha-to-gqa", case.subject.folder, out, *arguments)
     return out
@@ -142,6 +148,7 @@ def uptrain(case: Case, model: Path, stage: Stage, run: Path) -> Line:
     data = ("--data", subject.caches / "train", "--eval-data", subject.caches / "valid", "--teacher", subject.folder)
     options = (
         "--loss", stage.loss, "--alpha", stage.alpha, "--original-tokens", subject.tokens, "--lr", stage.lr,
+        "--schedule", stage.schedule,
         "--global-batch-tokens", values["global_batch_tokens"], "--seed", subject.seed,
         "--precision", subject.precision, "--eval-every", NEVER, "--save-every-steps", NEVER,
     )  # fmt: skip
@@ -170,7 +177,8 @@ def describe(place: Place, case: Case, stage: Stage | None, measures: Line) -> L
         "groups": case.groups or config["num_key_value_heads"], "seed": subject.seed, **stage_values(case, stage),
         "tokens": measures["tokens"], "held_out_loss": measures["loss"], "parent_loss": measures["teacher_loss"],
         "kl": measures["kl"], "agreement": measures["agreement"], "targets": measures["targets"],
-        "convert": case.arm.convert, "caches": cache_hashes(subject.caches), "commit": commit(),
+        "convert": case.arm.convert, "from_nothing": case.arm.from_nothing,
+        "caches": cache_hashes(subject.caches), "commit": commit(),
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count()},
     }  # fmt: skip
 

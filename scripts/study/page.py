@@ -51,7 +51,7 @@ def headline(results: Path) -> str:
         lines = [line for line in read(results, plan) if line["groups"] == after and not line["alpha"]]
         mean, best = ([line for line in lines if line["arm"] == arm] for arm in ("mean", BEST))
         parent = {line["seed"]: line["parent_loss"] for line in best}
-        figures = (show(parent), show(losses(mean)), show(losses(best)), show(shares(best, lines), percent=True))
+        figures = (show(parent), show(losses(mean)), show(losses(best)), show(shares(best, lines), "{:.1%}"))
         rows.append(f"| {name} | {before} → {after} | {' | '.join(figures)} |")
     return "\n".join(rows)
 

@@ -1,7 +1,9 @@
 """What a study is to do, read from a TOML file of `plans/`: a parent, its seeds, and arms of merges and uptrainings."""
 
 import tomllib
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,11 +54,12 @@ class Parent:
 
 @dataclass(frozen=True)
 class Stage:
-    """An uptraining."""
+    """An uptraining. In a plan, a list instead of a value stands for one uptraining with each."""
 
     alpha: float
     loss: str
     lr: float
+    schedule: str = "wsd"
     global_batch_tokens: int | None = None
     """Without it, the parent's."""
 
@@ -66,6 +69,8 @@ class Arm:
     name: str
     convert: tuple[str, ...] | None = None
     """Arguments of `convert mha-to-gqa`. Without them, the arm is the parent itself, trained on: the control."""
+    from_nothing: bool = False
+    """Whether it is no merge, but a model with so few K/V heads from the start, trained as the parent was."""
     groups: tuple[int, ...] = ()
     uptrain: tuple[Stage, ...] = ()
 
@@ -165,16 +170,27 @@ def _value(place: tuple[type, str], value: Any, where: str) -> Any:
     if place in PARTS:
         return _build(PARTS[place], value, where)
     if place in LISTS:
-        return tuple(_build(LISTS[place], each, where) for each in value)
+        return tuple(_build(LISTS[place], one, where) for each in value for one in _combinations(each, LISTS[place]))
     return tuple(value) if isinstance(value, list) else value
+
+
+def _combinations(table: Any, kind: type) -> Iterator[Any]:
+    """Yield an uptraining for each combination of the values that it gives lists of."""
+    if kind is not Stage or not isinstance(table, dict):
+        yield table
+        return
+    several = {key: value for key, value in table.items() if isinstance(value, list)}
+    for values in product(*several.values()):
+        yield table | dict(zip(several, values, strict=True))
 
 
 def arms_of(plan: Plan, outside: Outside | None) -> tuple[Arm, ...]:
     """Return the arms for a parent: the plan's own, or one from elsewhere."""
     arms = plan.arms
     if outside:
-        arms = tuple(replace(arm, groups=outside.groups, uptrain=outside.uptrain) for arm in arms)
-    return tuple(arm if arm.convert is not None else _control(arm) for arm in arms)
+        merges = (arm for arm in arms if not arm.from_nothing)
+        arms = tuple(replace(arm, groups=outside.groups, uptrain=outside.uptrain) for arm in merges)
+    return tuple(arm if arm.convert is not None or arm.from_nothing else _control(arm) for arm in arms)
 
 
 def _control(arm: Arm) -> Arm:

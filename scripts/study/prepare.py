@@ -3,9 +3,10 @@
 The folder of a plan:
 
     texts/ or valid.jsonl      the speeches, or the held-out excerpts of novels
-    init/                      tokenizer and config that parents begin with
+    init/ init-g2/             tokenizer and config that parents begin with, and models with 2 K/V heads from nothing
     train/ valid/              token caches
     parent-0/ parent-0-hf/     the run that trained the parent of seed 0, and the parent
+    parent-0-g2/ …             the same with 2 K/V heads from nothing
     smollm2/                   model/, train/ and valid/ of a parent from elsewhere
     arms/                      what is being converted and trained just now
     results.jsonl lock
@@ -51,8 +52,16 @@ class Place:
     def results(self) -> Path:
         return self.work / self.plan.name / "results.jsonl"
 
-    def parent(self, seed: int) -> Path:
-        return self.home / f"parent-{seed}-hf"
+    def init(self, groups: int | None) -> Path:
+        return self.home / ("init" if groups is None else f"init-g{groups}")
+
+    def run(self, seed: int, groups: int | None) -> Path:
+        return self.home / (f"parent-{seed}" if groups is None else f"parent-{seed}-g{groups}")
+
+    def parent(self, seed: int, groups: int | None = None) -> Path:
+        """The parent, or with `groups` what was trained as the parent was, with so few K/V heads."""
+        run = self.run(seed, groups)
+        return run.with_name(f"{run.name}-hf")
 
     @property
     def has_novels(self) -> bool:
@@ -85,6 +94,7 @@ def shared_steps(place: Place) -> list[Step]:
         Step(home / "init", partial(make_init, place)),
         Step(home / "train", partial(cache, "train", None)),
         Step(home / "valid", partial(cache, "valid", plan.windows)),
+        *(Step(place.init(groups), partial(make_init_with, place, groups)) for groups in fewer_heads(place.plan)),
         *(step for outside in plan.outside for step in outside_steps(place, outside)),
     ]
 
@@ -100,7 +110,17 @@ def outside_steps(place: Place, outside: Outside) -> list[Step]:
 
 
 def parent_steps(place: Place) -> list[Step]:
-    return [Step(place.parent(seed), partial(train_parent, place, seed)) for seed in place.plan.parent.seeds]
+    """Return what is trained from nothing: the parents, then models with fewer K/V heads."""
+    return [
+        Step(place.parent(seed, groups), partial(train_parent, place, seed, groups))
+        for groups in (None, *fewer_heads(place.plan))
+        for seed in place.plan.parent.seeds
+    ]
+
+
+def fewer_heads(plan: Plan) -> list[int]:
+    """Return the numbers of K/V heads that models are trained with from nothing."""
+    return sorted({groups for arm in plan.arms if arm.from_nothing for groups in arm.groups}, reverse=True)
 
 
 def write_excerpts(place: Place) -> None:
@@ -132,6 +152,15 @@ def make_init(place: Place) -> None:
     own = {"vocab_size": wanted.vocab, "torch_dtype": "float32"}
     write_init(folder, CONFIG | own | place.plan.parent.model, tokenizer)
     folder.rename(place.home / "init")
+
+
+def make_init_with(place: Place, groups: int) -> None:
+    """Write what to begin with for fewer K/V heads."""
+    folder = _fresh(place.home / f"init-g{groups}.partial")
+    shutil.copytree(place.init(None), folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": groups}, indent=2) + "\n")
+    folder.rename(place.init(groups))
 
 
 def _tokenizer_texts(place: Place, wanted: Vocabulary) -> Iterator[str]:
@@ -171,9 +200,8 @@ def fetch_model(outside: Outside, out: Path) -> None:
     programs.run("convert", "mha-to-gqa", source, out, "--groups", geometry["n_kv_heads"], "--json")
 
 
-def train_parent(place: Place, seed: int) -> None:
-    parent, home = place.plan.parent, place.home
-    run = home / f"parent-{seed}"
+def train_parent(place: Place, seed: int, groups: int | None) -> None:
+    parent, home, run = place.plan.parent, place.home, place.run(seed, groups)
     if (run / "run.json").is_file():
         programs.train(run, "resume", run)
     else:
@@ -183,5 +211,5 @@ def train_parent(place: Place, seed: int) -> None:
             "--precision", parent.precision, "--seed", seed,
         )  # fmt: skip
         data = ("--data", home / "train", "--eval-data", home / "valid")
-        programs.train(run, "run", "--init", home / "init", *data, *options, "--out", run)
-    programs.run("uptrain", "export", run, place.parent(seed))
+        programs.train(run, "run", "--init", place.init(groups), *data, *options, "--out", run)
+    programs.run("uptrain", "export", run, place.parent(seed, groups))

@@ -2,14 +2,14 @@
 
     python scripts/study/table.py .study/merges/results.jsonl
 
-Each number of K/V heads has its table. "of mean's gap" is the share of the loss that merging by mean costs:
-(the arm's loss − the parent's) / (mean's − the parent's), right after conversion. Where several learning rates were
-tried for an uptraining, the one with the best mean counts, and is named.
+Each number of K/V heads has its tables. "of mean's gap" is the share of the loss that merging by mean costs:
+(the arm's loss − the parent's) / (mean's − the parent's), right after conversion. Where several learning rates or
+schedules were tried for an uptraining, the one with the best mean counts, and is named.
 """
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,13 @@ import click
 Line = dict[str, Any]
 Seeds = dict[int, float]
 """A figure of each seed."""
+Stage = tuple[float, str | None]
+"""Its α and loss: (0, None) is right after conversion."""
+
+PAPERS = ("mean", (0.05, "next-token"))
+"""The recipe of Ainslie et al. (2023), section 2."""
+FORWARDS = {"next-token": 3, "distill": 4}
+"""Forward passes that a token of training costs: the student's, twice that for its gradients, and the teacher's."""
 
 
 @click.command(help=__doc__)
@@ -27,71 +34,156 @@ def main(results: Path) -> None:
 
 
 def read(folder: Path, name: str) -> list[Line]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    # Early lines have neither of these.
+    return [{"schedule": "wsd" if line["loss"] else None, "from_nothing": False} | line for line in lines]
 
 
-def tables(lines: list[Line]) -> Iterable[str]:
+def tables(lines: list[Line]) -> Iterator[str]:
     for parent in unique(line["parent"] for line in lines):
         of_parent = [line for line in lines if line["parent"] == parent]
         merged = unique(line["groups"] for line in of_parent if line["convert"] is not None)
         for groups in sorted(merged, reverse=True):
             # The parent, which nothing has merged, is the control of every table.
-            chosen = [line for line in of_parent if line["convert"] is None or line["groups"] == groups]
+            chosen = [line for line in of_parent if is_parent(line) or line["groups"] == groups]
             yield f"### {lines[0]['plan']}, {parent}: {groups} K/V heads\n\n{table(chosen)}"
+            if len({line["schedule"] for line in chosen if line["alpha"]}) > 1:
+                yield from rates(chosen)
             if watched := [line for line in chosen if "behaviour" in line]:
+                yield measures(chosen)
                 yield behaviours(watched)
 
 
-def unique(values: Iterable[Any]) -> list[Any]:
+def is_parent(line: Line) -> bool:
+    return line["convert"] is None and not line["from_nothing"]
+
+
+def unique(values: Any) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
+def markdown(headings: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows])
+
+
+def stage_of(line: Line) -> Stage:
+    return line["alpha"], line["loss"]
+
+
+def name_of(stage: Stage) -> str:
+    return f"{stage[1]}, α {stage[0]:g}" if stage[1] else "none"
+
+
 def table(lines: list[Line]) -> str:
-    stages = sorted({(line["alpha"], line["loss"]) for line in lines if line["alpha"]})
-    headings = ["arm", "after conversion", "of mean's gap", *(f"{loss}, α {alpha:g}" for alpha, loss in stages)]
+    """Return the loss of each arm, and after each uptraining."""
+    stages = sorted({stage_of(line) for line in lines if line["alpha"]}, key=lambda stage: (stage[1] or "", stage[0]))
     positions = {line["arm"]: line["position"] for line in lines}
-    rows = [headings, ["---"] * len(headings)]
+    rows = []
     for arm in sorted(positions, key=lambda name: positions[name]):
         own = [line for line in lines if line["arm"] == arm]
         start = [line for line in own if not line["alpha"]]
-        cells = [uptrained([line for line in own if (line["alpha"], line["loss"]) == stage]) for stage in stages]
-        rows.append([arm, show(losses(start)), show(shares(start, lines), percent=True), *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        cells = [uptrained([line for line in own if stage_of(line) == stage]) for stage in stages]
+        rows.append([arm, show(losses(start)), show(shares(start, lines), "{:.1%}"), *cells])
+    return markdown(["arm", "after conversion", "of mean's gap", *map(name_of, stages)], rows)
+
+
+def rates(lines: list[Line]) -> Iterator[str]:
+    """Yield, for each uptraining of which several learning rates and schedules were tried, what each came to."""
+    for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
+        own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
+        found = {key: losses(at) for key, at in by_rate(own).items()}
+        peaks, schedules = sorted({lr for lr, _ in found}), unique(schedule for _, schedule in found)
+        rows = [[s, *(show(found.get((lr, s), {}), "{:.3f}") for lr in peaks)] for s in schedules]
+        yield markdown([f"{arm}, {name_of(stage)}; peak:", *(f"{lr:g}" for lr in peaks)], rows)
+
+
+def measures(lines: list[Line]) -> str:
+    """Return how near each model is to its parent, and to the parent trained on for as long."""
+    rows = []
+    for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if not is_parent(line)):
+        start, own = at(lines, arm, (0, None)), at(lines, arm, stage)
+        papers, control = at(lines, *PAPERS), at(lines, "parent", (stage[0], "next-token"))
+        parents = of_seeds(own, "parent_loss")
+        begun = losses(start)
+        rows.append([
+            arm, name_of(stage),
+            show(of_seeds(own, "kl"), "{:.3f}"), show(of_seeds(own, "agreement"), "{:.1%}"),
+            show(portions(losses(own), begun, parents), "{:.0%}") if stage[1] else "–",
+            show(portions(losses(own), losses(papers), parents), "{:.0%}"),
+            show(beyond(losses(own), losses(control)), "{:+.3f}") if stage[1] else "–",
+        ])  # fmt: skip
+    headings = ["arm", "uptraining", "KL to parent", "same first choice", "recovered", "of the recipe's gap closed",
+                "over the control"]  # fmt: skip
+    return markdown(headings, rows)
+
+
+def portions(now: Seeds, worst: Seeds, best: Seeds) -> Seeds:
+    """Return how far each seed has come from the worst loss to the best."""
+    return {s: (worst[s] - x) / (worst[s] - best[s]) for s, x in now.items() if s in worst and s in best}
+
+
+def beyond(now: Seeds, control: Seeds) -> Seeds:
+    return {s: x - control[s] for s, x in now.items() if s in control}
+
+
+def savings(lines: list[Line], best: str) -> str:
+    """Return what our best merge needs for the quality of the paper's recipe, in tokens and in compute."""
+    arm, (alpha, loss) = PAPERS
+    stages = sorted({stage_of(line) for line in lines if line["arm"] == best and line["loss"] in (None, "distill")},
+                    key=lambda stage: stage[0])  # fmt: skip
+    heads = sorted({line["groups"] for line in lines if line["arm"] == arm}, reverse=True)
+    rows = [[f"mean, {loss}, α {alpha:g} (the paper's)", "100%", "100%"]]
+    rows[0] += [show(losses(at(lines, arm, (alpha, loss), n))) for n in heads]
+    (papers_tokens,) = {line["tokens"] for line in at(lines, arm, (alpha, loss))}
+    for stage in stages:
+        found = [at(lines, best, stage, n) for n in heads]
+        (tokens,) = {line["tokens"] for own in found for line in own}
+        calibration = 2 * calibration_tokens(found[0][0])  # forward passes: the parent's, and the merged model's
+        compute = tokens * FORWARDS.get(stage[1] or "", 0) + calibration
+        rows.append([f"{best}, {name_of(stage) if stage[1] else 'no training'}", f"{tokens / papers_tokens:.1%}",
+                     f"{compute / (papers_tokens * FORWARDS['next-token']):.1%}",
+                     *(show(losses(own)) for own in found)])  # fmt: skip
+    return markdown(["", "tokens", "compute", *(f"{n} K/V heads" for n in heads)], rows)
+
+
+def calibration_tokens(line: Line) -> int:
+    words = line["convert"]
+    return int(words[words.index("--calibration-tokens") + 1])
 
 
 def behaviours(lines: list[Line]) -> str:
     """Return where in a text models lose more than their parent, and what they write by themselves."""
     starts = [1, *(end + 1 for end in lines[0]["behaviour"]["positions"])]
     places = [f"{start}–{end}" for start, end in zip(starts, lines[0]["behaviour"]["positions"], strict=False)]
-    rows = [["arm", "uptraining", *places, "tokens until they part", "repeated"]]
-    rows.append(["---"] * len(rows[0]))
-    for arm, alpha, loss in unique((line["arm"], line["alpha"], line["loss"]) for line in lines):
-        own = at_best_rate([line for line in lines if (line["arm"], line["alpha"], line["loss"]) == (arm, alpha, loss)])
-        found = {line["seed"]: line["behaviour"] for line in own}.values()
-        beyond = [statistics.mean(b["loss_by_position"][i] - b["parents_loss_by_position"][i] for b in found)
-                  for i in range(len(places))]  # fmt: skip
+    rows = []
+    for arm, stage in unique((line["arm"], stage_of(line)) for line in lines):
+        found = {line["seed"]: line["behaviour"] for line in at(lines, arm, stage)}.values()
+        more = [statistics.mean(b["loss_by_position"][i] - b["parents_loss_by_position"][i] for b in found)
+                for i in range(len(places))]  # fmt: skip
         part, repeated = (statistics.mean(b[key] for b in found) for key in ("tokens_until_they_part", "repeated"))
-        rows.append(
-            [
-                arm,
-                f"{loss}, α {alpha:g}" if loss else "none",
-                *(f"{x:+.3f}" for x in beyond),
-                f"{part:.1f}",
-                f"{repeated:.0%}",
-            ]
-        )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append([arm, name_of(stage), *(f"{x:+.3f}" for x in more), f"{part:.1f}", f"{repeated:.0%}"])
+    return markdown(["arm", "uptraining", *places, "tokens until they part", "repeated"], rows)
+
+
+def at(lines: list[Line], arm: str, stage: Stage, groups: int | None = None) -> list[Line]:
+    """Return the lines of an arm after an uptraining, at its best learning rate."""
+    own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage) and groups in (None, line["groups"])]
+    return at_best_rate(own) if own else []
+
+
+def of_seeds(lines: list[Line], what: str) -> Seeds:
+    """Return a figure of each seed; of lines for the same, the last: it was measured again."""
+    return {line["seed"]: line[what] for line in lines}
 
 
 def losses(lines: list[Line]) -> Seeds:
-    """Return the loss of each seed; of lines for the same, the last: it was measured again."""
-    return {line["seed"]: line["held_out_loss"] for line in lines}
+    return of_seeds(lines, "held_out_loss")
 
 
 def shares(start: list[Line], lines: list[Line]) -> Seeds:
     """Compare with mean on the same parent, so that what parents differ in does not count."""
     mean = losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]])
-    parent = {line["seed"]: line["parent_loss"] for line in start}
+    parent = of_seeds(start, "parent_loss")
     return {
         seed: (loss - parent[seed]) / (mean[seed] - parent[seed])
         for seed, loss in losses(start).items()
@@ -102,25 +194,29 @@ def shares(start: list[Line], lines: list[Line]) -> Seeds:
 def uptrained(lines: list[Line]) -> str:
     if not lines:
         return "–"
-    several = len({line["lr"] for line in lines}) > 1
-    best = at_best_rate(lines)
-    return show(losses(best)) + (f" (lr {best[0]['lr']:g})" if several else "")
+    best, several = at_best_rate(lines), by_rate(lines)
+    schedule = f", {best[0]['schedule']}" if len({schedule for _, schedule in several}) > 1 else ""
+    return show(losses(best)) + (f" (lr {best[0]['lr']:g}{schedule})" if len(several) > 1 else "")
+
+
+def by_rate(lines: list[Line]) -> dict[tuple[float, str], list[Line]]:
+    keys = unique((line["lr"], line["schedule"]) for line in lines)
+    return {key: [line for line in lines if (line["lr"], line["schedule"]) == key] for key in keys}
 
 
 def at_best_rate(lines: list[Line]) -> list[Line]:
-    """Return the lines of the learning rate that did best for an arm."""
-    rates = [[line for line in lines if line["lr"] == lr] for lr in unique(line["lr"] for line in lines)]
+    """Return the lines of the learning rate and schedule that did best for an arm."""
     # One that not all seeds have tried yet must not win by its luck.
-    return min(rates, key=lambda own: (-len(losses(own)), statistics.mean(losses(own).values())))
+    rank: Callable[[list[Line]], Any] = lambda own: (-len(losses(own)), statistics.mean(losses(own).values()))  # noqa: E731
+    return min(by_rate(lines).values(), key=rank)
 
 
-def show(figures: Seeds, percent: bool = False) -> str:
+def show(figures: Seeds, form: str = "{:.4f}") -> str:
     if not figures:
         return "–"
     values = list(figures.values())
-    form = "{:.1%}" if percent else "{:.4f}"
     mean = form.format(statistics.mean(values))
-    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
+    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values)).lstrip('+')}"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 STUDY = Path(__file__).parents[2] / "scripts/study"
 SMOKE = STUDY / "plans/smoke.toml"
 FIGURES = [(arm, loss) for arm in ("mean", "random") for loss in (None, "next-token", "distill")]
+FIGURES += [("from nothing", None)]
 
 
 @pytest.fixture
@@ -40,6 +41,10 @@ def stand_in(study, monkeypatch):
     """Stand in for the programs: folders appear, losses are made up, and the commands are kept."""
     _, _, prepare, programs, _, _ = study
     calls = []
+
+    def write_config(place):
+        (place.home / "init").mkdir()
+        (place.home / "init/config.json").write_text('{"num_key_value_heads": 4, "hidden_size": 64}')
 
     def run(program, *arguments):
         words = [program, *map(str, arguments)]
@@ -65,7 +70,7 @@ def stand_in(study, monkeypatch):
 
     monkeypatch.setattr(programs, "run", run)
     monkeypatch.setattr(prepare, "copy_speeches", lambda place: (place.home / "texts/held-out").mkdir(parents=True))
-    monkeypatch.setattr(prepare, "make_init", lambda place: (place.home / "init").mkdir())
+    monkeypatch.setattr(prepare, "make_init", write_config)
     return calls
 
 
@@ -146,12 +151,12 @@ def test_what_is_done_is_not_repeated(study, stand_in, tmp_path):
 def test_only_what_is_missing_is_done(study, stand_in, tmp_path):
     start(study, "--plan", "smoke", "--work", tmp_path)
     results = tmp_path / "smoke/results.jsonl"
-    results.write_text("".join(results.read_text().splitlines(keepends=True)[:-1]))
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:5]))
     left = tmp_path / "smoke/arms/parent-s0-random-g2/run"
     left.mkdir(parents=True)  # what a kill leaves
     stand_in.clear()
     start(study, "--plan", "smoke", "--work", tmp_path)
-    assert [words[1] for words in stand_in] == ["mha-to-gqa", "run"]
+    assert [words[1] for words in stand_in] == ["mha-to-gqa", "run", "evaluate"]
     assert figures(read(tmp_path)) == FIGURES
     assert not left.exists()
 
@@ -175,7 +180,30 @@ def test_parent_that_was_stopped_is_resumed(study, stand_in, tmp_path):
     result = start(study, "--plan", "smoke", "--work", tmp_path)
     assert result.exit_code == 1
     assert f"failed: {run} stopped at step 3: signal 15." in result.output
-    assert stand_in[-1] == ["uptrain", "resume", str(run)]
+    assert ["uptrain", "resume", str(run)] in stand_in
+
+
+def test_models_from_nothing(study, stand_in, tmp_path):
+    """They are trained as the parent is, with fewer K/V heads, and measured as a start."""
+    start(study, "--plan", "smoke", "--work", tmp_path)
+    home = tmp_path / "smoke"
+    parent, fewer = (next(w for w in stand_in if w[-1] == str(home / f"parent-0{name}")) for name in ("", "-g2"))
+    changed = {str(home / name): str(home / f"{name}-g2") for name in ("init", "parent-0")}
+    assert fewer == [changed.get(word, word) for word in parent]
+    assert json.loads((home / "init-g2/config.json").read_text()) == {"num_key_value_heads": 2, "hidden_size": 64}
+    assert str(home / "parent-0-g2-hf") in [words[2] for words in stand_in if words[1] == "evaluate"]
+    (line,) = (line for line in read(tmp_path) if line["from_nothing"])
+    assert (line["arm"], line["groups"], line["convert"], line["alpha"]) == ("from nothing", 2, None, 0)
+
+
+def test_lists_are_tried_in_all_combinations(study, tmp_path):
+    path = tmp_path / "sweep.toml"
+    path.write_text(SMOKE.read_text().replace("lr = 1e-3", 'lr = [1e-3, 2e-3], schedule = ["wsd", "cosine"]', 1))
+    arm, *_ = study[1].read_plan(path).arms
+    assert [(stage.loss, stage.lr, stage.schedule) for stage in arm.uptrain] == [
+        ("next-token", 1e-3, "wsd"), ("next-token", 1e-3, "cosine"), ("next-token", 2e-3, "wsd"),
+        ("next-token", 2e-3, "cosine"), ("distill", 1e-3, "wsd"),
+    ]  # fmt: skip
 
 
 def test_one_arm_that_fails_does_not_stop_the_others(study, stand_in, tmp_path, monkeypatch):
@@ -191,7 +219,7 @@ def test_one_arm_that_fails_does_not_stop_the_others(study, stand_in, tmp_path, 
     result = start(study, "--plan", "smoke", "--work", tmp_path, "--jobs", 2)
     assert result.exit_code == 1
     assert "failed: convert: no such option" in result.output
-    assert figures(read(tmp_path)) == FIGURES[3:]
+    assert sorted(figures(read(tmp_path)), key=FIGURES.index) == FIGURES[3:]  # not those of mean
 
 
 def test_second_runner_is_refused(study, stand_in, tmp_path):
@@ -210,11 +238,13 @@ def test_program_that_fails_says_why_in_one_line(study):
     assert "\n" not in error.value.message
 
 
-def line(arm, seed, held_out, *, position, stage=(0, None, None), groups=2, convert=()):
+def line(arm, seed, held_out, *, position=0, stage=(0, None, None), groups=2, convert=(), schedule="wsd"):
     alpha, loss, lr = stage
     return {
         "plan": "p", "parent": "parent", "arm": arm, "position": position, "groups": groups, "seed": seed,
-        "alpha": alpha, "loss": loss, "lr": lr, "held_out_loss": held_out, "parent_loss": 4.0, "convert": convert,
+        "alpha": alpha, "loss": loss, "lr": lr, "schedule": schedule if loss else None, "held_out_loss": held_out,
+        "parent_loss": 4.0, "convert": convert, "from_nothing": False, "kl": 0.5, "agreement": 0.75,
+        "tokens": int(alpha * 1e6),
     }  # fmt: skip
 
 
@@ -230,7 +260,8 @@ def test_table(study, tmp_path):
         line("mean", 0, 4.1, position=1, stage=(0.01, "distill", 1e-4)),
     ]  # fmt: skip
     path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    early = [{name: value for name, value in each.items() if name != "schedule"} for each in lines]
+    path.write_text("".join(json.dumps(each) + "\n" for each in early))
     assert CliRunner().invoke(study[5].main, [str(path)]).output.splitlines() == [
         "### p, parent: 2 K/V heads",
         "",
@@ -239,6 +270,63 @@ def test_table(study, tmp_path):
         "| parent | 4.0000 | 0.0% | – |",
         "| mean | 5.5000 ± 0.7071 | 100.0% ± 0.0% | 4.5000 ± 0.0000 (lr 0.0003) |",
         "| first | 7.5000 ± 0.7071 | 250.0% ± 70.7% | – |",
+    ]
+
+
+def test_table_with_what_was_trained_from_nothing(study):
+    """It stands in the table of its own number of K/V heads alone; the parent stands in all."""
+    less = line("less", 0, 4.2, position=2, groups=1, convert=None) | {"from_nothing": True}
+    merged = [line("mean", 0, 5.0, groups=groups) for groups in (2, 1)]
+    two, one = study[5].tables([*merged, less, line("parent", 0, 4.0, position=3, groups=4, convert=None)])
+    assert ("| less |" in two, "| less | 4.2000 | 20.0% |" in one) == (False, True)
+    assert all("| parent | 4.0000 | 0.0% |" in table for table in (two, one))
+
+
+def test_table_of_rates(study):
+    lines = [
+        line("mean", seed, x + seed / 10, stage=(0.01, "distill", lr), schedule=schedule)
+        for seed in (0, 1)
+        for lr, schedule, x in ((1e-3, "wsd", 4.5), (1e-4, "wsd", 4.6), (1e-3, "cosine", 4.4), (1e-4, "cosine", 4.7))
+    ]
+    losses, rates = study[5].tables(lines)
+    assert losses.splitlines()[-1] == "| mean | – | – | 4.4500 ± 0.0707 (lr 0.001, cosine) |"
+    assert rates.splitlines() == [
+        "| mean, distill, α 0.01; peak: | 0.0001 | 0.001 |",
+        "| --- | --- | --- |",
+        "| wsd | 4.650 ± 0.071 | 4.550 ± 0.071 |",
+        "| cosine | 4.750 ± 0.071 | 4.450 ± 0.071 |",
+    ]
+
+
+def test_table_of_measures(study):
+    lines = [
+        line("mean", 0, 6.0), line("mean", 0, 5.0, stage=(0.05, "next-token", 1e-3)),
+        line("fit-refit", 0, 4.5, stage=(0.05, "distill", 1e-3)), line("fit-refit", 0, 5.0),
+        line("parent", 0, 3.9, stage=(0.05, "next-token", 1e-3), groups=4, convert=None),
+    ]  # fmt: skip
+    assert study[5].measures(lines).splitlines()[2:] == [
+        "| mean | none | 0.500 | 75.0% | – | -100% | – |",
+        "| mean | next-token, α 0.05 | 0.500 | 75.0% | 50% | 0% | +1.100 |",
+        "| fit-refit | distill, α 0.05 | 0.500 | 75.0% | 50% | 50% | +0.600 |",
+        "| fit-refit | none | 0.500 | 75.0% | – | 0% | – |",
+    ]
+
+
+def test_table_of_savings(study):
+    """Distilling a token costs four forward passes, training on the next one three, calibrating with it two."""
+    convert = ("--calibration-tokens", "3000")
+    lines = [
+        line("mean", 0, 4.6, stage=(0.05, "next-token", 1e-3)),
+        line("fit-refit", 0, 4.7, convert=convert),
+        line("fit-refit", 0, 4.5, stage=(0.005, "distill", 1e-3), convert=convert),
+        line("fit-refit", 0, 4.4, stage=(0.005, "next-token", 1e-3), convert=convert),
+    ]
+    assert study[5].savings(lines, "fit-refit").splitlines() == [
+        "|  | tokens | compute | 2 K/V heads |",
+        "| --- | --- | --- | --- |",
+        "| mean, next-token, α 0.05 (the paper's) | 100% | 100% | 4.6000 |",
+        "| fit-refit, no training | 0.0% | 4.0% | 4.7000 |",
+        "| fit-refit, distill, α 0.005 | 10.0% | 17.3% | 4.5000 |",
     ]
 
 
