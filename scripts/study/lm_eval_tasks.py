@@ -1,0 +1,72 @@
+"""Make tasks for EleutherAI's lm-evaluation-harness of texts that lie here, so that it needs no hub.
+
+    python scripts/study/lm_eval_tasks.py valid.jsonl TASKS
+    lm_eval run --model hf --model_args pretrained=OUT --include_path TASKS --tasks last_word,prose
+
+TEXTS has JSON lines with a key `text`, or is a folder of .txt. `last_word`: what is the last word of a passage? (as
+LAMBADA asks, Paperno et al. 2016, though not of passages chosen for it). `prose`: bits per byte of short passages.
+A passage is some lines of a text, at most 800 characters long.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from behaviour import documents
+
+LONGEST, SHORTEST = 800, 400
+"""Characters of a passage: they fit in the context of small models."""
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: {output_type}
+doc_to_text: "{given}"
+doc_to_target: "{asked}"
+metric_list:
+{metrics}
+metadata:
+  version: 1.0
+"""
+TASKS = {
+    "last_word": ("loglikelihood", "{{before}}", " {{word}}", ("acc", "perplexity")),
+    "prose": ("loglikelihood_rolling", "", "{{before}} {{word}}", ("bits_per_byte", "byte_perplexity")),
+}
+"""Each with what is asked of the model, what it is given, what it is to say, and what is measured."""
+
+
+@click.command(help=__doc__)
+@click.argument("texts", type=click.Path(exists=True, path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--passages", type=click.IntRange(min=1), default=200, show_default=True, help="How many of each text.")
+def main(texts: Path, out: Path, passages: int) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    data = out.resolve() / "passages.jsonl"
+    rows = [row for text in documents(texts) for row, _ in zip(split(text), range(passages), strict=False)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, (output_type, given, asked, measures) in TASKS.items():
+        metrics = "\n".join(f"  - metric: {measure}" for measure in measures)
+        task = TASK.format(name=name, data=data, output_type=output_type, given=given, asked=asked, metrics=metrics)
+        (out / f"{name}.yaml").write_text(task)
+    click.echo(f"{len(rows)} passages, tasks {' and '.join(TASKS)}, in {out}.")
+
+
+def split(text: str) -> Iterator[dict[str, str]]:
+    """Yield passages of whole sentences, each without its last word, and that word."""
+    passage = ""
+    for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
+        if len(passage) + len(sentence) >= LONGEST:
+            passage = ""
+        passage = f"{passage} {sentence}".strip()
+        if len(passage) >= SHORTEST and (found := re.fullmatch(r"(.*) (\w+)[.!?]", passage)):
+            yield {"before": found[1], "word": found[2]}
+            passage = ""
+
+
+if __name__ == "__main__":
+    main()
