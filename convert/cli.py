@@ -65,7 +65,7 @@ def _conversion_options(command: Command) -> Command:
                          "llama, mistral and qwen2 also: aligned and then their mean, shared principal components "
                          "(pca), or these fitted to what attention computes (fit); queries and output projections "
                          "change with them. auto tries the latter three on some of the text and takes the best.  "
-                         "[default: fit with --refit; where the model does not allow it pca, or else mean]"),
+                         "[default: fit with --refit; where the model does not allow it, mean]"),
             click.option("--renorm", type=click.Choice(RENORMS),
                          help="Give merged heads back their length (norm), or queries the spread of their logits "
                          "(spread).  [default: spread for aligned, pca and fit, else none]"),
