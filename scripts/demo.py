@@ -1,7 +1,8 @@
-"""The demo. First a well-known checkpoint is converted, verified, opened in transformers, and scored before and after.
+"""The demo. First a well-known checkpoint is converted, opened in transformers, and scored before and after.
 
-Then a small one with multi-head attention goes all the way: converted, uptrained for 1 % of its pre-training,
-exported, opened in transformers, and scored at every stage. Both are also merged by the mean, to compare with.
+Then a small one with multi-head attention goes all the way: converted, verified, uptrained for half a percent of its
+pre-training, exported, opened in transformers, and scored at every stage. Both are also merged by the mean, to compare
+with.
 """
 
 import importlib.util
@@ -26,10 +27,10 @@ PARAGRAPH = (
 )
 WORK, PARENT = Path(".demo"), Path("assets/demo-mha")
 OPENING = "My fellow citizens, the state of our Union"
-PARENT_TOKENS, ALPHA = "7M", 0.01
-CALIBRATION = "8192"
-"""Tokens, an eighth of the default, so that it takes seconds."""
-HELD_OUT_SPEECHES = 5
+PARENT_TOKENS, ALPHA, LR = "7M", 0.005, "2e-4"
+CALIBRATION = "4096"
+"""Tokens, a sixteenth of the default, so that it takes seconds."""
+HELD_OUT_SPEECHES = 2
 """Of the 20 there are, so that measuring takes seconds."""
 
 
@@ -46,18 +47,14 @@ def convert_known_model() -> None:
     run("convert", "to-hf", source, before)
     run("convert", "mha-to-mqa", source, mean, "--method", "mean")
     run("convert", "mha-to-mqa", source, after, "--calibration-tokens", CALIBRATION)
-    run("convert", "verify", source, after)
-    show(
-        f"All in transformers: what comes after “{PROMPT}”",
-        ("", "loss on a paragraph", "perplexity", "greedy completion"),
-        [
-            (label, f"{loss:.2f}", f"{math.exp(loss):,.0f}", complete(folder, PROMPT))
-            for label, folder in (
-                ("before: 3 K/V heads", before), ("merged into 1 by the mean", mean), ("merged into 1", after),
-            )
-            for loss in [loss_on_paragraph(folder)]
-        ],
-    )  # fmt: skip
+    folders = {"before: 3 K/V heads": before, "merged into 1 by the mean": mean, "merged into 1": after}
+    rows = []
+    for label, folder in folders.items():
+        model, tokenizer = load(folder)
+        loss = loss_on_paragraph(model, tokenizer)
+        rows.append((label, f"{loss:.2f}", f"{math.exp(loss):,.0f}", complete(model, tokenizer, PROMPT)))
+    headings = ("", "loss on a paragraph", "perplexity", "greedy completion")
+    show(f"All in transformers: what comes after “{PROMPT}”", headings, rows)
     print("What merging still costs, uptraining repairs: now with a model small enough for it.")
 
 
@@ -70,10 +67,11 @@ def uptrain_small_model() -> None:
     run("uptrain", "prepare", "--data", held_out, "--tokenizer", PARENT, "--seq-len", SEQ_LEN, "--out", measured)
     run("convert", "mha-to-gqa", PARENT, mean, "--groups", "2", "--method", "mean")
     run("convert", "mha-to-gqa", PARENT, converted, "--groups", "2", "--calibration-tokens", CALIBRATION)
+    run("convert", "verify", PARENT, converted)
     run(
         "uptrain", "run", converted, "--data", train, "--eval-data", measured, "--seq-len", SEQ_LEN,
         "--teacher", PARENT, "--alpha", ALPHA, "--original-tokens", PARENT_TOKENS, "--global-batch-tokens", "1024",
-        "--lr", "5e-4", "--eval-every", "20", "--out", training,
+        "--lr", LR, "--eval-every", "20", "--out", training,
     )  # fmt: skip
     run("uptrain", "export", training, exported)
     run("uptrain", "report", training)
@@ -81,7 +79,7 @@ def uptrain_small_model() -> None:
         f"the parent: 8 K/V heads, {PARENT_TOKENS} tokens": PARENT,
         "merged into 2 by the mean": mean,
         "merged into 2": converted,
-        f"and uptrained for {ALPHA:.0%} of the parent's tokens": exported,
+        f"and uptrained for {ALPHA:.1%} of the parent's tokens": exported,
     }
     losses = {label: evaluate(folder, measured) for label, folder in folders.items()}
     parent, by_mean, *_, last = losses.values()
@@ -89,7 +87,7 @@ def uptrain_small_model() -> None:
         f"In transformers: what comes after “{OPENING}”",
         ("", "held-out loss", "perplexity", "greedy completion"),
         [
-            (label, f"{losses[label]:.3f}", f"{math.exp(losses[label]):,.0f}", complete(folder, OPENING))
+            (label, f"{losses[label]:.3f}", f"{math.exp(losses[label]):,.0f}", complete(*load(folder), OPENING))
             for label, folder in folders.items()
         ],
     )
@@ -142,16 +140,14 @@ def load(folder: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def loss_on_paragraph(folder: Path) -> float:
+def loss_on_paragraph(model: Any, tokenizer: Any) -> float:
     """Return the loss per token, in nats."""
-    model, tokenizer = load(folder)
     ids = tokenizer(PARAGRAPH, return_tensors="pt").input_ids
     return float(model(ids, labels=ids).loss)
 
 
-def complete(folder: Path, prompt: str) -> str:
+def complete(model: Any, tokenizer: Any, prompt: str) -> str:
     """Return 24 tokens of greedy completion."""
-    model, tokenizer = load(folder)
     ids = tokenizer(prompt, return_tensors="pt")
     text = model.generate(**ids, max_new_tokens=24, do_sample=False)
     return str(tokenizer.decode(text[0, ids.input_ids.shape[1] :])).replace("\n", "⏎").strip()

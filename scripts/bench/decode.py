@@ -25,15 +25,20 @@ from model.llama import LlamaForCausalLM as Ours
 from model.llama_config import read_llama_config
 
 SHAPES = {
-    "small": {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 4, "num_attention_heads": 16},
-    "large": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32},
-}
+    # of the parents in scripts/study/plans/merges.toml
+    "study": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
+              "vocab_size": 4096},
+    "small": {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 4, "num_attention_heads": 16,
+              "vocab_size": 32000},
+    "large": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32,
+              "vocab_size": 32000},
+}  # fmt: skip
 Row = dict[str, Any]
 
 
 def make_models(shape: dict[str, int], n_kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Ours, Theirs]:
     """Return our and transformers' model with the same random weights."""
-    config = TheirConfig(**shape, num_key_value_heads=n_kv_heads, vocab_size=32000, max_position_embeddings=1 << 17)
+    config = TheirConfig(**shape, num_key_value_heads=n_kv_heads, max_position_embeddings=1 << 17)
     torch.manual_seed(0)
     theirs = Theirs(config).to(device, dtype).eval()
     with torch.device("meta"):
@@ -46,7 +51,7 @@ def make_models(shape: dict[str, int], n_kv_heads: int, dtype: torch.dtype, devi
 def compare(ours: Ours, theirs: Theirs, batch: int, context: int, steps: int) -> Row:
     """Fill both caches, then time decoding steps in turns."""
     weight = ours.head_weight
-    ids = torch.randint(0, 32000, (batch, context), device=weight.device)
+    ids = torch.randint(0, ours.config.vocab_size, (batch, context), device=weight.device)
     cache = KVCache(ours.config, batch, context + steps + 2, weight.dtype, weight.device)
     their_cache = DynamicCache(config=theirs.config)
     our_ids = prefill(ours, ids, cache).argmax(-1)
