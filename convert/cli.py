@@ -78,7 +78,8 @@ def _conversion_options(command: Command) -> Command:
                          "was held out."),
             click.option("--calibration", metavar="TEXT",
                          help="What aligned, pca and fit see layers at work on: a .txt or .jsonl file (also .gz, .xz), "
-                         "a folder of them, or none, which is quick.  [default: a text that ships with Groupwise]"),
+                         "a folder of them, hub:NAME[:[CONFIG:]SPLIT], or none, which is quick.  "
+                         "[default: a text that ships with Groupwise]"),
             click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                          help="How much of it.  [default: 65536]"),
             click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,

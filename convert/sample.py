@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from convert.recipe import NONE, NotFeasible
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
+from model.hub_dataset import HUB, hub_texts
 
 SHIPPED = "shipped"
 DEFAULT_TOKENS = 65_536
@@ -35,7 +36,7 @@ class Sample:
     """Windows of tokens, and where they come from."""
 
     name: str
-    """`shipped`, or the path as it was given."""
+    """`shipped`, or the path or dataset as it was given."""
     sha256: str
     """Of the ids: the same text through the same tokenizer."""
     n_windows: int
@@ -51,7 +52,9 @@ class Sample:
     @property
     def label(self) -> str:
         """What to call the text, without the folders it lies in."""
-        return "the text that ships with Groupwise" if self.name == SHIPPED else Path(self.name).name
+        if self.name == SHIPPED:
+            return "the text that ships with Groupwise"
+        return self.name if self.name.startswith(HUB) else Path(self.name).name
 
     @property
     def record(self) -> dict[str, object]:
@@ -62,7 +65,9 @@ class Sample:
 
 
 def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
-    """Read as many tokens as wanted of a text: `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz).
+    """Read as many tokens as wanted of a text.
+
+    It is `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz), or a dataset of the hub.
 
     Raises NotFeasible where the checkpoint has no tokenizer.json, CheckpointError where the text is too short.
     """
@@ -126,6 +131,10 @@ NO_TORCH = (
 
 def _pieces(name: str) -> Iterator[str]:
     """Yield the text some thousand characters at a time."""
+    if name.startswith(HUB):
+        for text in hub_texts(name):
+            yield from _cut(StringIO(text))
+        return
     for path in [_TEXT] if name == SHIPPED else _files(name):
         try:
             with _open(path) as file:
@@ -152,7 +161,7 @@ def _files(name: str) -> list[Path]:
     if not path.exists() or not files:
         raise CheckpointError(
             f"--calibration {name}: there is no such text; give a .txt or .jsonl file (also .gz, .xz), a folder of "
-            f"them, {SHIPPED}, or {NONE}."
+            f"them, {HUB}NAME for a dataset of the hub, {SHIPPED}, or {NONE}."
         )
     return files
 

@@ -91,7 +91,7 @@ def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, source, tmp_
     assert (result.code, f"{name} differs" in result.err) == (3, True)
 
 
-@pytest.mark.parametrize("kind", ["txt.gz", "txt.xz", "jsonl", "jsonl.xz", "folder"])
+@pytest.mark.parametrize("kind", ["txt.gz", "txt.xz", "jsonl", "jsonl.xz", "folder", "hub"])
 def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind):
     plain = TEXT.encode()
     lines = (json.dumps({"text": TEXT[:3000]}) + "\n" + json.dumps({"text": TEXT[3000:]}) + "\n").encode()
@@ -100,16 +100,28 @@ def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind
         path.mkdir()
         (path / "1.txt").write_text(TEXT)
         (path / "notes.md").write_text("not a text")
+    elif kind == "hub":
+        path.mkdir()
+        (path / "train.jsonl").write_bytes(lines)
     else:
         pack = {"gz": gzip.compress, "xz": lzma.compress}.get(kind.rpartition(".")[2], bytes)
         path.write_bytes(pack(lines if "jsonl" in kind else plain))
-    for name, given in (("one", text), ("two", path)):
+    for name, given in (("one", text), ("two", f"hub:{path}" if kind == "hub" else path)):
         options = ("--groups", 2, "--method", "pca", "--calibration-tokens", 512, "--calibration", given)
         assert convert("mha-to-gqa", source, tmp_path / name, *options).code == 0
     assert (
         record(tmp_path / "one")["calibration"]["sha256_of_ids"]
         == record(tmp_path / "two")["calibration"]["sha256_of_ids"]
     )
+
+
+def test_dataset_without_texts(convert, source, tmp_path):
+    (tmp_path / "numbers").mkdir()
+    (tmp_path / "numbers/train.jsonl").write_text('{"text": 1, "title": "a"}\n')
+    options = ("--method", "pca", "--calibration", f"hub:{tmp_path / 'numbers'}")
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options)
+    assert (result.code, "has no text in a column text; its columns are text, title" in result.err) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +140,7 @@ def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind
         ),
         (("--method", "pca", "--calibration", "/nowhere/text.txt"), "there is no such text"),
         (("--method", "pca", "--calibration", "SOURCE"), "there is no such text"),
+        (("--method", "pca", "--calibration", "hub:nobody/nothing"), "hub:nobody/nothing cannot be loaded ("),
         (("--method", "pca", "--calibration-tokens", "100"), "is too few; give at least 256"),
         (("--method", "pca", "--calibration", "TEXT", "--calibration-tokens", "999999"), "give a longer one"),
     ],

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import InputError
+from model.hub_dataset import HUB, hub_files
 from uptrain.data.readers import READERS, compression, find_reader, format_of
 
-HUB = "hub:"
 ARROW = "arrow"
 
 
@@ -59,9 +59,7 @@ def _split_weight(text: str) -> tuple[str, Fraction | None]:
 
 def _find(name: str, weight: Fraction | None) -> Source:
     if name.startswith(HUB):
-        from uptrain.data.hub import hub_files
-
-        return Source(name, ARROW, hub_files(name.removeprefix(HUB)), weight)
+        return Source(name, ARROW, hub_files(name), weight)
     path = Path(name)
     if path.is_dir():
         return _find_in_folder(path, weight)

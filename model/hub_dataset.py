@@ -1,0 +1,49 @@
+"""Datasets of the Hugging Face hub, through the `datasets` library.
+
+hub:NAME[:[CONFIG:]SPLIT] names one.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from model.errors import InputError
+
+HUB = "hub:"
+
+
+def hub_files(text: str) -> tuple[str, ...]:
+    """Return the Arrow files that `datasets` keeps of hub:NAME…, fetching them if they are not there yet.
+
+    Raises InputError, with how to fetch them, where that is not possible.
+    """
+    import datasets  # type: ignore[import-untyped]
+
+    name, *rest = text.removeprefix(HUB).split(":")
+    if len(rest) > 2 or not name:
+        raise InputError(f"{text} is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")
+    config, split = (None, *rest)[-2:] if rest else (None, None)
+    try:
+        loaded: Any = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{text} cannot be loaded ({str(error).splitlines()[0]}). Without a network here, run where there is "
+            f"one: hf download --repo-type dataset {name} --local-dir FOLDER, and give that folder."
+        ) from error
+    if isinstance(loaded, dict):
+        if len(loaded) > 1:
+            named = ":".join(part for part in (name, config) if part)
+            one = " or ".join(f"{HUB}{named}:{found}" for found in loaded)
+            raise InputError(f"{text} has {len(loaded)} splits; name one: {one}.")
+        (loaded,) = loaded.values()
+    return tuple(entry["filename"] for entry in loaded.cache_files)
+
+
+def hub_texts(text: str) -> Iterator[str]:
+    """Yield the column `text` of a dataset. Raises InputError where it is not there, or holds no text."""
+    import datasets
+
+    for file in hub_files(text):
+        rows: Any = datasets.Dataset.from_file(file)
+        if getattr(rows.features.get("text"), "dtype", None) not in ("string", "large_string"):
+            raise InputError(f"{text} has no text in a column text; its columns are {', '.join(rows.column_names)}.")
+        yield from (row["text"] or "" for row in rows.select_columns("text"))
