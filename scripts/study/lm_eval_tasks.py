@@ -60,9 +60,9 @@ def split(text: str) -> Iterator[dict[str, str]]:
     """Yield passages of whole sentences, each without its last word, and that word."""
     passage = ""
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
-        if len(passage) + len(sentence) >= LONGEST:
-            passage = ""
         passage = f"{passage} {sentence}".strip()
+        if len(passage) > LONGEST:
+            passage = sentence if len(sentence) <= LONGEST else ""
         if len(passage) >= SHORTEST and (found := re.fullmatch(r"(.*) (\w+)[.!?]", passage)):
             yield {"before": found[1], "word": found[2]}
             passage = ""
