@@ -11,6 +11,7 @@ from torch import nn
 from convert.calibration import calibrate_layers
 from convert.layer_merge import LayerMerge, load_layer
 from convert.layer_walk import Layer, Progress, last_states, walk
+from convert.methods import LAYER_METHODS
 from convert.plan import make_plan
 from convert.recipe import Recipe
 from convert.sample import Sample
@@ -37,7 +38,7 @@ class Choice:
 
 def candidates(recipe: Recipe, can_group: bool) -> dict[str, Recipe]:
     """Return what `auto` tries, by name. Which heads share a group matters where there are several and not all."""
-    found = {method: replace(recipe, method=method) for method in ("aligned", "pca", "fit")}
+    found = {method: replace(recipe, method=method) for method in LAYER_METHODS}
     if can_group and recipe.grouping != "similar":
         found["fit, similar heads grouped"] = replace(recipe, method="fit", grouping="similar")
     return found

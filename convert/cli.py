@@ -17,15 +17,13 @@ from model import terminal
 
 if TYPE_CHECKING:
     from convert.head_report import HeadReport
+    from convert.verify import Findings
     from model.checkpoint import Checkpoint
 
 DIFFERENT, NOT_ALL_CHECKED = 3, 4
 WORKERS = 4
 WORTH_SAYING = 60
 """Seconds from which on people are told beforehand."""
-
-if TYPE_CHECKING:
-    from convert.verify import Findings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -61,10 +59,10 @@ def _conversion_options(command: Command) -> Command:
     for option in reversed(
         (
             click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)),
-                         help="How heads are merged: their mean (the paper's method), the first, or random ones. For "
-                         "llama, mistral and qwen2 also: aligned and then their mean, shared principal components "
-                         "(pca), or these fitted to what attention computes (fit); queries and output projections "
-                         "change with them. auto tries the latter three on some of the text and takes the best.  "
+                         help="How heads are merged: their mean (the paper's method), the first, or random ones. With "
+                         "queries and output projections changed to fit: the mean of aligned heads, or shared "
+                         "principal components (pca), both for 17 families; or these fitted to what attention computes "
+                         "(fit: llama, mistral, qwen2). auto tries these three on some of the text.  "
                          "[default: fit with --refit; where the model does not allow it, mean]"),
             click.option("--renorm", type=click.Choice(RENORMS),
                          help="Give merged heads back their length (norm), or queries the spread of their logits "
@@ -78,8 +76,8 @@ def _conversion_options(command: Command) -> Command:
                          "was held out."),
             click.option("--calibration", metavar="TEXT",
                          help="What aligned, pca and fit see layers at work on: a .txt or .jsonl file (also .gz, .xz), "
-                         "a folder of them, hub:NAME[:[CONFIG:]SPLIT], or none, which is quick.  "
-                         "[default: a text that ships with Groupwise]"),
+                         "a folder of them, hub:NAME[:[CONFIG:]SPLIT], or none.  "
+                         "[default: shipped, a text that comes with Groupwise]"),
             click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                          help="How much of it.  [default: 65536]"),
             click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
@@ -182,7 +180,7 @@ def _convert(
             if not (dry_run or as_json) and summary["calibration_seconds"] > WORTH_SAYING:
                 click.echo(
                     f"Calibrating takes about {terminal.duration(summary['calibration_seconds'])} here; "
-                    "--calibration none would merge by the weights alone.",
+                    "--method mean takes seconds, and begins worse.",
                     err=True,
                 )
         if dry_run:
@@ -202,8 +200,8 @@ def _convert(
 @cli.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--heads", is_flag=True,
-              help="Also show how alike the K/V heads of each layer are, and what merging them would lose (llama, "
-              "mistral, qwen2). Reads all attention weights.")  # fmt: skip
+              help="Also show how alike the K/V heads of each layer are, and what merging them would lose. "
+              "Reads all attention weights.")  # fmt: skip
 @click.option("--figure", type=click.Path(path_type=Path), metavar="FILE.png",
               help="Draw what --heads finds.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
@@ -257,7 +255,7 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
     """Check OUT against SOURCE.
 
     Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
-    anything differs.
+    anything differs, 4 if something could not be compared, such as what a text that is not at hand was needed for.
     """
     from convert.verify import verify
     from model.checkpoint import open_checkpoint

@@ -151,7 +151,7 @@ def check_can_walk(checkpoint: Checkpoint) -> None:
     try:
         read_llama_config(checkpoint.config)
     except CheckpointError as error:
-        raise NotFeasible(f"{error} Merge by the weights alone: --method pca --calibration none.") from error
+        raise NotFeasible(str(error)) from error
 
 
 def last_states(checkpoint: Checkpoint, folder: Path) -> Path:

@@ -98,8 +98,7 @@ def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], 
     if content is None:
         raise NotFeasible(
             f"{checkpoint.path} has no tokenizer.json, which calibrating needs; save the tokenizer there "
-            "(transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)), or merge by the weights alone: "
-            "--method pca --calibration none."
+            "(transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))."
         )
     try:
         from tokenizers import Tokenizer
@@ -123,10 +122,7 @@ def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], 
     return added[:starts], ids
 
 
-NO_TORCH = (
-    "calibrating runs the model, which needs torch and tokenizers: pip install 'groupwise[torch]'; or merge "
-    "by the weights alone: --method pca --calibration none."
-)
+NO_TORCH = "calibrating runs the model, which needs torch and tokenizers: pip install 'groupwise[torch]'."
 
 
 def _pieces(name: str) -> Iterator[str]:

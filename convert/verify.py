@@ -27,7 +27,7 @@ from convert.sample import Sample, read_sample
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.folder import INDEX
 from model.checkpoint.writer import index_text
-from model.errors import CheckpointError
+from model.errors import CheckpointError, InputError
 
 PIECE = 8 << 20
 ROUNDING = 1e-3
@@ -108,7 +108,7 @@ def _sample(source: Checkpoint, recorded: dict[str, Any], findings: Findings) ->
         if found.record == known.record:
             return found
         why = "it gives other tokens than at conversion"
-    except (CheckpointError, OSError) as error:
+    except (InputError, OSError) as error:
         why = str(error)
     findings.unchecked.append(f"the merged layers, since the calibration text {known.name} is not at hand ({why})")
     return known

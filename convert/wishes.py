@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from convert.methods import AUTO, LAYER_METHODS
+from convert.methods import AUTO, CALIBRATED, LAYER_METHODS
 from convert.plan import make_plan
 from convert.recipe import GROUPINGS, NONE, NotFeasible, Recipe
 from convert.sample import DEFAULT_TOKENS, NO_TORCH, SHIPPED, read_sample
 from model.checkpoint import Checkpoint
+from model.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Wishes:
     refit: bool = False
     grouping: str = GROUPINGS[0]
     calibration: str | None = None
-    """`none`, `shipped` or the path of a text."""
+    """`none`, `shipped`, the path of a text, or `hub:NAME…`."""
     calibration_tokens: int | None = None
 
     @property
@@ -28,8 +29,8 @@ class Wishes:
         return self.calibration not in (None, NONE) or self.calibration_tokens is not None
 
 
-BEST = (Wishes(method="fit", refit=True), Wishes(method="mean"))
-"""What is done where no method is asked for: the first of these that the model allows. Best first, by docs/study.md.
+BEST = (("fit", True), ("mean", False))
+"""Method and refit where no method is asked for: the first that the model allows. Best first, by docs/study.md.
 
 Not `pca` by the weights alone: it begins better than mean on small models and worse on SmolLM2.
 """
@@ -40,16 +41,18 @@ def decide(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> tu
 
     Raises CheckpointError where the model does not allow what is asked for, or choices do not go together.
     """
+    if wishes.calibration == NONE and wishes.calibration_tokens is not None:
+        raise CheckpointError("--calibration-tokens says how much of a text to take; --calibration none takes none.")
     if wishes.method is not None:
         return _recipe(checkpoint, n_kv_heads, wishes), ()
     if not make_plan(checkpoint, n_kv_heads, Recipe("mean"), None).regrouped:
         return Recipe("mean"), ()
     refused: list[NotFeasible] = []
-    for best in BEST:
-        if _contradicts(best, wishes):
+    for method, refit in BEST:
+        if refit and wishes.calibration == NONE:
             continue
         try:
-            recipe = _recipe(checkpoint, n_kv_heads, _filled(wishes, best))
+            recipe = _recipe(checkpoint, n_kv_heads, replace(wishes, method=method, refit=wishes.refit or refit))
         except NotFeasible as error:
             refused.append(error)
         else:
@@ -59,26 +62,22 @@ def decide(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> tu
     raise refused[0]
 
 
-def _contradicts(best: Wishes, wishes: Wishes) -> bool:
-    return best.refit and wishes.calibration == NONE
-
-
-def _filled(wishes: Wishes, best: Wishes) -> Wishes:
-    """Return the wishes with what they leave open."""
-    calibration = wishes.calibration or best.calibration
-    return replace(wishes, method=best.method, refit=wishes.refit or best.refit, calibration=calibration)
-
-
 def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> Recipe:
     assert wishes.method is not None
     by_layer = wishes.method in (*LAYER_METHODS, AUTO)
     if not by_layer and wishes.a_text:
-        raise NotFeasible(f"--calibration does not go with --method {wishes.method}, which needs no text.")
+        given = "--calibration" if wishes.calibration else "--calibration-tokens"
+        raise NotFeasible(f"{given} does not go with --method {wishes.method}, which needs no text.")
     renorm = wishes.renorm or ("spread" if by_layer else "none")
     recipe = Recipe(wishes.method, wishes.seed, renorm, wishes.refit, wishes.grouping)
     make_plan(checkpoint, n_kv_heads, recipe, None)  # refuses what no text would help
     if by_layer and wishes.calibration != NONE:
-        recipe = _calibrated(checkpoint, recipe, wishes)
+        try:
+            recipe = _calibrated(checkpoint, recipe, wishes)
+        except NotFeasible as error:
+            if wishes.refit or wishes.method in (*CALIBRATED, AUTO):
+                raise
+            raise NotFeasible(f"{error} --calibration none merges by the weights alone.") from error
     recipe.check()
     return recipe
 

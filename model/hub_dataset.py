@@ -16,8 +16,7 @@ def hub_files(text: str) -> tuple[str, ...]:
 
     Raises InputError, with how to fetch them, where that is not possible.
     """
-    import datasets  # type: ignore[import-untyped]
-
+    datasets = _library()
     name, *rest = text.removeprefix(HUB).split(":")
     if len(rest) > 2 or not name:
         raise InputError(f"{text} is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")
@@ -27,7 +26,7 @@ def hub_files(text: str) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         raise InputError(
             f"{text} cannot be loaded ({str(error).splitlines()[0]}). Without a network here, run where there is "
-            f"one: hf download --repo-type dataset {name} --local-dir FOLDER, and give that folder."
+            f"one: hf download --repo-type dataset {name} --local-dir FOLDER, and give {HUB}FOLDER."
         ) from error
     if isinstance(loaded, dict):
         if len(loaded) > 1:
@@ -40,10 +39,17 @@ def hub_files(text: str) -> tuple[str, ...]:
 
 def hub_texts(text: str) -> Iterator[str]:
     """Yield the column `text` of a dataset. Raises InputError where it is not there, or holds no text."""
-    import datasets
-
+    datasets = _library()
     for file in hub_files(text):
         rows: Any = datasets.Dataset.from_file(file)
         if getattr(rows.features.get("text"), "dtype", None) not in ("string", "large_string"):
             raise InputError(f"{text} has no text in a column text; its columns are {', '.join(rows.column_names)}.")
         yield from (row["text"] or "" for row in rows.select_columns("text"))
+
+
+def _library() -> Any:
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InputError("datasets of the hub need the library datasets: pip install 'groupwise[torch]'.") from error
+    return datasets

@@ -115,6 +115,17 @@ def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind
     )
 
 
+def test_verify_where_the_dataset_is_not_at_hand(convert, source, tmp_path):
+    out, dataset = tmp_path / "out", tmp_path / "texts"
+    dataset.mkdir()
+    (dataset / "train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", f"hub:{dataset}").code == 0
+    assert convert("verify", source, out).code == 0
+    dataset.rename(tmp_path / "elsewhere")
+    result = convert("verify", source, out)
+    assert (result.code, f"hub:{dataset} cannot be loaded (" in result.err) == (4, True)
+
+
 def test_dataset_without_texts(convert, source, tmp_path):
     (tmp_path / "numbers").mkdir()
     (tmp_path / "numbers/train.jsonl").write_text('{"text": 1, "title": "a"}\n')
@@ -129,6 +140,8 @@ def test_dataset_without_texts(convert, source, tmp_path):
     [
         (("--method", "fit", "--calibration", "none"), "--method fit needs a calibration text"),
         (("--method", "pca", "--calibration", "none", "--refit"), "--refit needs a calibration text"),
+        (("--method", "pca", "--calibration", "none", "--calibration-tokens", "999"), "--calibration none takes none"),
+        (("--method", "mean", "--calibration-tokens", "999"), "--calibration-tokens does not go with --method mean"),
         (("--method", "mean", "--refit"), "--refit needs a calibration text"),
         (
             ("--method", "mean", "--renorm", "spread"),
