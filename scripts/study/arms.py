@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import programs
 from plan import Arm, Stage, arms_of
 from prepare import Place
+from results import Line, is_parent, read
 
 NEVER = 10**9
 """Steps between evaluations, so that only the ends of an uptraining are measured."""
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,24 +66,16 @@ def subjects(place: Place) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
 
 def missing_cases(place: Place) -> list[Case]:
     """Return what has no line among the results yet, in the plan's order."""
-    found = {key_of_line(line) for line in read_results(place.results)}
+    found = {key_of_line(line) for line in read(place.results)}
     cases = []
     for subject, arms in subjects(place):
         for position, arm in enumerate(arms):
-            for groups in (None,) if is_parent(arm) else arm.groups:
+            for groups in (None,) if arm.is_parent else arm.groups:
                 case = Case(subject, arm, position, groups, (None, *arm.uptrain))
                 stages = tuple(stage for stage in case.stages if key(case, stage) not in found)
                 if stages:
                     cases.append(Case(subject, arm, position, groups, stages))
     return cases
-
-
-def is_parent(arm: Arm) -> bool:
-    return arm.convert is None and not arm.from_nothing
-
-
-def read_results(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def key(case: Case, stage: Stage | None) -> tuple[object, ...]:
@@ -96,10 +87,9 @@ def key(case: Case, stage: Stage | None) -> tuple[object, ...]:
 
 def key_of_line(line: Line) -> tuple[object, ...]:
     convert = None if line["convert"] is None else tuple(line["convert"])
-    groups = line["groups"] if convert is not None or line.get("from_nothing") else None
-    stage = {"schedule": "wsd" if line["loss"] else None} | line  # early lines have no schedule
+    groups = None if is_parent(line) else line["groups"]
     names = ("alpha", "loss", "lr", "schedule", "global_batch_tokens")
-    return (line["parent"], line["seed"], line["arm"], convert, groups, *(stage[name] for name in names))
+    return (line["parent"], line["seed"], line["arm"], convert, groups, *(line[name] for name in names))
 
 
 def stage_values(case: Case, stage: Stage | None) -> Line:

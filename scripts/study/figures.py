@@ -1,10 +1,12 @@
 """What the studies found, drawn from the recorded results.
 
-Above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of uptraining.
+headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
+uptraining. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023).
 Colours are Okabe and Ito's, which the colour-blind can tell apart; each series has a marker of its own.
 """
 
 import hashlib
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,14 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from table import Line, Seeds, at_best_rate, losses, read, shares
+from results import Line, Seeds, at, at_best_rate, losses, read, shares
 
-FIGURE = "headline.png"
-PLANS = ("merges", "smollm2", "budget")
+HEADLINE, SPEED = "headline.png", "speed.png"
+SOURCES = {
+    HEADLINE: ("merges.jsonl", "smollm2.jsonl", "paper.jsonl"),
+    SPEED: ("short.jsonl", "../bench/decode_study.json"),
+}
+"""What each figure is drawn from."""
 INK, MUTED, GRID = "#1c1c1e", "#6e6e73", "#d9d9de"
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 STYLE: dict[Any, Any] = {
@@ -34,28 +40,68 @@ PLACES = (
 )  # fmt: skip
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
-    ("best", "distill", "the best merge, distilled from the parent", BLUE, "o"),
+    ("fit-refit", "distill", "the default merge, distilled from the parent", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
+NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
+NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8, "color": MUTED}
 
 
 def draw(results: Path) -> None:
-    """Write headline.png beside the results."""
-    *merges, budget = (read(results, plan) for plan in PLANS)
+    """Write the figures beside the results."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
-        grid = figure.add_gridspec(2, 2)
-        draw_merges(figure.add_subplot(grid[0, :]), dict(zip(PLANS, merges, strict=False)))
-        left = figure.add_subplot(grid[1, 0])
-        draw_uptraining(left, budget, 2)
-        draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), budget, 1)
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        figure.savefig(results / FIGURE, metadata={"Software": None, "Source": digest(results)})
+        for name, figure in ((HEADLINE, headline(results)), (SPEED, speed(results))):
+            figure.savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})
 
 
-def digest(results: Path) -> str:
-    """Return what tells whether the figure is of these results."""
-    return hashlib.sha256(b"".join((results / f"{plan}.jsonl").read_bytes() for plan in PLANS)).hexdigest()
+def digest(results: Path, figure: str) -> str:
+    """Return what tells whether a figure is of these results."""
+    return hashlib.sha256(b"".join((results / source).read_bytes() for source in SOURCES[figure])).hexdigest()
+
+
+def headline(results: Path) -> Figure:
+    figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
+    grid, paper = figure.add_gridspec(2, 2), read(results / "paper.jsonl")
+    draw_merges(
+        figure.add_subplot(grid[0, :]), {plan: read(results / f"{plan}.jsonl") for plan in ("merges", "smollm2")}
+    )
+    left = figure.add_subplot(grid[1, 0])
+    draw_uptraining(left, paper, 2)
+    draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), paper, 1)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def speed(results: Path) -> Figure:
+    """Draw the loss after a short uptraining against the time to decode, a point for each number of K/V heads."""
+    rows = json.loads((results / "../bench/decode_study.json").read_text())["rows"]
+    batch, context = max((row["batch"], row["context"]) for row in rows)
+    times = {row["n_kv_heads"]: row for row in rows if (row["batch"], row["context"]) == (batch, context)}
+    lines = read(results / "short.jsonl")
+    parent = statistics.mean(losses(at(lines, "parent", (0, None))).values())
+    figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for arm, loss, label, colour, marker in CURVES[:2]:
+        found = {heads: list(losses(at(lines, arm, (0.01, loss), heads)).values()) for heads in (4, 2, 1)}
+        axes.errorbar(
+            [milliseconds(times[heads]) for heads in found], [statistics.mean(x) for x in found.values()],
+            [statistics.stdev(x) for x in found.values()], fmt=f"{marker}-", color=colour, label=label, capsize=2,
+            markersize=5, elinewidth=1,
+        )  # fmt: skip
+        for heads, values in found.items():
+            axes.annotate(NAMES[heads], (milliseconds(times[heads]), statistics.mean(values)), **NEXT_TO)
+    axes.plot([milliseconds(times[8])], [parent], "d", color=MUTED, label="the parent")
+    axes.annotate(NAMES[8], (milliseconds(times[8]), parent), **NEXT_TO)
+    axes.set_title(f"Loss after uptraining for 1 %, and time to decode (batch {batch}, context {context})")
+    axes.set_xlabel("milliseconds per step")
+    axes.set_ylabel("nats per token")
+    axes.set_xlim(left=0, right=1.15 * milliseconds(times[8]))
+    axes.legend(loc="center left")
+    return figure
+
+
+def milliseconds(row: dict[str, Any]) -> float:
+    return 1e3 * float(row["ours_s"])
 
 
 def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:

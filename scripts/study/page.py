@@ -2,8 +2,8 @@
 
     python scripts/study/page.py    copies .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figure
 
-docs/study.md is written by hand, except between `<!-- PLAN -->` and `<!-- end -->`; so is README.md, except between
-`<!-- results -->` and `<!-- end -->`.
+docs/study.md and README.md are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name,
+`savings` or `results`.
 """
 
 import re
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import click
 from figures import draw
-from table import losses, read, shares, show, tables
+from plan import PLANS
+from results import losses, of_seeds, read, shares
+from table import savings, show, tables
 
 PAGE, README, RESULTS = Path("docs/study.md"), Path("README.md"), Path("docs/study")
 BEST = "fit-refit"
@@ -22,10 +24,10 @@ PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOT
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path(".study"), show_default=True)
 def main(work: Path) -> None:
     RESULTS.mkdir(exist_ok=True)
-    for name, _ in PLACE.findall(PAGE.read_text()):
-        found = work / name / "results.jsonl"
+    for plan in (plan.stem for plan in PLANS.glob("*.toml") if plan.stem != "smoke"):
+        found = work / plan / "results.jsonl"
         if found.exists():
-            (RESULTS / f"{name}.jsonl").write_bytes(found.read_bytes())
+            (RESULTS / f"{plan}.jsonl").write_bytes(found.read_bytes())
     draw(RESULTS)
     for page in (PAGE, README):
         page.write_text(renewed(page.read_text(), RESULTS))
@@ -35,7 +37,8 @@ def renewed(page: str, results: Path) -> str:
     """Return the page with its tables as the recorded results give them."""
 
     def fill(match: re.Match[str]) -> str:
-        found = [headline(results)] if match[1] == "results" else tables(read(results, match[1]))
+        own = {"results": headline, "savings": lambda results: savings(read(results / "paper.jsonl"), BEST)}
+        found = [own[match[1]](results)] if match[1] in own else tables(read(results / f"{match[1]}.jsonl"))
         return f"{match[1]}{match[2]}" + "\n\n".join(found) + "\n"
 
     return PLACE.sub(fill, page)
@@ -48,10 +51,14 @@ def headline(results: Path) -> str:
         ("4.2 M parameters, 3 parents", "merges", 8, 4), ("", "merges", 8, 2), ("", "merges", 8, 1),
         ("SmolLM2-135M", "smollm2", 3, 1),
     ):  # fmt: skip
-        lines = [line for line in read(results, plan) if line["groups"] == after and not line["alpha"]]
+        lines = [line for line in read(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]]
         mean, best = ([line for line in lines if line["arm"] == arm] for arm in ("mean", BEST))
-        parent = {line["seed"]: line["parent_loss"] for line in best}
-        figures = (show(parent), show(losses(mean)), show(losses(best)), show(shares(best, lines), "{:.1%}"))
+        figures = (
+            show(of_seeds(best, "parent_loss")),
+            show(losses(mean)),
+            show(losses(best)),
+            show(shares(best, lines), "{:.1%}"),
+        )
         rows.append(f"| {name} | {before} → {after} | {' | '.join(figures)} |")
     return "\n".join(rows)
 

@@ -74,6 +74,10 @@ class Arm:
     groups: tuple[int, ...] = ()
     uptrain: tuple[Stage, ...] = ()
 
+    @property
+    def is_parent(self) -> bool:
+        return self.convert is None and not self.from_nothing
+
 
 @dataclass(frozen=True)
 class Outside:
@@ -190,7 +194,7 @@ def arms_of(plan: Plan, outside: Outside | None) -> tuple[Arm, ...]:
     if outside:
         merges = (arm for arm in arms if not arm.from_nothing)
         arms = tuple(replace(arm, groups=outside.groups, uptrain=outside.uptrain) for arm in merges)
-    return tuple(arm if arm.convert is not None or arm.from_nothing else _control(arm) for arm in arms)
+    return tuple(_control(arm) if arm.is_parent else arm for arm in arms)
 
 
 def _control(arm: Arm) -> Arm:

@@ -190,14 +190,13 @@ def make_caches(place: Place, tokenizer: Path, folder: Path, seq_len: int, name:
 
 
 def fetch_model(outside: Outside, out: Path) -> None:
-    """Write the parent as a Hugging Face folder: the same number of groups changes no head."""
+    """Write the parent as a Hugging Face folder."""
     source = outside.model
     if source.startswith("package:"):
         from demo import find_model
 
         source = str(find_model(source.removeprefix("package:")))
-    geometry = json.loads(programs.run("convert", "inspect", source, "--json"))
-    programs.run("convert", "mha-to-gqa", source, out, "--groups", geometry["n_kv_heads"], "--json")
+    programs.run("convert", "to-hf", source, out, "--json")
 
 
 def train_parent(place: Place, seed: int, groups: int | None) -> None:

@@ -7,22 +7,33 @@ Each number of K/V heads has its tables. "of mean's gap" is the share of the los
 schedules were tried for an uptraining, the one with the best mean counts, and is named.
 """
 
-import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
-
-Line = dict[str, Any]
-Seeds = dict[int, float]
-"""A figure of each seed."""
-Stage = tuple[float, str | None]
-"""Its α and loss: (0, None) is right after conversion."""
+from results import (
+    Line,
+    Seeds,
+    Stage,
+    at,
+    at_best_rate,
+    beyond,
+    by_rate,
+    is_parent,
+    left_of,
+    losses,
+    of_seeds,
+    read,
+    shares,
+    stage_of,
+    unique,
+)  # fmt: skip
 
 PAPERS = ("mean", (0.05, "next-token"))
 """The recipe of Ainslie et al. (2023), section 2."""
+START: Stage = (0, None)
+"""Right after conversion."""
 FORWARDS = {"next-token": 3, "distill": 4}
 """Forward passes that a token of training costs: the student's, twice that for its gradients, and the teacher's."""
 
@@ -30,13 +41,7 @@ FORWARDS = {"next-token": 3, "distill": 4}
 @click.command(help=__doc__)
 @click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(results: Path) -> None:
-    print("\n\n".join(tables(read(results.parent, results.stem))))
-
-
-def read(folder: Path, name: str) -> list[Line]:
-    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-    # Early lines have neither of these.
-    return [{"schedule": "wsd" if line["loss"] else None, "from_nothing": False} | line for line in lines]
+    print("\n\n".join(tables(read(results))))
 
 
 def tables(lines: list[Line]) -> Iterator[str]:
@@ -47,27 +52,26 @@ def tables(lines: list[Line]) -> Iterator[str]:
             # The parent, which nothing has merged, is the control of every table.
             chosen = [line for line in of_parent if is_parent(line) or line["groups"] == groups]
             yield f"### {lines[0]['plan']}, {parent}: {groups} K/V heads\n\n{table(chosen)}"
-            if len({line["schedule"] for line in chosen if line["alpha"]}) > 1:
-                yield from rates(chosen)
+            yield from rates(chosen)
             if watched := [line for line in chosen if "behaviour" in line]:
                 yield measures(chosen)
                 yield behaviours(watched)
-
-
-def is_parent(line: Line) -> bool:
-    return line["convert"] is None and not line["from_nothing"]
-
-
-def unique(values: Any) -> list[Any]:
-    return list(dict.fromkeys(values))
 
 
 def markdown(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows])
 
 
-def stage_of(line: Line) -> Stage:
-    return line["alpha"], line["loss"]
+def models(lines: list[Line]) -> list[tuple[str, Stage]]:
+    """Return the arms in the plan's order, each with its uptrainings from the shortest on."""
+    positions = {line["arm"]: line["position"] for line in lines}
+    found = unique((line["arm"], stage_of(line)) for line in lines)
+    return sorted(found, key=lambda model: (positions[model[0]], *by_loss(model[1])))
+
+
+def by_loss(stage: Stage) -> tuple[str, float]:
+    """Return by what to sort uptrainings: none, then those of each loss by their length."""
+    return stage[1] or "", stage[0]
 
 
 def name_of(stage: Stage) -> str:
@@ -76,10 +80,9 @@ def name_of(stage: Stage) -> str:
 
 def table(lines: list[Line]) -> str:
     """Return the loss of each arm, and after each uptraining."""
-    stages = sorted({stage_of(line) for line in lines if line["alpha"]}, key=lambda stage: (stage[1] or "", stage[0]))
-    positions = {line["arm"]: line["position"] for line in lines}
+    stages = sorted({stage_of(line) for line in lines if line["alpha"]}, key=by_loss)
     rows = []
-    for arm in sorted(positions, key=lambda name: positions[name]):
+    for arm in unique(arm for arm, _ in models(lines)):
         own = [line for line in lines if line["arm"] == arm]
         start = [line for line in own if not line["alpha"]]
         cells = [uptrained([line for line in own if stage_of(line) == stage]) for stage in stages]
@@ -88,49 +91,39 @@ def table(lines: list[Line]) -> str:
 
 
 def rates(lines: list[Line]) -> Iterator[str]:
-    """Yield, for each uptraining of which several learning rates and schedules were tried, what each came to."""
+    """Yield, for each uptraining of which several schedules were tried, what each came to at each learning rate."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
         own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
         found = {key: losses(at) for key, at in by_rate(own).items()}
         peaks, schedules = sorted({lr for lr, _ in found}), unique(schedule for _, schedule in found)
+        if len(schedules) == 1:
+            continue
         rows = [[s, *(show(found.get((lr, s), {}), "{:.3f}") for lr in peaks)] for s in schedules]
         yield markdown([f"{arm}, {name_of(stage)}; peak:", *(f"{lr:g}" for lr in peaks)], rows)
 
 
 def measures(lines: list[Line]) -> str:
     """Return how near each model is to its parent, and to the parent trained on for as long."""
-    rows = []
-    for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if not is_parent(line)):
-        start, own = at(lines, arm, (0, None)), at(lines, arm, stage)
-        papers, control = at(lines, *PAPERS), at(lines, "parent", (stage[0], "next-token"))
-        parents = of_seeds(own, "parent_loss")
-        begun = losses(start)
+    rows, papers = [], losses(at(lines, *PAPERS))
+    for arm, stage in models([line for line in lines if not is_parent(line)]):
+        start, own = losses(at(lines, arm, START)), at(lines, arm, stage)
+        control = losses(at(lines, "parent", (stage[0], "next-token")))
+        recovered = {seed: 1 - left for seed, left in left_of(own, start).items()}
         rows.append([
             arm, name_of(stage),
             show(of_seeds(own, "kl"), "{:.3f}"), show(of_seeds(own, "agreement"), "{:.1%}"),
-            show(portions(losses(own), begun, parents), "{:.0%}") if stage[1] else "–",
-            show(portions(losses(own), losses(papers), parents), "{:.0%}"),
-            show(beyond(losses(own), losses(control)), "{:+.3f}") if stage[1] else "–",
+            show(recovered, "{:.0%}") if stage != START else "–", show(left_of(own, papers), "{:.0%}"),
+            show(beyond(losses(own), control), "{:+.3f}") if stage != START else "–",
         ])  # fmt: skip
-    headings = ["arm", "uptraining", "KL to parent", "same first choice", "recovered", "of the recipe's gap closed",
+    headings = ["arm", "uptraining", "KL to parent", "same first choice", "recovered", "of the recipe's gap",
                 "over the control"]  # fmt: skip
     return markdown(headings, rows)
-
-
-def portions(now: Seeds, worst: Seeds, best: Seeds) -> Seeds:
-    """Return how far each seed has come from the worst loss to the best."""
-    return {s: (worst[s] - x) / (worst[s] - best[s]) for s, x in now.items() if s in worst and s in best}
-
-
-def beyond(now: Seeds, control: Seeds) -> Seeds:
-    return {s: x - control[s] for s, x in now.items() if s in control}
 
 
 def savings(lines: list[Line], best: str) -> str:
     """Return what our best merge needs for the quality of the paper's recipe, in tokens and in compute."""
     arm, (alpha, loss) = PAPERS
-    stages = sorted({stage_of(line) for line in lines if line["arm"] == best and line["loss"] in (None, "distill")},
-                    key=lambda stage: stage[0])  # fmt: skip
+    stages = [stage for name, stage in models(lines) if name == best and stage[1] != "next-token"]
     heads = sorted({line["groups"] for line in lines if line["arm"] == arm}, reverse=True)
     rows = [[f"mean, {loss}, α {alpha:g} (the paper's)", "100%", "100%"]]
     rows[0] += [show(losses(at(lines, arm, (alpha, loss), n))) for n in heads]
@@ -156,7 +149,7 @@ def behaviours(lines: list[Line]) -> str:
     starts = [1, *(end + 1 for end in lines[0]["behaviour"]["positions"])]
     places = [f"{start}–{end}" for start, end in zip(starts, lines[0]["behaviour"]["positions"], strict=False)]
     rows = []
-    for arm, stage in unique((line["arm"], stage_of(line)) for line in lines):
+    for arm, stage in models(lines):
         found = {line["seed"]: line["behaviour"] for line in at(lines, arm, stage)}.values()
         more = [statistics.mean(b["loss_by_position"][i] - b["parents_loss_by_position"][i] for b in found)
                 for i in range(len(places))]  # fmt: skip
@@ -165,50 +158,12 @@ def behaviours(lines: list[Line]) -> str:
     return markdown(["arm", "uptraining", *places, "tokens until they part", "repeated"], rows)
 
 
-def at(lines: list[Line], arm: str, stage: Stage, groups: int | None = None) -> list[Line]:
-    """Return the lines of an arm after an uptraining, at its best learning rate."""
-    own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage) and groups in (None, line["groups"])]
-    return at_best_rate(own) if own else []
-
-
-def of_seeds(lines: list[Line], what: str) -> Seeds:
-    """Return a figure of each seed; of lines for the same, the last: it was measured again."""
-    return {line["seed"]: line[what] for line in lines}
-
-
-def losses(lines: list[Line]) -> Seeds:
-    return of_seeds(lines, "held_out_loss")
-
-
-def shares(start: list[Line], lines: list[Line]) -> Seeds:
-    """Compare with mean on the same parent, so that what parents differ in does not count."""
-    mean = losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]])
-    parent = of_seeds(start, "parent_loss")
-    return {
-        seed: (loss - parent[seed]) / (mean[seed] - parent[seed])
-        for seed, loss in losses(start).items()
-        if seed in mean
-    }
-
-
 def uptrained(lines: list[Line]) -> str:
     if not lines:
         return "–"
     best, several = at_best_rate(lines), by_rate(lines)
     schedule = f", {best[0]['schedule']}" if len({schedule for _, schedule in several}) > 1 else ""
     return show(losses(best)) + (f" (lr {best[0]['lr']:g}{schedule})" if len(several) > 1 else "")
-
-
-def by_rate(lines: list[Line]) -> dict[tuple[float, str], list[Line]]:
-    keys = unique((line["lr"], line["schedule"]) for line in lines)
-    return {key: [line for line in lines if (line["lr"], line["schedule"]) == key] for key in keys}
-
-
-def at_best_rate(lines: list[Line]) -> list[Line]:
-    """Return the lines of the learning rate and schedule that did best for an arm."""
-    # One that not all seeds have tried yet must not win by its luck.
-    rank: Callable[[list[Line]], Any] = lambda own: (-len(losses(own)), statistics.mean(losses(own).values()))  # noqa: E731
-    return min(by_rate(lines).values(), key=rank)
 
 
 def show(figures: Seeds, form: str = "{:.4f}") -> str:

@@ -1,0 +1,83 @@
+"""Results of a study, read and picked from: a line is a figure of one model, with all that it depends on."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+Seeds = dict[int, float]
+"""A figure of each seed."""
+Stage = tuple[float, str | None]
+"""An uptraining by its α and loss; (0, None) is right after conversion."""
+
+
+def read(path: Path) -> list[Line]:
+    """Return the lines of a file, in order; none where it is not there yet."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # Early lines have neither of these.
+    return [{"schedule": "wsd" if line["loss"] else None, "from_nothing": False} | line for line in lines]
+
+
+def unique(values: Any) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def is_parent(line: Line) -> bool:
+    return line["convert"] is None and not line["from_nothing"]
+
+
+def stage_of(line: Line) -> Stage:
+    return line["alpha"], line["loss"]
+
+
+def at(lines: list[Line], arm: str, stage: Stage, groups: int | None = None) -> list[Line]:
+    """Return the lines of an arm after an uptraining, at its best learning rate."""
+    own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage) and groups in (None, line["groups"])]
+    return at_best_rate(own) if own else []
+
+
+def by_rate(lines: list[Line]) -> dict[tuple[float, str], list[Line]]:
+    keys = unique((line["lr"], line["schedule"]) for line in lines)
+    return {key: [line for line in lines if (line["lr"], line["schedule"]) == key] for key in keys}
+
+
+def at_best_rate(lines: list[Line]) -> list[Line]:
+    """Return the lines of the learning rate and schedule that did best for an arm."""
+
+    def rank(own: list[Line]) -> tuple[int, float]:
+        # One that not all seeds have tried yet must not win by its luck.
+        return -len(losses(own)), statistics.mean(losses(own).values())
+
+    return min(by_rate(lines).values(), key=rank)
+
+
+def of_seeds(lines: list[Line], what: str) -> Seeds:
+    """Return a figure of each seed; of lines for the same, the last: it was measured again."""
+    return {line["seed"]: line[what] for line in lines}
+
+
+def losses(lines: list[Line]) -> Seeds:
+    return of_seeds(lines, "held_out_loss")
+
+
+def shares(start: list[Line], lines: list[Line]) -> Seeds:
+    """Return what is left of the gap that merging by the mean opens."""
+    return left_of(start, losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]]))
+
+
+def left_of(own: list[Line], losses_then: Seeds) -> Seeds:
+    """Return the gap to the parent as a share of what it was with other losses.
+
+    It is taken on each parent by itself, so that what parents differ in does not count.
+    """
+    parent = of_seeds(own, "parent_loss")
+    return {
+        seed: (loss - parent[seed]) / (losses_then[seed] - parent[seed])
+        for seed, loss in losses(own).items()
+        if seed in losses_then
+    }
+
+
+def beyond(now: Seeds, control: Seeds) -> Seeds:
+    return {s: x - control[s] for s, x in now.items() if s in control}
