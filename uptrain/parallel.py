@@ -42,6 +42,8 @@ def make_accelerator(
         log_with=list(track) or None,
         project_config=ProjectConfiguration(str(folder), logging_dir=f"{folder}/tensorboard") if track else None,
     )
+    # One that stops right away, for a reason that it tells, would cut off others that are still joining.
+    accelerator.wait_for_everyone()
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise InputError(

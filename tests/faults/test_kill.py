@@ -122,8 +122,9 @@ def test_killed_while_replacing(convert, source, tmp_path, expected):
 
 
 def test_interrupt_says_how_to_continue(source, tmp_path):
-    code = "import os, signal, convert.execute as e\n"
-    code += "e.wait = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\nfrom convert.cli import main\nmain()"
+    code = "import signal, time, convert.execute as e\n"
+    code += "e.wait = lambda *a, **k: (signal.raise_signal(signal.SIGINT), time.sleep(60))\n"
+    code += "from convert.cli import main\nmain()"
     command = [sys.executable, "-c", code, "mha-to-mqa", "--method", "mean", str(source), str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
