@@ -180,7 +180,7 @@ def _convert(
             if not (dry_run or as_json) and summary["calibration_seconds"] > WORTH_SAYING:
                 click.echo(
                     f"Calibrating takes about {terminal.duration(summary['calibration_seconds'])} here; "
-                    "--method mean takes seconds, and begins worse.",
+                    "--method mean takes hardly longer than copying, and begins worse.",
                     err=True,
                 )
         if dry_run:

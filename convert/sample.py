@@ -54,7 +54,8 @@ class Sample:
         """What to call the text, without the folders it lies in."""
         if self.name == SHIPPED:
             return "the text that ships with Groupwise"
-        return self.name if self.name.startswith(HUB) else Path(self.name).name
+        on_the_hub = self.name.startswith(HUB) and not Path(self.name.removeprefix(HUB)).is_absolute()
+        return self.name if on_the_hub else Path(self.name).name
 
     @property
     def record(self) -> dict[str, object]:

@@ -51,7 +51,9 @@ def main(texts: Path, out: Path, passages: int) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, (output_type, given, asked, measures) in TASKS.items():
         metrics = "\n".join(f"  - metric: {measure}" for measure in measures)
-        task = TASK.format(name=name, data=data, output_type=output_type, given=given, asked=asked, metrics=metrics)
+        task = TASK.format(
+            name=name, data=json.dumps(str(data)), output_type=output_type, given=given, asked=asked, metrics=metrics
+        )
         (out / f"{name}.yaml").write_text(task)
     click.echo(f"{len(rows)} passages, tasks {' and '.join(TASKS)}, in {out}.")
 

@@ -28,7 +28,7 @@ from results import (
     shares,
     stage_of,
     unique,
-)  # fmt: skip
+)
 
 PAPERS = ("mean", (0.05, "next-token"))
 """The recipe of Ainslie et al. (2023), section 2."""
@@ -94,7 +94,7 @@ def rates(lines: list[Line]) -> Iterator[str]:
     """Yield, for each uptraining of which several schedules were tried, what each came to at each learning rate."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
         own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
-        found = {key: losses(at) for key, at in by_rate(own).items()}
+        found = {rate: losses(tried) for rate, tried in by_rate(own).items()}
         peaks, schedules = sorted({lr for lr, _ in found}), unique(schedule for _, schedule in found)
         if len(schedules) == 1:
             continue

@@ -46,4 +46,4 @@ def test_tasks(tasks, tmp_path):
     for name in tasks.TASKS:
         written = (tmp_path / f"out/{name}.yaml").read_text()
         assert f"task: {name}\n" in written
-        assert f"test: {tmp_path / 'out/passages.jsonl'}\n" in written
+        assert f"test: {json.dumps(str(tmp_path / 'out/passages.jsonl'))}\n" in written
