@@ -9,11 +9,14 @@ Query head h reads K/V head h // heads_per_group. Letters: B batch, T query toke
 cache), H query heads, G groups (= K/V heads), K heads in a group, D head_dim.
 """
 
+import inspect
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from model.linear import product_dtype
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Mask:
     segments: tuple[tuple[int, int, int], ...] | None = None
     """(row, start, stop) of every document, where rows hold several and each is attended to by itself."""
     boundaries: Tensor | None = None
-    """The same on CUDA: where documents begin in the batch laid end to end, int32, ending with its length."""
+    """The same for packed attention: where documents begin in the batch laid end to end, and its length (int32)."""
     allowed_B1TS: Tensor | None = None
     """True where seen, for what has no cheaper form: padding, windows, a text that goes on beside its cache."""
     window: int | None = None
@@ -41,24 +44,38 @@ def attend(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Tensor
     return _all_tokens(q_BTHD, k_BSGD, v_BSGD, mask.allowed_B1TS)
 
 
+def has_packed_attention(x: Tensor, head_dim: int) -> bool:
+    """Say whether heads computed from x can go to flash attention for texts laid end to end (newer torch)."""
+    if not has_flash_attention(x, head_dim):
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def has_flash_attention(x: Tensor, head_dim: int) -> bool:
+    """Say whether heads computed from x can go to flash attention.
+
+    It is CUDA's, for half precision and Ampere or newer; for heads of a multiple of 8 up to 256, others it would pad.
+    """
+    if not x.is_cuda or product_dtype(x) not in (torch.float16, torch.bfloat16):
+        return False
+    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
 def _all_tokens(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B1TS: Tensor | None) -> Tensor:
     q_BHTD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGD))
     heads_per_group = q_BHTD.shape[1] // k_BGSD.shape[1]
-    grouped = heads_per_group > 1 and _has_grouped_kernel(q_BHTD, allowed_B1TS)
+    # Without flash, or with a mask, `enable_gqa` falls to the kernel with S² memory (pytorch issues 139586, 181528).
+    grouped = heads_per_group > 1 and allowed_B1TS is None and has_flash_attention(q_BHTD, q_BHTD.shape[3])
     if heads_per_group > 1 and not grouped:
         k_BGSD, v_BGSD = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_BGSD, v_BGSD))
     out_BHTD = F.scaled_dot_product_attention(
         q_BHTD, k_BGSD, v_BGSD, attn_mask=allowed_B1TS, is_causal=allowed_B1TS is None, enable_gqa=grouped
     )
     return out_BHTD.transpose(1, 2)
-
-
-def _has_grouped_kernel(q_BHTD: Tensor, allowed_B1TS: Tensor | None) -> bool:
-    """Say whether `enable_gqa` has a fused kernel here. On CUDA flash has: half precision and no mask.
-
-    Everything else falls to the kernel with S² memory (pytorch issues 139586, 181528), so heads are repeated instead.
-    """
-    return q_BHTD.is_cuda and allowed_B1TS is None and q_BHTD.dtype in (torch.float16, torch.bfloat16)
 
 
 def _one_token(q_B1HD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B11S: Tensor | None) -> Tensor:

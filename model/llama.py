@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Mask, attend
+from model.attention import Mask, attend, has_packed_attention
 from model.cache import KVCache, LayerCache
-from model.linear import Linear, linear
+from model.linear import Linear, linear, product_dtype
 from model.llama_config import LlamaConfig
 from model.loss import IGNORED, chunked_cross_entropy
 from model.masks import document_mask, document_positions, text_mask
@@ -30,9 +30,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed x in the dtype the next matrix product wants, so that it is cast once for all of them."""
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(product_dtype(x))
 
 
 class Attention(nn.Module):
@@ -134,9 +132,8 @@ class Decoder(nn.Module):
 
     def _mask(self, ids_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None, window: int | None) -> Mask:
         if documents_BT is not None:
-            weight = self.embed_tokens.weight
-            half = torch.is_autocast_enabled(weight.device.type) or weight.dtype != torch.float32
-            return document_mask(documents_BT, window, half)
+            packed = has_packed_attention(self.embed_tokens.weight, self.config.head_dim)
+            return document_mask(documents_BT, window, packed)
         old, padding_B = (cache.length, cache.padding_B) if cache else (0, None)
         return text_mask(ids_BT.shape[0], old, ids_BT.shape[1], window, padding_B, ids_BT.device)
 

@@ -22,13 +22,13 @@ def _begins(documents_BT: Tensor) -> Tensor:
     return torch.cat((torch.ones_like(documents_BT[:, :1], dtype=torch.bool), changes), dim=1)
 
 
-def document_mask(documents_BT: Tensor, window: int | None, half: bool = False, dense: bool = False) -> Mask:
-    """Return the mask of packed rows, in the best form the device has; `half` where queries are half precision.
+def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False, dense: bool = False) -> Mask:
+    """Return the mask of packed rows, in the best form there is; `packed` where there is attention for it.
 
-    `dense` asks for the T x T mask; windows on the CPU need it too.
+    `dense` asks for the T x T mask; windows without packed attention need it too.
     """
     begins_BT = _begins(documents_BT)
-    if documents_BT.is_cuda and half and not dense:
+    if packed:
         starts = begins_BT.flatten().nonzero().flatten().to(torch.int32)
         end = torch.tensor([begins_BT.numel()], dtype=torch.int32, device=starts.device)
         return Mask(boundaries=torch.cat((starts, end)), window=window)

@@ -134,7 +134,10 @@ def rotations(rope: Rope, positions_BT: Tensor, n_positions: int, dtype: torch.d
 
 
 def rotate(x_BTHD: Tensor, cos_BT1D: Tensor, sin_BT1D: Tensor) -> Tensor:
-    """Turn every pair of every head by its token's angles."""
+    """Turn every pair of every head by its token's angles, and return x in its own dtype.
+
+    Under autocast the angles are float32 and x is not; flash attention's kernel wants all that it reads in one dtype.
+    """
     half = x_BTHD.shape[-1] // 2
     turned_BTHD = torch.cat((-x_BTHD[..., half:], x_BTHD[..., :half]), dim=-1)
-    return x_BTHD * cos_BT1D + turned_BTHD * sin_BT1D
+    return (x_BTHD * cos_BT1D + turned_BTHD * sin_BT1D).to(x_BTHD.dtype)

@@ -52,7 +52,7 @@ def with_teacher(step: int, loss: float | None, teacher_loss: float = 2.0, kl: f
 
 
 def event(step: int, name: str, **more: Any) -> Record:
-    began = {"time": 1.7e9, "processes": 2, "threads": 1} if name in ("started", "resumed") else {}
+    began = {"time": 1.7e9, "processes": 2, "threads": 1, "device": "cpu"} if name in ("started", "resumed") else {}
     return {"step": step, "event": name, **began, **more}
 
 

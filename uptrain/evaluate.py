@@ -19,7 +19,7 @@ from uptrain.fitting import check_tokenizer, check_vocabulary
 from uptrain.losses import WITHOUT_TEACHER
 from uptrain.measures import Measures
 from uptrain.models import block_names, load_student, load_teacher
-from uptrain.parallel import add_up, leave, make_accelerator
+from uptrain.parallel import add_up, has_accelerator, leave, make_accelerator
 from uptrain.trainee import Trainee
 
 
@@ -74,7 +74,7 @@ def _evaluate_folder(
 ) -> Measures:
     cache = Cache.open(data)
     check_tokenizer(cache, data, model)
-    precision = precision or ("bf16" if torch.accelerator.is_available() else "fp32")
+    precision = precision or ("bf16" if has_accelerator() else "fp32")
     accelerator = make_accelerator(precision, block_names(model))
     if accelerator.distributed_type == DistributedType.FSDP:
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from accelerate import PartialState
 
 from model.checkpoint.folder import read_config
@@ -20,7 +19,7 @@ from uptrain.data.texts import cache_of
 from uptrain.extend import extend, extended_steps
 from uptrain.fitting import check_tokenizer
 from uptrain.losses import WITHOUT_TEACHER
-from uptrain.parallel import check_launcher, leave, on_main
+from uptrain.parallel import check_launcher, has_accelerator, leave, on_main
 from uptrain.recognise import source_names
 from uptrain.run import refuse_existing, resume, start
 from uptrain.run_folder import Run
@@ -71,7 +70,7 @@ def launch_extended(
     """Make a longer run of one that is there, and go on with it."""
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
-    on_main(PartialState(cpu=not torch.accelerator.is_available()), lambda: extend(run, out, total))
+    on_main(PartialState(cpu=not has_accelerator()), lambda: extend(run, out, total))
     launch_resumed(out, max_minutes)
 
 
@@ -133,7 +132,7 @@ def make_settings(
         warmup_steps=plan.warmup_steps,
         decay_fraction=plan.decay_fraction,
         original_steps=plan.original_steps,
-        precision=precision or ("bf16" if torch.accelerator.is_available() else "fp32"),
+        precision=precision or ("bf16" if has_accelerator() else "fp32"),
         save_every=save_every_steps or often,
         eval_every=eval_every or often,
         **same,

@@ -20,6 +20,14 @@ from model.errors import InputError
 T = TypeVar("T")
 
 
+def has_accelerator() -> bool:
+    """Say whether there is a device to train on beside the CPU.
+
+    Apple's does not count: it has no float64, in which losses are added up.
+    """
+    return torch.accelerator.is_available() and str(torch.accelerator.current_accelerator()) != "mps"
+
+
 def make_accelerator(
     precision: str, block_names: Sequence[str], track: Sequence[str] = (), folder: Path | None = None
 ) -> Accelerator:
@@ -36,7 +44,7 @@ def make_accelerator(
     if _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise InputError("DeepSpeed is not supported by this version; use scripts/accelerate/fsdp2.yaml or ddp.yaml.")
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),
+        cpu=not has_accelerator(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         fsdp_plugin=_sharding(precision, block_names) if wants_sharding else None,
         log_with=list(track) or None,

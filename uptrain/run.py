@@ -250,7 +250,9 @@ def _announce(training: Training, progress: Progress, found: Found | None) -> No
     """Write down that the run begins or goes on, and tell the world that signals are heeded from now on."""
     training.metrics.rewind(progress.step)
     event: dict[str, Any] = {"step": progress.step, "event": "resumed" if found else "started"}
-    event |= {"time": time.time(), "processes": training.accelerator.num_processes, "threads": torch.get_num_threads()}
+    accelerator = training.accelerator
+    event |= {"time": time.time(), "processes": accelerator.num_processes, "threads": torch.get_num_threads()}
+    event["device"] = accelerator.device.type
     if found and found.passed_over:
         event["passed_over"] = list(found.passed_over)
     training.metrics.write(event)

@@ -65,7 +65,7 @@ def _line(record: dict[str, Any]) -> str:
         return f"step {record['step']}: {_short(record)}"
     if record["event"] in ("started", "resumed"):
         lines = [f"Passed over: {problem}" for problem in record.get("passed_over", ())]
-        return "\n".join(
-            [*lines, f"READY: {record['event']} at step {record['step']}; signals are heeded from here on"]
-        )
+        where = f"{record['processes']} x {record['device']}"
+        ready = f"READY: {record['event']} at step {record['step']} on {where}; signals are heeded from here on"
+        return "\n".join([*lines, ready])
     return f"step {record['step']}: {record['event']}: {record['why']}"

@@ -64,7 +64,7 @@ def test_falls_back(runs, killed, tmp_path, name, kind):
     (result,) = succeed(("resume", out), tmp_path)
     passed_over, ready = result.err.splitlines()[:2]
     assert passed_over.startswith(f"Passed over: {path}")
-    assert ready.startswith("READY: resumed at step 4;")
+    assert ready.startswith("READY: resumed at step 4 on 1 x cpu;")
     (event,) = events(out, "resumed")
     assert event["step"] == 4
     assert event["passed_over"] == [passed_over.removeprefix("Passed over: ")]

@@ -1,22 +1,18 @@
 """Distillation: the forward KL divergence from the teacher's distribution of the next token to the student's.
 
 At temperature 1 and over the whole vocabulary (Hinton et al. 2015; the top k alone would be a biased teacher, Anshumann
-et al. 2025). Like `model.loss`, it never holds all logits: a chunk of tokens at a time, gradients at once.
+et al. 2025). As with every loss, all logits never exist at once (`model.chunked`).
 
 Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from model.chunked import ChunkLogits, chunked_loss, tokens_of_a_chunk
 from model.loss import IGNORED
 from uptrain.data.batch import Batch
 from uptrain.language_model import LanguageModel
-
-_CHUNK_LOGITS = 1 << 22
-"""Logits held at a time, of each model."""
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
@@ -26,7 +22,7 @@ def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch
         teacher_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
     student_NM = student.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
     counts_N = batch.labels_BT[:, 1:].flatten() != IGNORED
-    return chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight.detach(), counts_N)
+    return chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight, counts_N)
 
 
 def chunked_kl(
@@ -36,46 +32,17 @@ def chunked_kl(
 
     p = softmax(hidden · weightᵀ). Gradients flow to the student only.
     """
-    loss: Tensor = _ChunkedKL.apply(student_NM, weight_VM, teacher_NM, teacher_weight_VM, counts_N)  # type: ignore[no-untyped-call]
-    return loss
+    taught = ChunkLogits(teacher_NM, teacher_weight_VM, tokens_of_a_chunk(student_NM, weight_VM))
+    return chunked_loss(student_NM, weight_VM, counts_N, lambda chunk, logits: _rule(taught.of(chunk), logits))
 
 
-class _ChunkedKL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, counts_N: Tensor
-    ) -> Tensor:
-        device = student_NM.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else student_NM.dtype
-        grad_student = torch.empty_like(student_NM)
-        grad_weight = torch.zeros_like(weight_VM, dtype=torch.float32)
-        loss = torch.zeros((), dtype=torch.float32, device=student_NM.device)
-        with torch.autocast(device, enabled=False):
-            tensors = (student_NM, weight_VM, teacher_NM, teacher_weight_VM)
-            student, weight, taught, teacher_weight = (x.to(dtype) for x in tensors)
-            step = max(1, _CHUNK_LOGITS // len(weight))
-            for start in range(0, len(student), step):
-                chunk = slice(start, start + step)
-                counts_C1 = counts_N[chunk, None]
-                log_student_CV = (student[chunk] @ weight.T).float().log_softmax(dim=1)
-                log_teacher_CV = (taught[chunk] @ teacher_weight.T).float().log_softmax(dim=1)
-                p_teacher_CV = log_teacher_CV.exp()
-                loss += (p_teacher_CV * (log_teacher_CV - log_student_CV) * counts_C1).sum()
-                grad_CV = (log_student_CV.exp_().sub_(p_teacher_CV) * counts_C1).to(dtype)
-                grad_student[chunk] = grad_CV @ weight
-                grad_weight += grad_CV.T @ student[chunk]
-        ctx.save_for_backward(grad_student, grad_weight.to(weight_VM.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_student, grad_weight = ctx.saved_tensors
-        scale = grad_outputs[0]
-        needs_student, needs_weight, *_ = ctx.needs_input_grad
-        return (
-            grad_student * scale.to(grad_student.dtype) if needs_student else None,
-            grad_weight * scale.to(grad_weight.dtype) if needs_weight else None,
-            None,
-            None,
-            None,
-        )
+def _rule(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:
+    """Return the divergences, and make of the student's logits p_student − p_teacher."""
+    for logits_CV in (teacher_CV, student_CV):
+        logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
+    ratio_CV = teacher_CV - student_CV
+    teacher_sum_C1, student_sum_C1 = (x.exp_().sum(dim=1, keepdim=True) for x in (teacher_CV, student_CV))
+    p_teacher_CV = teacher_CV.div_(teacher_sum_C1)
+    student_CV.div_(student_sum_C1).sub_(p_teacher_CV)
+    mean_ratio_C1: Tensor = torch.linalg.vecdot(p_teacher_CV, ratio_CV)[:, None]
+    return mean_ratio_C1 - teacher_sum_C1.log() + student_sum_C1.log()

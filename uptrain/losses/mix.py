@@ -17,6 +17,5 @@ def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch
     student_NM = student.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
     targets_N = batch.labels_BT[:, 1:].flatten()
     next_token, _ = chunked_cross_entropy(student_NM, student.head_weight, targets_N)
-    weight_VM = teacher.head_weight.detach()
-    kl = chunked_kl(student_NM, student.head_weight, teacher_NM, weight_VM, targets_N != IGNORED)
+    kl = chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight, targets_N != IGNORED)
     return (next_token + kl) / 2

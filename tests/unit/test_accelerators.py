@@ -1,0 +1,15 @@
+"""Which devices are trained on."""
+
+import pytest
+import torch
+
+from uptrain.parallel import has_accelerator
+
+
+@pytest.mark.parametrize(("available", "kind", "expected"), [
+    (False, None, False), (True, "cuda", True), (True, "xpu", True), (True, "mps", False),
+])  # fmt: skip
+def test_all_but_apples(monkeypatch, available, kind, expected):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+    assert has_accelerator() == expected
