@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from faulty_runs import Runs
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="Run tests/gpu on the GPUs of this machine.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is compared to the bit is so on the CPU
+
+
 @dataclass
 class Result:
     """What a command did."""
@@ -112,14 +121,14 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run: 12 steps of distillation, evaluated every 4, stopped and resumed after 6."""
+    """Return a finished run on the CPU: 12 steps of distillation, evaluated every 4, stopped and resumed after 6."""
     from training import arguments, drive, make_inputs
 
     folder = tmp_path_factory.mktemp("distilled")
     inputs, run = make_inputs(folder), folder / "run"
     more = ("--eval-data", inputs["held_out"], "--eval-every", 4, "--save-every-steps", 4)
     resume = {"arguments": ["resume", str(run)]}
-    drive([{"arguments": arguments(inputs, run, *more, loss="distill"), "stop_in": 5}, resume])
+    drive([{"arguments": arguments(inputs, run, *more, loss="distill"), "stop_in": 5}, resume], on_cpu=True)
     return run
 
 

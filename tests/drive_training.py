@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-if os.environ.get("ACCELERATE_USE_FSDP"):
+if os.environ.get("ACCELERATE_USE_FSDP") and os.environ.get("ACCELERATE_USE_CPU"):
     import fsdp_on_cpu  # noqa: F401
 
 import uptrain.loop

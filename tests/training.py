@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from uptrain.parallel import has_accelerator
+
 HERE = Path(__file__).parent
 VOCAB = 257
 """A prime: shards of FSDP are of unequal size."""
@@ -47,8 +49,9 @@ def arguments(
     return [str(x) for x in (*fixed, *teacher, *more)]
 
 
-def environment(sharded: bool = False) -> dict[str, str]:
-    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def environment(sharded: bool = False, on_cpu: bool = False) -> dict[str, str]:
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    settings |= {"ACCELERATE_USE_CPU": "true"} if on_cpu or not has_accelerator() else {}
     settings |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
     return {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", **settings}
 
@@ -64,11 +67,11 @@ def command(script: list[str], n_processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, *script]
 
 
-def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = False) -> None:
+def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = False, on_cpu: bool = False) -> None:
     """Run commands one after the other in the same processes; see `drive_training.py`."""
     script = [str(HERE / "drive_training.py"), json.dumps(jobs)]
     result = subprocess.run(
-        command(script, n_processes), env=environment(sharded), capture_output=True, text=True, check=False
+        command(script, n_processes), env=environment(sharded, on_cpu), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

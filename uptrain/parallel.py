@@ -21,11 +21,13 @@ T = TypeVar("T")
 
 
 def has_accelerator() -> bool:
-    """Say whether there is a device to train on beside the CPU.
+    """Say whether to train on another device than the CPU.
 
     Apple's does not count: it has no float64, in which losses are added up.
     """
-    return torch.accelerator.is_available() and str(torch.accelerator.current_accelerator()) != "mps"
+    if _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
+        return False
+    return str(torch.accelerator.current_accelerator()) != "mps"
 
 
 def make_accelerator(

@@ -10,6 +10,9 @@ from uptrain.parallel import has_accelerator
     (False, None, False), (True, "cuda", True), (True, "xpu", True), (True, "mps", False),
 ])  # fmt: skip
 def test_all_but_apples(monkeypatch, available, kind, expected):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
     assert has_accelerator() == expected
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert not has_accelerator()
