@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 
 if TYPE_CHECKING:
+    import torch
     from faulty_runs import Runs
 
 
@@ -111,6 +112,17 @@ def payload(tmp_path: Path) -> Payload:
     pickle.loads(pickle.dumps(found))
     (tmp_path / "pwned").rmdir()
     return found
+
+
+@pytest.fixture(scope="session")
+def device() -> "torch.device":
+    """Return what `tests/gpu` runs on: a GPU with `--gpu`, else the CPU."""
+    import torch
+
+    from uptrain.parallel import has_accelerator
+
+    found = torch.accelerator.current_accelerator() if has_accelerator() else None
+    return found or torch.device("cpu")
 
 
 @pytest.fixture

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.chunked import ChunkLogits
 from model.llama import LlamaForCausalLM
 from model.loss import IGNORED
 from uptrain.data.batch import Batch
 from uptrain.language_model import LanguageModel
 
 _CHUNK_LOGITS = 1 << 22
+"""Made at a time, of each model."""
 
 
 @dataclass(frozen=True)
@@ -48,41 +50,38 @@ def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: 
     """Return the sums [targets, loss, teacher's loss, KL, agreements] of a batch, in float64."""
     targets_N = batch.labels_BT[:, 1:].flatten()
     kept_N = targets_N != IGNORED
-    device = targets_N.device
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
-    sums[0] = kept_N.sum()
-    student_NV = _logits(student, batch, kept_N)
-    teacher_NV = None if teacher is None else _logits(teacher, batch, kept_N)
     targets_N = targets_N[kept_N]
-    step = max(1, _CHUNK_LOGITS // student_NV.width)
+    sums = torch.zeros(5, dtype=torch.float64, device=targets_N.device)
+    sums[0] = len(targets_N)
+    step = max(1, _CHUNK_LOGITS // len(student.head_weight))
+    student_NV = _logits(student, batch, kept_N, step)
+    teacher_NV = None if teacher is None else _logits(teacher, batch, kept_N, step)
     for start in range(0, len(targets_N), step):
         chunk = slice(start, start + step)
-        p_CV = student_NV[chunk].log_softmax(dim=1)
+        p_CV = student_NV.of(chunk).log_softmax(dim=1)
         sums[1] += F.nll_loss(p_CV, targets_N[chunk], reduction="none").double().sum()
         if teacher_NV is not None:
-            q_CV = teacher_NV[chunk].log_softmax(dim=1)
+            q_CV = teacher_NV.of(chunk).log_softmax(dim=1)
             sums[2] += F.nll_loss(q_CV, targets_N[chunk], reduction="none").double().sum()
             sums[3] += (q_CV.exp() * (q_CV - p_CV)).sum(dim=1).double().sum()
             sums[4] += (q_CV.argmax(dim=1) == p_CV.argmax(dim=1)).sum()
     return sums
 
 
-class _Logits:
-    """Float32 logits of some tokens, made when they are asked for."""
+class _GivenLogits:
+    """Logits that are there already, as `ChunkLogits`."""
 
-    def __init__(self, states_NM: Tensor, weight_VM: Tensor | None) -> None:
-        self.states, self.weight = states_NM, weight_VM
-        self.width = states_NM.shape[-1] if weight_VM is None else len(weight_VM)
+    def __init__(self, logits_NV: Tensor) -> None:
+        self.logits_NV = logits_NV
 
-    def __getitem__(self, chunk: slice) -> Tensor:
-        rows = self.states[chunk]
-        return rows.float() if self.weight is None else F.linear(rows, self.weight.to(rows.dtype)).float()
+    def of(self, chunk: slice) -> Tensor:
+        return self.logits_NV[chunk].float()
 
 
-def _logits(model: LanguageModel, batch: Batch, kept_N: Tensor) -> _Logits:
+def _logits(model: LanguageModel, batch: Batch, kept_N: Tensor, chunk_size: int) -> ChunkLogits | _GivenLogits:
     """Families of transformers may scale or cap their logits, so theirs come from their own forward."""
     if isinstance(model, LlamaForCausalLM):
         states_BTM = model.hidden(batch.ids_BT, batch.documents_BT)
-        return _Logits(states_BTM[:, :-1].flatten(0, 1)[kept_N], model.head_weight)
+        return ChunkLogits(states_BTM[:, :-1].flatten(0, 1)[kept_N], model.head_weight, chunk_size)
     logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
-    return _Logits(logits_BTV[:, :-1].flatten(0, 1)[kept_N], None)
+    return _GivenLogits(logits_BTV[:, :-1].flatten(0, 1)[kept_N])
