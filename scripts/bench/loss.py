@@ -1,4 +1,6 @@
-"""The chunked cross-entropy ÷ plain cross-entropy over all logits: time and peak memory, forward and backward.
+"""The chunked losses ÷ the plain ones over all logits: time and peak memory, forward and backward.
+
+`next-token` is cross-entropy, `distill` the KL divergence from a teacher of the same width, whose logits are made too.
 
 Times in turns (ABAB …) in this process, medians; memory is each one's peak over what its process held before, in a
 process of its own.
@@ -7,6 +9,7 @@ process of its own.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -19,48 +22,64 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.loss import chunked_cross_entropy
+from uptrain.losses.distill import chunked_kl
 
 HIDDEN = 512
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+def plain_cross_entropy(student: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(student, weight).float(), labels, reduction="sum")
 
 
-def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return chunked_cross_entropy(hidden, weight, labels)[0]
+def our_cross_entropy(student: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    return chunked_cross_entropy(student, weight, labels)[0]
 
 
-WAYS = {"chunked": chunked, "plain": plain}
+def plain_kl(student: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    log_p, log_q = (F.linear(x, w).float().log_softmax(dim=1) for x, w in ((student, weight), (taught, teacher)))
+    return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
 
 
-def step(way: str, inputs: tuple[Tensor, ...], precision: str) -> float:
+def our_kl(student: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    return chunked_kl(student, weight, taught, teacher, torch.ones(len(student), dtype=torch.bool))
+
+
+LOSSES = {
+    "next-token": {"chunked": our_cross_entropy, "plain": plain_cross_entropy},
+    "distill": {"chunked": our_kl, "plain": plain_kl},
+}
+WAYS = ("chunked", "plain")
+
+
+def step(loss: str, way: str, inputs: tuple[Tensor, ...], precision: str) -> float:
     """Return the seconds of one loss and its gradients."""
-    hidden, weight, labels = inputs
-    hidden.grad = weight.grad = None
+    for tensor in inputs:
+        tensor.grad = None
     started = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        WAYS[way](hidden, weight, labels).backward()
+        LOSSES[loss][way](*inputs).backward()
     return time.perf_counter() - started
 
 
 def make_inputs(vocab: int, tokens: int) -> tuple[Tensor, ...]:
+    """Return hidden states and head of a student and a teacher, and labels."""
     torch.manual_seed(0)
-    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
-    weight = torch.randn(vocab, HIDDEN).mul_(0.02).requires_grad_()
-    return hidden, weight, torch.randint(0, vocab, (tokens,))
+    student, taught = torch.randn(2, tokens, HIDDEN)
+    weight, teacher = torch.randn(2, vocab, HIDDEN).mul_(0.02)
+    return student.requires_grad_(), weight.requires_grad_(), taught, teacher, torch.randint(0, vocab, (tokens,))
 
 
-def peak_bytes(way: str, vocab: int, tokens: int, precision: str) -> int:
+def peak_bytes(loss: str, way: str, vocab: int, tokens: int, precision: str) -> int:
     """Return the peak memory of one step over what the process held before, measured in a process of its own."""
-    command = [sys.executable, __file__, "--peak-of", way, "--vocab", str(vocab), "--tokens", str(tokens)]
-    return int(subprocess.run([*command, "--precision", precision], check=True, capture_output=True, text=True).stdout)
+    command = [sys.executable, __file__, "--peak-of", way, "--losses", loss, "--vocab", str(vocab)]
+    command += ["--tokens", str(tokens), "--precision", precision]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def report_peak(way: str, vocab: int, tokens: int, precision: str) -> None:
+def report_peak(loss: str, way: str, vocab: int, tokens: int, precision: str) -> None:
     inputs = make_inputs(vocab, tokens)
     before = high_water_bytes()
-    step(way, inputs, precision)
+    step(loss, way, inputs, precision)
     print(high_water_bytes() - before)
 
 
@@ -70,15 +89,15 @@ def high_water_bytes() -> int:
     return 1024 * int(status["VmHWM"].split()[0])
 
 
-def compare(vocab: int, tokens: int, precision: str, rounds: int) -> dict[str, float]:
+def compare(loss: str, vocab: int, tokens: int, precision: str, rounds: int) -> dict[str, float]:
     inputs = make_inputs(vocab, tokens)
     pairs = []
     for turn in range(-1, rounds):
-        order = list(WAYS)[:: 1 if turn % 2 else -1]
-        times = {way: step(way, inputs, precision) for way in order}
+        order = WAYS[:: 1 if turn % 2 else -1]
+        times = {way: step(loss, way, inputs, precision) for way in order}
         if turn >= 0:
             pairs.append(times)
-    peaks = {way: peak_bytes(way, vocab, tokens, precision) for way in WAYS}
+    peaks = {way: peak_bytes(loss, way, vocab, tokens, precision) for way in WAYS}
     return {
         "time_ratio": statistics.median(p["chunked"] / p["plain"] for p in pairs),
         "memory_ratio": peaks["chunked"] / peaks["plain"],
@@ -88,6 +107,7 @@ def compare(vocab: int, tokens: int, precision: str, rounds: int) -> dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
@@ -96,14 +116,14 @@ def main() -> None:
     parser.add_argument("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak_of:
-        return report_peak(options.peak_of, options.vocab, options.tokens, options.precision[0])
-    print("| precision | time, chunked ÷ plain | peak memory, chunked ÷ plain |")
-    print("|---|---|---|")
+        return report_peak(options.losses[0], options.peak_of, options.vocab, options.tokens, options.precision[0])
+    print("| loss | precision | time, chunked ÷ plain | peak memory, chunked ÷ plain |")
+    print("|---|---|---|---|")
     rows = []
-    for precision in options.precision:
-        row = compare(options.vocab, options.tokens, precision, options.rounds)
-        print(f"| {precision} | {row['time_ratio']:.2f} | {row['memory_ratio']:.2f} |", flush=True)
-        rows.append({"vocab": options.vocab, "tokens": options.tokens, "precision": precision, **row})
+    for loss, precision in itertools.product(options.losses, options.precision):
+        row = compare(loss, options.vocab, options.tokens, precision, options.rounds)
+        print(f"| {loss} | {precision} | {row['time_ratio']:.2f} | {row['memory_ratio']:.2f} |", flush=True)
+        rows.append({"loss": loss, "vocab": options.vocab, "tokens": options.tokens, "precision": precision, **row})
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
     return None

@@ -1,0 +1,68 @@
+"""What the benchmarks of uptraining train: a Llama of 27 M parameters, random documents, one way to start a run."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from uptrain.data.cache import MANIFEST, CacheShard, Manifest
+from uptrain.settings import Settings
+
+SEQ_LEN, MICRO_BATCH, ACCUMULATION, VOCAB = 512, 4, 2, 16384
+SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
+
+
+def make_model(folder: Path) -> Path:
+    """Write a Llama of 27 M parameters with 2 K/V heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SHAPE, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_documents(kind: str, n_tokens: int) -> list[list[int]]:
+    """Return random documents: all a window long, or of 2 to 512 tokens."""
+    rng = np.random.default_rng(0)
+    mean = SEQ_LEN if kind == "full" else SEQ_LEN // 2
+    lengths = [SEQ_LEN if kind == "full" else rng.integers(2, SEQ_LEN + 1) for _ in range(n_tokens // mean)]
+    return [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def make_cache(folder: Path, documents: list[list[int]]) -> Path:
+    """Write documents as `uptrain prepare` would."""
+    folder.mkdir()
+    lengths = [len(d) for d in documents]
+    tokens = np.concatenate([np.array(d, "<u2") for d in documents])
+    starts = np.cumsum([0, *lengths[:-1]]).astype("<i8")
+    names, sums = ("tokens-00000.bin", "documents-00000.bin"), []
+    for name, values in zip(names, (tokens, starts), strict=True):
+        (folder / name).write_bytes(values.tobytes())
+        sums.append(hashlib.sha256(values.tobytes()).hexdigest())
+    shard = CacheShard(*names, len(tokens), len(starts), *sums)
+    (folder / MANIFEST).write_bytes(Manifest(SEQ_LEN, "uint16", VOCAB, "", (shard,)).text())
+    return folder
+
+
+def settings(model: Path, data: Path, steps: int, precision: str, **changes: Any) -> Settings:
+    values: dict[str, Any] = {
+        "model": str(model), "data": str(data), "loss": "next-token", "steps": steps,
+        "global_batch": MICRO_BATCH * ACCUMULATION, "micro_batch": MICRO_BATCH, "schedule": "constant", "lr": 1e-4,
+        "warmup_steps": 0, "decay_fraction": 0.0, "optimizer": "adamw", "weight_decay": 0.0, "trainable": "all",
+        "precision": precision, "seed": 0, "save_every": 10 * steps, "keep_last": 1, "eval_every": 10 * steps,
+    }  # fmt: skip
+    return Settings(**values | changes)
+
+
+BUDGET = {"global_batch_tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "original_tokens": None, "alpha": None}
+
+
+def reset() -> None:
+    """Let the next loop choose its own precision."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
