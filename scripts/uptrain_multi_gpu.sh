@@ -1,11 +1,11 @@
 #!/bin/sh
-# Run a command of `uptrain` on every GPU of this machine:
+# Run a command of `uptrain` on every GPU of this machine (of those in CUDA_VISIBLE_DEVICES, if it is set):
 #     scripts/uptrain_multi_gpu.sh run MODEL --data CACHE --alpha 0.05 --out RUN
 #     scripts/uptrain_multi_gpu.sh resume RUN
 # GPUS=4 takes that many. LAYOUT=ddp keeps whole replicas instead of shards: faster where 16 bytes a parameter fit.
 set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/accelerate
-gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
+gpus=${GPUS:-$(python -c 'import torch; print(torch.accelerator.device_count())')}
 layout=${LAYOUT:-fsdp2}
 if [ "$gpus" -eq 1 ]; then layout=single; fi
 # A checkpoint may take longer to save than the 30 seconds that stopped processes are given otherwise.

@@ -56,7 +56,7 @@ def main() -> None:
     accelerate.Accelerator.clip_grad_norm_ = _clip
     accelerate.PartialState.destroy_process_group = lambda self: None  # the next command goes on with these processes
     for job in json.loads(sys.argv[1]):
-        AcceleratorState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
         stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")
         cli.main(job["arguments"], standalone_mode=False)
     gc.collect()  # DDP's reducer must not be what ends the process group

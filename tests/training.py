@@ -24,16 +24,19 @@ VOCAB = 257
 """A prime: shards of FSDP are of unequal size."""
 
 
-def make_inputs(folder: Path) -> dict[str, Path]:
-    """Write a GQA model, its MHA parent, and two caches of windows of 32 tokens in documents of uneven length."""
+def make_inputs(folder: Path, **changes: int) -> dict[str, Path]:
+    """Write a GQA model, its MHA parent, and two caches of windows of 32 tokens in documents of uneven length.
+
+    `changes` are values of both models' config.json.
+    """
     rng = np.random.default_rng(0)
 
     def documents(n: int) -> list[list[int]]:
         return [rng.integers(0, VOCAB, rng.integers(1, 60)).tolist() for _ in range(n)]
 
     return {
-        "model": tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2), folder / "model"),
-        "parent": tiny.save(tiny.build(vocab_size=VOCAB), folder / "parent"),
+        "model": tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2, **changes), folder / "model"),
+        "parent": tiny.save(tiny.build(vocab_size=VOCAB, **changes), folder / "parent"),
         "data": caches.write_cache(folder / "data", [documents(30), documents(12)], 32, VOCAB),
         "held_out": caches.write_cache(folder / "held-out", [documents(9)], 32, VOCAB),
     }

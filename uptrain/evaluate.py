@@ -80,7 +80,9 @@ def _evaluate_folder(
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     student = load_student(model)
     check_vocabulary(cache, student.head_weight.shape[0], str(data))
-    parent = load_teacher(teacher, precision, accelerator.device) if teacher else None
+    parent = load_teacher(teacher, precision) if teacher else None
+    if parent is not None:
+        parent.to(accelerator.device)
     trainee = accelerator.prepare(Trainee(student, WITHOUT_TEACHER, parent))
     size = micro_batch or max(1, MICRO_BATCH_TOKENS // cache.seq_len)
     with terminal.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:

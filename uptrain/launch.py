@@ -19,10 +19,10 @@ from uptrain.data.texts import cache_of
 from uptrain.extend import extend, extended_steps
 from uptrain.fitting import check_tokenizer
 from uptrain.losses import WITHOUT_TEACHER
-from uptrain.parallel import check_launcher, has_accelerator, leave, on_main
+from uptrain.parallel import check_launcher, has_accelerator, leave, main_first
 from uptrain.recognise import source_names
 from uptrain.run import refuse_existing, resume, start
-from uptrain.run_folder import Run
+from uptrain.run_folder import RUN, Run
 from uptrain.settings import Settings
 from uptrain.show import Show, training_bar
 
@@ -70,7 +70,7 @@ def launch_extended(
     """Make a longer run of one that is there, and go on with it."""
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
-    on_main(PartialState(cpu=not has_accelerator()), lambda: extend(run, out, total))
+    main_first(lambda: extend(run, out, total), out / RUN)
     launch_resumed(out, max_minutes)
 
 

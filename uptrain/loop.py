@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 from model.errors import Failure
@@ -125,13 +126,15 @@ def train(t: Training, progress: Progress) -> str:
 def _backward(t: Training, windows: Integers, n_targets: int) -> float:
     """Add up the gradient of Σ loss / n_targets over all processes' windows; return this process' Σ loss.
 
-    DDP and FSDP average over processes, which the number of processes here undoes.
+    DDP and FSDP average over processes, which the number of processes here undoes. DDP does so after the last
+    micro-batch, FSDP after each, as it would have to keep the whole gradient on every device until then.
     """
     scale = t.accelerator.num_processes / n_targets
     last = -(-len(windows) // t.micro_batch) - 1
+    sharded = t.accelerator.distributed_type == DistributedType.FSDP
     losses = []
     for i, batch in enumerate(micro_batches(t.cache, windows, t.micro_batch, t.accelerator.device)):
-        with nullcontext() if i == last else t.accelerator.no_sync(t.trainee):
+        with nullcontext() if sharded or i == last else t.accelerator.no_sync(t.trainee):
             loss = t.trainee(batch.ids_BT, batch.labels_BT, batch.documents_BT)
             t.accelerator.backward(loss * scale)
         losses.append(loss.detach())

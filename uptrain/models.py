@@ -1,9 +1,11 @@
 """Students and teachers: read from a checkpoint, drawn at random, or empty until a training checkpoint fills them."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.checkpoint.folder import read_config
 from model.errors import InputError
@@ -19,10 +21,9 @@ def load_student(folder: Path) -> LanguageModel:
     return load_model(folder, torch.float32)
 
 
-def load_teacher(folder: Path, precision: str, device: torch.device) -> LanguageModel:
+def load_teacher(folder: Path, precision: str) -> LanguageModel:
     """Read a model to learn from; it has no gradients."""
-    teacher = load_model(folder, torch.bfloat16 if precision == "bf16" else torch.float32, str(device))
-    return teacher.requires_grad_(False)
+    return load_model(folder, torch.bfloat16 if precision == "bf16" else torch.float32).requires_grad_(False)
 
 
 def empty_student(folder: Path) -> LanguageModel:
@@ -81,9 +82,15 @@ def block_names(folder: Path) -> tuple[str, ...]:
 
 def recompute_activations(layers: list[nn.Module]) -> None:
     """Let the backward pass compute each layer anew instead of keeping what it computed."""
-    from functools import partial
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward)
 
+
+def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from torch.utils.checkpoint import checkpoint
 
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    def recomputed(*inputs: Any, **options: Any) -> Tensor:  # torch.compile would pass over a `partial` of checkpoint
+        found: Tensor = checkpoint(forward, *inputs, use_reentrant=False, **options)
+        return found
+
+    return recomputed

@@ -4,6 +4,7 @@ One process, DDP, or FSDP2 (sharded parameters, gradients and optimizer states).
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -12,12 +13,19 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    gather_object,
+)
 from torch import Tensor, nn
 
 from model.errors import InputError
 
 T = TypeVar("T")
+_POLL_SECONDS = 0.5
 
 
 def has_accelerator() -> bool:
@@ -49,6 +57,7 @@ def make_accelerator(
         cpu=not has_accelerator(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         fsdp_plugin=_sharding(precision, block_names) if wants_sharding else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # else gradients are there twice
         log_with=list(track) or None,
         project_config=ProjectConfiguration(str(folder), logging_dir=f"{folder}/tensorboard") if track else None,
     )
@@ -99,13 +108,22 @@ def _sharding(precision: str, block_names: Sequence[str]) -> FullyShardedDataPar
     )
 
 
-def shard_teacher(accelerator: Accelerator, blocks: Sequence[nn.Module]) -> None:
-    """Spread a teacher's layers over the processes, where the student's are; its embedding and head stay whole."""
-    if accelerator.distributed_type == DistributedType.FSDP:
-        from torch.distributed.fsdp import fully_shard
+def place_teacher(accelerator: Accelerator, teacher: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Move a teacher to the device, in shards where the student is sharded; its embedding and head stay whole.
 
-        for block in blocks:
-            fully_shard(block)
+    From the CPU layer by layer, since the whole of it may be larger than the device.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        teacher.to(accelerator.device)
+        return
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=True)  # said, for each is a root, and roots would stay whole
+    for tensor in (*teacher.parameters(), *teacher.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(accelerator.device)
 
 
 def add_up(accelerator: Accelerator, values: Tensor) -> Tensor:
@@ -135,9 +153,22 @@ def leave() -> None:
 def is_lost_process(error: Exception) -> bool:
     """Say whether an error means that another process could not be reached, most likely because it has ended.
 
-    NCCL's are of a type of their own; gloo's are RuntimeErrors that name the file they come from.
+    gloo's are RuntimeErrors that name the file they come from. NCCL mostly ends the process itself, from its watchdog,
+    at the latest ten minutes after.
     """
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def main_first(work: Callable[[], object], done: Path) -> None:
+    """Let the main process do what may take long and ends with a file, while the others wait for that file.
+
+    Before the processes join: a message between them would not be waited for as long (by NCCL, ten minutes). If the
+    main process fails, the launcher ends the others.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        work()
+    while not done.is_file():
+        time.sleep(_POLL_SECONDS)
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:

@@ -39,7 +39,7 @@ from uptrain.models import (
     recompute_activations,
 )
 from uptrain.optimizer import make_optimizer
-from uptrain.parallel import is_lost_process, make_accelerator, on_main, shard_teacher
+from uptrain.parallel import is_lost_process, make_accelerator, on_main, place_teacher
 from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.schedule import Schedule
 from uptrain.settings import Settings
@@ -212,9 +212,9 @@ def build(
             layer.compile()
     teacher = None
     if s.teacher:
-        teacher = load_teacher(Path(s.teacher), s.precision, accelerator.device)
+        teacher = load_teacher(Path(s.teacher), s.precision)
         check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], s.teacher)
-        shard_teacher(accelerator, blocks(teacher))
+        place_teacher(accelerator, teacher, blocks(teacher))
     trainee = Trainee(student, s.loss, teacher)
     optimizer = make_optimizer(s.optimizer, trainee, s.weight_decay)
     trainee, optimizer = accelerator.prepare(trainee, optimizer)

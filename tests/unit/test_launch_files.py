@@ -59,7 +59,7 @@ def shell(tmp_path):
         'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; exit 1',
     )
     stand_in("scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi')
-    stand_in("nvidia-smi", 'printf "GPU 0\\nGPU 1\\nGPU 2\\n"')
+    stand_in("python", "case $2 in *device_count*) echo 3;; esac")
 
     def run(name: str, *arguments: object, **variables: str) -> tuple[int, list[str]]:
         environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **variables}
@@ -87,7 +87,13 @@ def test_multi_gpu(shell, variables, layout, gpus):
     ]  # fmt: skip
 
 
-JOB = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+JOB = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_JOB_NODELIST": "node[7-8]",
+    "SLURM_NNODES": "2",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_PER_TASK": "32",
+}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,7 @@ def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, code, aft
     writes = {"STATE": str(run / "run_state.json"), "WRITES": f'{{"status": "{status}", "step": 3}}'}
     found, lines = shell("slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB, **writes)
     assert found == code
-    assert lines[:4] == ["srun true", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
+    assert lines[:5] == ["srun true", "--cpus-per-task=32", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
     assert "--rdzv-endpoint=node7:29500" in lines
     assert lines[lines.index("-m") :] == ["-m", "uptrain", "resume", str(run), *after]
 

@@ -94,3 +94,19 @@ def test_recomputing_activations_changes_no_gradient(folder):
     assert calls == [1, 2]
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_recomputed_layers_are_compiled(student):
+    """torch.compile passes over what it cannot follow without a word."""
+    from torch._dynamo.testing import CompileCounter
+
+    expected, _ = student(ids := torch.arange(12).view(2, 6), ids)
+    recompute_activations(blocks(student))
+    counter = CompileCounter()
+    for block in blocks(student):
+        block.compile(backend=counter)
+    found, _ = student.train()(ids, ids)
+    found.backward()
+    assert counter.frame_count > 0
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -1,7 +1,6 @@
 """Texts given to `uptrain run` itself: tokenised once into a cache beside the run, then trained on like any other."""
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from model.checkpoint.folder import read_config
 from model.errors import InputError
 from uptrain.data.cache import MANIFEST
 from uptrain.data.prepare import Request, prepare
+from uptrain.parallel import main_first
 from uptrain.signals import interruptible
 
 LONGEST_DEFAULT = 4096
 """Models of 100 000 tokens of context were pre-trained on shorter windows for most of their steps."""
-_POLL_SECONDS = 0.5
 
 
 def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path) -> Path:
@@ -26,10 +25,7 @@ def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: 
     """
     if len(data) == 1 and (Path(data[0]) / MANIFEST).is_file():
         return Path(data[0])
-    if os.environ.get("RANK", "0") == "0":
-        _build(data, tokenizer, seq_len or _context(tokenizer), beside)
-    while not (beside / MANIFEST).is_file():  # if the main process fails, the launcher ends this one
-        time.sleep(_POLL_SECONDS)
+    main_first(lambda: _build(data, tokenizer, seq_len or _context(tokenizer), beside), beside / MANIFEST)
     return beside
 
 
