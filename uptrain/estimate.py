@@ -10,6 +10,8 @@ from model.config import Geometry
 
 STATE_BYTES = 16
 """A trained parameter: float32 weight, gradient and two AdamW moments."""
+LOADED_BYTES = 4
+"""A parameter as it is read, in float32, before it goes to its device or shard."""
 COMPUTE_BYTES = 2
 """An activation, or a teacher's parameter: bfloat16."""
 MFU = 0.40
@@ -56,13 +58,14 @@ def activations_per_token(geometry: Geometry, intermediate_size: int) -> int:
 
 
 def memory(work: Workload, micro_batch_tokens: int) -> dict[str, Any]:
-    """Return bytes of one device for replicas (DDP) and for shards (FSDP2)."""
+    """Return bytes of one device for replicas (DDP) and for shards (FSDP2), and of the host while models are read."""
     states = STATE_BYTES * work.n_params + COMPUTE_BYTES * work.n_teacher_params
     activations = COMPUTE_BYTES * work.activations_per_token * micro_batch_tokens
     return {
         "replicated_bytes_per_process": states + activations,
         "sharded_bytes_per_process": -(-states // work.processes) + activations,
         "activation_bytes": activations,
+        "host_bytes_per_process": LOADED_BYTES * work.n_params + COMPUTE_BYTES * work.n_teacher_params,
         "micro_batch_tokens": micro_batch_tokens,
         "formula": MEMORY_FORMULA,
     }
