@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from model import terminal
@@ -19,7 +18,7 @@ from uptrain.fitting import check_tokenizer, check_vocabulary
 from uptrain.losses import WITHOUT_TEACHER
 from uptrain.measures import Measures
 from uptrain.models import block_names, load_student, load_teacher
-from uptrain.parallel import add_up, has_accelerator, leave, make_accelerator
+from uptrain.parallel import add_up, has_accelerator, is_sharded, leave, make_accelerator
 from uptrain.trainee import Trainee
 
 
@@ -76,7 +75,7 @@ def _evaluate_folder(
     check_tokenizer(cache, data, model)
     precision = precision or ("bf16" if has_accelerator() else "fp32")
     accelerator = make_accelerator(precision, block_names(model))
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     student = load_student(model)
     check_vocabulary(cache, student.head_weight.shape[0], str(data))

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from model.errors import Failure
@@ -24,7 +23,7 @@ from uptrain.data.order import windows_of_step
 from uptrain.evaluate import Stopped, evaluate
 from uptrain.measures import Measures
 from uptrain.metrics import Metrics
-from uptrain.parallel import add_up, gather
+from uptrain.parallel import add_up, gather, is_sharded
 from uptrain.schedule import Schedule, decay_start, learning_rate
 from uptrain.signals import StopRequest
 from uptrain.training_checkpoint import Checkpoints, SaveError
@@ -131,7 +130,7 @@ def _backward(t: Training, windows: Integers, n_targets: int) -> float:
     """
     scale = t.accelerator.num_processes / n_targets
     last = -(-len(windows) // t.micro_batch) - 1
-    sharded = t.accelerator.distributed_type == DistributedType.FSDP
+    sharded = is_sharded(t.accelerator)
     losses = []
     for i, batch in enumerate(micro_batches(t.cache, windows, t.micro_batch, t.accelerator.device)):
         with nullcontext() if sharded or i == last else t.accelerator.no_sync(t.trainee):

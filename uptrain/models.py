@@ -23,17 +23,30 @@ def load_student(folder: Path) -> LanguageModel:
 
 def load_teacher(folder: Path, precision: str) -> LanguageModel:
     """Read a model to learn from; it has no gradients."""
-    return load_model(folder, torch.bfloat16 if precision == "bf16" else torch.float32).requires_grad_(False)
+    return load_model(folder, _teacher_dtype(precision)).requires_grad_(False)
 
 
 def empty_student(folder: Path) -> LanguageModel:
-    """Return the model of a folder's config.json with undefined weights."""
+    """Return the model of a folder's config.json with undefined weights, as float32 masters."""
+    return _empty(folder, torch.float32)
+
+
+def empty_teacher(folder: Path, precision: str) -> LanguageModel:
+    """Return the model of a folder's config.json with undefined weights, without gradients."""
+    return _empty(folder, _teacher_dtype(precision)).requires_grad_(False)
+
+
+def _teacher_dtype(precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
     _, config = read_config(folder)
     if config.get("model_type") in NATIVE_FAMILIES:
         with torch.device("meta"):
-            model = LlamaForCausalLM(read_llama_config(config))
+            model = LlamaForCausalLM(read_llama_config(config)).to(dtype)
         return model.to_empty(device="cpu").eval()
-    return ForeignModel(build_foreign(folder, torch.float32))
+    return ForeignModel(build_foreign(folder, dtype)).eval()
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:

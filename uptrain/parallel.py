@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,10 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from model.errors import InputError
+from uptrain.signals import interruptible
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=nn.Module)
 _POLL_SECONDS = 0.5
 
 
@@ -69,7 +71,7 @@ def make_accelerator(
             f"the launcher started {launched} processes, but accelerate sees {accelerator.num_processes}; without GPUs "
             "set ACCELERATE_USE_CPU=true, and start with `accelerate launch` or torchrun."
         )
-    if wants_sharding and accelerator.distributed_type != DistributedType.FSDP:
+    if wants_sharding and not is_sharded(accelerator):
         raise InputError(
             f"sharding (FSDP) was asked for, but accelerate dropped it on this device and chose "
             f"{accelerator.distributed_type.value}; use scripts/accelerate/ddp.yaml here."
@@ -108,12 +110,40 @@ def _sharding(precision: str, block_names: Sequence[str]) -> FullyShardedDataPar
     )
 
 
+def is_sharded(accelerator: Accelerator) -> bool:
+    return bool(accelerator.distributed_type == DistributedType.FSDP)
+
+
+def read_once(
+    accelerator: Accelerator, read: Callable[[], Model], empty: Callable[[], Model]
+) -> tuple[Model, dict[str, Any]]:
+    """Read a model; return it, and the weights that `spread` is to give it when it is in shards.
+
+    Where models are sharded, the main process alone reads it, so that the machine need not hold it many times; in the
+    others it is empty.
+    """
+    if not is_sharded(accelerator):
+        return read(), {}
+    found: list[Model] = []
+    on_main(accelerator, lambda: found.append(read()))
+    return (found[0], found[0].state_dict()) if found else (empty(), {})
+
+
+def spread(accelerator: Accelerator, model: nn.Module, weights: dict[str, Any]) -> None:
+    """Give every process its shards of the weights that the main one has read."""
+    if is_sharded(accelerator):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=options)
+
+
 def place_teacher(accelerator: Accelerator, teacher: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Move a teacher to the device, in shards where the student is sharded; its embedding and head stay whole.
 
     From the CPU layer by layer, since the whole of it may be larger than the device.
     """
-    if accelerator.distributed_type != DistributedType.FSDP:
+    if not is_sharded(accelerator):
         teacher.to(accelerator.device)
         return
     from torch.distributed.fsdp import fully_shard
@@ -167,8 +197,9 @@ def main_first(work: Callable[[], object], done: Path) -> None:
     """
     if os.environ.get("RANK", "0") == "0":
         work()
-    while not done.is_file():
-        time.sleep(_POLL_SECONDS)
+    with interruptible():
+        while not done.is_file():
+            time.sleep(_POLL_SECONDS)
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from uptrain.metrics import Metrics
 from uptrain.models import (
     block_names,
     empty_student,
+    empty_teacher,
     load_student,
     load_teacher,
     parameter_names,
@@ -39,13 +41,13 @@ from uptrain.models import (
     recompute_activations,
 )
 from uptrain.optimizer import make_optimizer
-from uptrain.parallel import is_lost_process, make_accelerator, on_main, place_teacher
+from uptrain.parallel import is_lost_process, make_accelerator, on_main, place_teacher, read_once, spread
 from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.schedule import Schedule
 from uptrain.settings import Settings
 from uptrain.show import Show
 from uptrain.signals import stop_request
-from uptrain.trainee import Trainee, blocks, choose_trainable
+from uptrain.trainee import STUDENT, Trainee, blocks, choose_trainable
 from uptrain.training_checkpoint import Checkpoints, Found, SaveError, load
 
 
@@ -61,7 +63,7 @@ def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, d
     accelerator = make_accelerator(s.precision, block_names(config_folder), s.track, out)
     check_batch(s.global_batch, accelerator.num_processes)
     on_main(accelerator, lambda: refuse_existing(out))
-    training = build(s, first_student(s, config_folder), accelerator, out, deadline, show)
+    training = build_first(s, config_folder, accelerator, out, deadline, show)
     on_main(accelerator, lambda: make_folder(s, budget, config_folder, out))
     with _alone(accelerator, out):
         return execute(out, s, training, Progress(), None)
@@ -76,13 +78,13 @@ def resume(folder: Path, deadline: float, show: Show) -> str:
     check_same_data(run)
     with _alone(accelerator, folder):
         found = Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last).newest()
-        student = first_student(s, folder / MODEL) if found is None else empty_student(folder / MODEL)
-        training = build(s, student, accelerator, folder, deadline, show)
-        progress = Progress()
-        if found is not None:
-            load(found.folder, training.trainee, training.optimizer)
-            progress = Progress(**{name: found.state[name] for name in vars(progress)})
-            training.saved_step = progress.step
+        if found is None:
+            training = build_first(s, folder / MODEL, accelerator, folder, deadline, show)
+            return execute(folder, s, training, Progress(), None)
+        training = build(s, empty_student(folder / MODEL), accelerator, folder, deadline, show)
+        load(found.folder, training.trainee, training.optimizer)
+        progress = Progress(**{name: found.state[name] for name in vars(Progress())})
+        training.saved_step = progress.step
         return execute(folder, s, training, progress, found)
 
 
@@ -192,6 +194,18 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     return error
 
 
+def build_first(
+    s: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: Show
+) -> Training:
+    """Build a training with the weights that a run begins with."""
+    student, weights = read_once(
+        accelerator, lambda: first_student(s, config_folder), lambda: empty_student(config_folder)
+    )
+    training = build(s, student, accelerator, folder, deadline, show)
+    spread(accelerator, training.trainee, {STUDENT + name: tensor for name, tensor in weights.items()})
+    return training
+
+
 def build(
     s: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path, deadline: float, show: Show
 ) -> Training:
@@ -212,9 +226,12 @@ def build(
             layer.compile()
     teacher = None
     if s.teacher:
-        teacher = load_teacher(Path(s.teacher), s.precision)
+        path = Path(s.teacher)
+        read, empty = (partial(make, path, s.precision) for make in (load_teacher, empty_teacher))
+        teacher, weights = read_once(accelerator, read, empty)
         check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], s.teacher)
         place_teacher(accelerator, teacher, blocks(teacher))
+        spread(accelerator, teacher, weights)
     trainee = Trainee(student, s.loss, teacher)
     optimizer = make_optimizer(s.optimizer, trainee, s.weight_decay)
     trainee, optimizer = accelerator.prepare(trainee, optimizer)

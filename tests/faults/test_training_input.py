@@ -9,6 +9,7 @@ import tiny
 import training
 from faulty_runs import error_of, succeed
 from faulty_training import Faults, run
+from safetensors.torch import load_file, save_file
 from tokenizers_ import make_tokenizer
 
 from uptrain.run_folder import locked
@@ -152,6 +153,20 @@ def test_where_something_is_already(inputs, tmp_path):
     assert tiny.snapshot(out) == before
     error = error_of(run(*training.arguments(inputs, inputs["data"]), folder=tmp_path), 2)
     assert error == f"{inputs['data']} exists already; choose another --out."
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_that_lacks_a_tensor(inputs, tmp_path, sharded):
+    """Sharded, only the main process reads it, and the other must hear of it."""
+    model = tmp_path / "model"
+    shutil.copytree(inputs["model"], model)
+    tensors = load_file(model / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    out = tmp_path / "run"
+    results = run(*training.arguments({**inputs, "model": model}, out), folder=tmp_path, processes=2, sharded=sharded)
+    assert error_of(results, 2) == f"{model} lacks the tensor model.norm.weight."
+    assert not out.exists()
 
 
 def test_resuming_what_is_no_run(inputs, tmp_path):
