@@ -65,7 +65,7 @@ def memory(work: Workload, micro_batch_tokens: int) -> dict[str, Any]:
         "replicated_bytes_per_process": states + activations,
         "sharded_bytes_per_process": -(-states // work.processes) + activations,
         "activation_bytes": activations,
-        "host_bytes_per_process": LOADED_BYTES * work.n_params + COMPUTE_BYTES * work.n_teacher_params,
+        "host_bytes": LOADED_BYTES * work.n_params + COMPUTE_BYTES * work.n_teacher_params,
         "micro_batch_tokens": micro_batch_tokens,
         "formula": MEMORY_FORMULA,
     }

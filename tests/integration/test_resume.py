@@ -79,3 +79,21 @@ def test_extended_run_is_the_longer_run_up_to_the_decay(inputs, tmp_path):
         ]
     )
     assert_same_run(longer, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_of_transformers_in_shards(tmp_path, tied):
+    """The main process reads student and parent, and the other gets its shards: as one process has them whole."""
+    changes = {"vocab_size": VOCAB, "tie_word_embeddings": tied}
+    inputs = make_inputs(tmp_path) | {
+        "model": tiny.save(tiny.build("phi", num_key_value_heads=2, **changes), tmp_path / "phi"),
+        "parent": tiny.save(tiny.build("phi", seed=1, **changes), tmp_path / "phi-parent"),
+    }
+    losses = []
+    for layout in ("one process", "FSDP2 x 2"):
+        run = tmp_path / layout
+        more = ("--eval-data", inputs["held_out"])
+        drive([{"arguments": arguments(inputs, run, *more, loss="distill", steps=4)}], *LAYOUTS[layout])
+        losses.append([loss for _, loss in steps(run, "loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

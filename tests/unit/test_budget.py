@@ -249,7 +249,7 @@ def test_memory_of_llama_2_7b():
     states = 18 * 6_738_415_616
     assert found["activation_bytes"] == 2 * per_token * 4096
     assert found["replicated_bytes_per_process"] == states + found["activation_bytes"]
-    assert found["host_bytes_per_process"] == 4 * work.n_params + 2 * work.n_teacher_params
+    assert found["host_bytes"] == 4 * work.n_params + 2 * work.n_teacher_params
     assert found["sharded_bytes_per_process"] == states // 8 + found["activation_bytes"]
 
 
