@@ -1,6 +1,8 @@
 """What the benchmarks of uptraining train: a Llama of 27 M parameters, random documents, one way to start a run."""
 
 import hashlib
+import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from uptrain.data.cache import MANIFEST, CacheShard, Manifest
 from uptrain.settings import Settings
 
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, VOCAB = 512, 4, 2, 16384
+Row = dict[str, Any]
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
 
 
@@ -66,3 +69,9 @@ def reset() -> None:
     """Let the next loop choose its own precision."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Write what was measured, with where it was."""
+    found = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "rows": rows}
+    path.write_text(json.dumps(found, indent=2) + "\n")

@@ -12,7 +12,6 @@ The loops take their steps in turns, and their tokens ÷ time are compared.
 import argparse
 import json
 import math
-import platform
 import statistics
 import tempfile
 import threading
@@ -23,14 +22,24 @@ from typing import Any
 
 import accelerate
 import torch
-from runs import ACCUMULATION, BUDGET, MICRO_BATCH, SEQ_LEN, make_cache, make_documents, make_model, reset, settings
+from runs import (
+    ACCUMULATION,
+    BUDGET,
+    MICRO_BATCH,
+    SEQ_LEN,
+    Row,
+    make_cache,
+    make_documents,
+    make_model,
+    reset,
+    settings,
+    write_rows,
+)
 from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from uptrain.run import start
-
-Row = dict[str, Any]
 
 
 class Turns:
@@ -196,8 +205,7 @@ def main() -> None:
                 rows.append(compare_loops(kind, precision, model, Path(name), options.steps))
                 print(json.dumps(rows[-1]), flush=True)
     if options.json:
-        found = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "rows": rows}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

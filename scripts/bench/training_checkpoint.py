@@ -11,7 +11,6 @@ Ours and theirs alternate, and medians are compared.
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -21,10 +20,9 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from runs import BUDGET, SEQ_LEN, make_cache, make_documents, make_model, reset, settings
+from runs import BUDGET, SEQ_LEN, Row, make_cache, make_documents, make_model, reset, settings, write_rows
 from transformers import LlamaConfig
 from transformers.utils import logging
 
@@ -32,7 +30,6 @@ from uptrain.run import start
 from uptrain.training_checkpoint import Checkpoints
 
 FAR = 100_000
-Row = dict[str, Any]
 
 
 def compare_resume(model: Path, work: Path, rounds: int) -> Row:
@@ -181,8 +178,7 @@ def main() -> None:
                 rows.append(compare_save(work, options.rounds))
             print(json.dumps(rows[-1]), flush=True)
     if options.json:
-        found = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "rows": rows}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_rows(options.json, rows)
 
 
 if __name__ == "__main__":
