@@ -119,7 +119,7 @@ def device() -> "torch.device":
     """Return what `tests/gpu` runs on: a GPU with `--gpu`, else the CPU."""
     import torch
 
-    from uptrain.parallel import has_accelerator
+    from uptrain.accelerator import has_accelerator
 
     found = torch.accelerator.current_accelerator() if has_accelerator() else None
     return found or torch.device("cpu")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from uptrain.parallel import has_accelerator
+from uptrain.accelerator import has_accelerator
 
 HERE = Path(__file__).parent
 VOCAB = 257

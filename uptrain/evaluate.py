@@ -12,13 +12,15 @@ from torch import nn
 
 from model import terminal
 from model.errors import InputError
+from uptrain.accelerator import has_accelerator, make_accelerator
 from uptrain.data.batch import MICRO_BATCH_TOKENS, Batch, micro_batches
 from uptrain.data.cache import Cache
 from uptrain.fitting import check_tokenizer, check_vocabulary
 from uptrain.losses import WITHOUT_TEACHER
 from uptrain.measures import Measures
 from uptrain.models import block_names, load_student, load_teacher
-from uptrain.parallel import add_up, has_accelerator, is_sharded, leave, make_accelerator
+from uptrain.parallel import add_up, leave
+from uptrain.sharding import is_sharded
 from uptrain.trainee import Trainee
 
 

@@ -12,6 +12,7 @@ from accelerate import PartialState
 
 from model.checkpoint.folder import read_config
 from model.errors import InputError
+from uptrain.accelerator import check_launcher, has_accelerator
 from uptrain.budget import Budget, Request, make_budget, make_schedule
 from uptrain.data.batch import MICRO_BATCH_TOKENS
 from uptrain.data.cache import Cache
@@ -19,7 +20,7 @@ from uptrain.data.texts import cache_of
 from uptrain.extend import extend, extended_steps
 from uptrain.fitting import check_tokenizer
 from uptrain.losses import WITHOUT_TEACHER
-from uptrain.parallel import check_launcher, has_accelerator, leave, main_first
+from uptrain.parallel import leave, main_first
 from uptrain.recognise import source_names
 from uptrain.run import refuse_existing, resume, start
 from uptrain.run_folder import RUN, Run

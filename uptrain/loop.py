@@ -23,8 +23,9 @@ from uptrain.data.order import windows_of_step
 from uptrain.evaluate import Stopped, evaluate
 from uptrain.measures import Measures
 from uptrain.metrics import Metrics
-from uptrain.parallel import add_up, gather, is_sharded
+from uptrain.parallel import add_up, gather
 from uptrain.schedule import Schedule, decay_start, learning_rate
+from uptrain.sharding import is_sharded
 from uptrain.signals import StopRequest
 from uptrain.training_checkpoint import Checkpoints, SaveError
 

@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from model.checkpoint.folder import json_text, list_files
 from model.errors import Failure, InputError, LoneFailure
 from model.staging import sync_file, sync_folder
+from uptrain.accelerator import make_accelerator
 from uptrain.data.cache import Cache
 from uptrain.fitting import check_batch, check_names, check_teacher, check_vocabulary
 from uptrain.language_model import LanguageModel
@@ -41,10 +42,11 @@ from uptrain.models import (
     recompute_activations,
 )
 from uptrain.optimizer import make_optimizer
-from uptrain.parallel import is_lost_process, make_accelerator, on_main, place_teacher, read_once, spread
+from uptrain.parallel import is_lost_process, on_main
 from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.schedule import Schedule
 from uptrain.settings import Settings
+from uptrain.sharding import place_teacher, read_once, spread
 from uptrain.show import Show
 from uptrain.signals import stop_request
 from uptrain.trainee import STUDENT, Trainee, blocks, choose_trainable

@@ -6,7 +6,7 @@ import pytest
 import torch
 import training
 
-from uptrain.parallel import has_accelerator
+from uptrain.accelerator import has_accelerator
 
 STEPS, STOP_IN = 12, 5
 MANY = [pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)]

@@ -10,7 +10,7 @@ def inputs(tmp_path_factory):
 
 
 def test_a_tracker_that_is_not_installed(uptrain, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("uptrain.parallel.get_available_trackers", list)
+    monkeypatch.setattr("uptrain.accelerator.get_available_trackers", list)
     result = uptrain(*training.arguments(inputs, tmp_path / "run", "--track", "wandb"))
     result.refused("--track wandb needs a package: pip install wandb.")
     assert not (tmp_path / "run").exists()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from uptrain.parallel import has_accelerator
+from uptrain.accelerator import has_accelerator
 
 
 @pytest.mark.parametrize(("available", "kind", "expected"), [

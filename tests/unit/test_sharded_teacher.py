@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from model import load_model
-from uptrain.parallel import place_teacher
+from uptrain.sharding import place_teacher
 from uptrain.trainee import blocks
 
 
