@@ -270,7 +270,8 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
     for remark in findings.unchecked:
         click.echo(f"NOT CHECKED: {remark}", err=True)
     if findings.ok:
-        rounded = f", {findings.n_rounded} of them but for rounding" if findings.n_rounded else ""
+        apart = findings.rounded
+        rounded = f", {len(apart)} of them but for rounding (at most {max(apart.values()):.2g} of 1)" if apart else ""
         click.echo(
             f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
             f"config and {findings.n_files} other files compared; all agree{rounded}."

@@ -143,7 +143,7 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
         write_file(folder / INDEX, index)
     record = provenance.build(checkpoint, plan, staging)
     write_file(folder / provenance.FILE, json_text(record))
-    write_file(folder / "README.md", provenance.model_card(checkpoint, plan))
+    write_file(folder / "README.md", provenance.model_card(checkpoint, plan, provenance.base_model(checkpoint)))
     for path in folder.rglob("*"):  # all written first, so that they reach the disk together
         if path.is_dir():
             sync_folder(path)

@@ -69,8 +69,12 @@ def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
     ]
 
 
-def base_model(checkpoint: Checkpoint) -> tuple[str, str | None]:
-    """Return the source's name and revision: the hub's, where the folder is a Hugging Face cache's snapshot."""
+Origin = tuple[str, str | None]
+"""The source's name and revision."""
+
+
+def base_model(checkpoint: Checkpoint) -> Origin:
+    """Return where a source comes from: from the hub, where the folder is a Hugging Face cache's snapshot."""
     path = checkpoint.path.resolve()
     cached = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", path.as_posix())
     if cached:
@@ -95,6 +99,7 @@ def read(folder: Path) -> dict[str, Any]:
         if type(content["groups"]) is not int or type(schema) is not int:
             raise TypeError("groups and schema must be whole numbers")
         _ = {file["name"]: file["sha256"] for file in content["source"]["files"]}
+        _ = content["source"]["name"], content["source"]["revision"]
         _ = {entry["tensor"] for entry in content["merge_report"]}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}.") from error
@@ -103,23 +108,23 @@ def read(folder: Path) -> dict[str, Any]:
     return content
 
 
-def model_card(checkpoint: Checkpoint, plan: Plan) -> bytes:
+def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     """Return `README.md`: the source's own card, whole, and a section on the conversion after it."""
     source = checkpoint.side_files.get("README.md")
     if isinstance(source, Path):
         source = source.read_bytes()
-    card = source or _front_matter(checkpoint).encode()
-    return card.strip() + b"\n\n" + _section(checkpoint, plan).encode()
+    card = source or _front_matter(origin).encode()
+    return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
 
 
-def _front_matter(checkpoint: Checkpoint) -> str:
-    name, revision = base_model(checkpoint)
+def _front_matter(origin: Origin) -> str:
+    name, revision = origin
     lines = [f"base_model: {name}"] if revision else []
     return "\n".join(["---", *lines, "library_name: transformers", "tags: [groupwise, gqa]", "---"])
 
 
-def _section(checkpoint: Checkpoint, plan: Plan) -> str:
-    name, revision = base_model(checkpoint)
+def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:
+    name, revision = origin
     rows = [("Base model", f"{name}{f' (revision {revision})' if revision else ''}"), *_facts(plan)]
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     quantised = " The source is a GGUF file; where its weights were quantised, so are the values here." * (

@@ -86,7 +86,8 @@ def _regroup_layers(
         )
     found: dict[str, Regrouped] = {}
     n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
-    for stem in dict.fromkeys(stem for stem, _ in geometry.attention.present):
+    stems = dict.fromkeys(stem for stem, _ in geometry.attention.present)
+    for stem, n_planes in zip(stems, geometry.n_planes, strict=True):
         place = f"{stem}{family.attention[0]}."
         parts = (family.query, family.key, family.value)
         q, k, v, o = (f"{place}{part}.weight" for part in (*parts, family.output))
@@ -98,7 +99,7 @@ def _regroup_layers(
                 f"--method {recipe.method} turns heads before it merges them, but {norms[0]} works on each dimension "
                 f"of queries or keys; choose {', '.join(METHODS)}."
             )
-        merge = LayerMerge(recipe, geometry.n_planes, sizes, n_kv_heads, (q, k, v, o), biases)
+        merge = LayerMerge(recipe, n_planes, sizes, n_kv_heads, (q, k, v, o), biases)
         for name in (*merge.weights, *biases):
             part = name.removeprefix(place).rpartition(".")[0]
             tensor = tensors[name]

@@ -3,10 +3,9 @@
 import re
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from model.terminal import duration, facts, size
+from model.terminal import console, duration, facts, size
 
 
 def inspection(found: dict[str, Any]) -> None:
@@ -43,10 +42,10 @@ def inspection(found: dict[str, Any]) -> None:
             " ".join(map(str, row["tensor_parallel_split"])),
             " ".join(map(str, row["tensor_parallel_replicated"])),
         )
-    console = Console()
-    console.print(table)
-    console.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide")
-    console.print("the K/V heads; larger ones hold each K/V head on more than one device.")
+    screen = console()
+    screen.print(table)
+    screen.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide")
+    screen.print("the K/V heads; larger ones hold each K/V head on more than one device.")
 
 
 def plan(planned: dict[str, Any]) -> None:
@@ -86,7 +85,7 @@ def _remarks(found: dict[str, Any]) -> list[tuple[str, str]]:
 def merges(report: list[dict[str, Any]]) -> None:
     """Print how alike the merged heads were and how much shorter their merges are, for K and V over all layers."""
     if not report:
-        Console().print("The number of K/V heads stays; every tensor was copied.")
+        console().print("The number of K/V heads stays; every tensor was copied.")
         return
     table = Table(title="What merging did to the heads", title_justify="left")
     table.add_column("")
@@ -95,7 +94,7 @@ def merges(report: list[dict[str, Any]]) -> None:
     for kind in dict.fromkeys(_kind(entry) for entry in report):
         entries = [entry for entry in report if _kind(entry) == kind]
         table.add_row(kind, *_mean_and_lowest(entries, "mean_cosine"), *_mean_and_lowest(entries, "norm_ratio"))
-    Console().print(table)
+    console().print(table)
 
 
 def _kind(entry: dict[str, Any]) -> str:

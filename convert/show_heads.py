@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from convert.head_report import HeadReport, KeysValues, LayerHeads
 from convert.inspection import attention_kind
+from model.terminal import console
 
 _MOST_SHOWN = 4
 _WIDTH = 110
@@ -25,12 +25,12 @@ def heads(report: HeadReport) -> None:
     table.add_section()
     table.add_row("mean", *_cosines(report.layers), *_losses(report.layers, "pca", shown))
     table.add_row("mean *", *[""] * 4, *_losses(report.layers, "mean", shown))
-    console = Console()
-    if not console.is_terminal:  # in a file there is room for what an 80-column terminal would fold
-        console.width = max(console.width, _WIDTH)
-    console.print(table)
+    screen = console()
+    if not screen.is_terminal:  # in a file there is room for what an 80-column terminal would fold
+        screen.width = max(screen.width, _WIDTH)
+    screen.print(table)
     for line in (*_LEGEND, *_advice(report, shown)):
-        console.print(line, highlight=False)
+        screen.print(line, highlight=False)
 
 
 _LEGEND = (

@@ -31,7 +31,14 @@ from model.errors import CheckpointError, InputError
 
 PIECE = 8 << 20
 ROUNDING = 1e-3
-"""How far a number of a merged layer may be from the recomputed one, in root mean squares of its tensor."""
+"""How far a tensor of a layer that was merged by the weights alone may be from the recomputed one, as a share of its
+norm; and a single number, as a share of their root mean square."""
+APART, NUMBER_APART = 1e-2, 0.25
+"""The same of a layer merged by what it does on a text.
+
+On another kind of processor some of the keys are drawn differently that calibrating looks at: one in 10^5, which moves
+the tensors of SmolLM2 by up to 0.002 of their norms, and single numbers by 0.07 of their root mean square.
+"""
 
 
 @dataclass
@@ -41,8 +48,8 @@ class Findings:
     n_regrouped: int = 0
     n_copied: int = 0
     n_files: int = 0
-    n_rounded: int = 0
-    """Of the recomputed tensors, those that agree up to rounding: another processor may add up in another order."""
+    rounded: dict[str, float] = field(default_factory=dict)
+    """The merged tensors that another processor, or number of threads, makes a little different: how far, of 1."""
     unchecked: list[str] = field(default_factory=list)
     """What could not be compared, and why."""
     differences: list[str] = field(default_factory=list)
@@ -78,7 +85,7 @@ def verify(
         findings.n_copied = len(same_names) - len(plan.regrouped.keys() & set(same_names))
         findings.n_regrouped = 0 if layers is None else len(same_names) - findings.n_copied
         _compare_config(source, out, plan, findings)
-        _compare_files(source, out, plan, findings)
+        _compare_files(source, out, plan, record, findings)
         _compare_index(out, findings)
         _compare_record(plan, record, findings)
     return findings
@@ -176,9 +183,11 @@ def _compare_merged(
         return []
     wanted, got = expected.astype(np.float64), found.astype(np.float64)
     step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of a bfloat16 or half; finer types need no more
-    rounding = ROUNDING * np.sqrt(np.mean(wanted**2)) + step * np.abs(wanted)
-    if (np.abs(wanted - got) <= rounding).all():
-        findings.n_rounded += 1
+    beyond = np.maximum(np.abs(wanted - got) - step * np.abs(wanted), 0) / (np.sqrt(np.mean(wanted**2)) or 1.0)
+    apart = float(np.sqrt(np.mean(beyond**2)))
+    allowed, allowed_number = (APART, NUMBER_APART) if layer.recipe.sample else (ROUNDING, ROUNDING)
+    if apart <= allowed and beyond.max() <= allowed_number:  # not so for NaN
+        findings.rounded[name] = apart
         return []
     return [f"the tensor {name} differs from the one recomputed from the source"]
 
@@ -235,8 +244,11 @@ def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: F
             )
 
 
-def _compare_files(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
-    wanted = {**side_files.copied(source, plan), "README.md": provenance.model_card(source, plan)}
+def _compare_files(
+    source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
+) -> None:  # fmt: skip
+    origin = record["source"]["name"], record["source"]["revision"]  # the same source may lie elsewhere now
+    wanted = {**side_files.copied(source, plan), "README.md": provenance.model_card(source, plan, origin)}
     for name, content in wanted.items():
         expected = content.read_bytes() if isinstance(content, Path) else content
         path = out.path / name

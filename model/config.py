@@ -27,8 +27,8 @@ class Geometry:
     hidden_size: int
     attention: Attention
     """Everything that depends on the number of K/V heads, layer by layer."""
-    n_planes: int | None = None
-    """How many pairs of a head's dimensions are rotated by position; None where it is not known how."""
+    n_planes: tuple[int, ...] | None = None
+    """How many pairs of a head's dimensions are rotated by position, layer by layer; None where it is not known how."""
     text_config: str | None = None
     """The key of `config.json` under which the language model's config stands; None if at the top."""
 
@@ -77,18 +77,39 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
     return Geometry(
         found.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
-        _n_planes(config, family, head_dim), found.text_config,
+        _n_planes(config, family, head_dim, n_layers), found.text_config,
     )  # fmt: skip
 
 
-def _n_planes(config: Mapping[str, Any], family: Family, head_dim: int) -> int | None:
-    if family.rotated in (None, 1.0):
-        return None if family.rotated is None else head_dim // 2
+def _n_planes(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:
+    if family.rotated is None:
+        return None
+    n_planes = int(head_dim * _share_rotated(config, family)) // 2
+    return tuple(n_planes if rotates else 0 for rotates in _rotating_layers(config, family, n_layers))
+
+
+def _share_rotated(config: Mapping[str, Any], family: Family) -> float:
+    if family.rotated == 1.0:
+        return 1.0
     share = _get(config, "rope_parameters.partial_rotary_factor") or _get(config, "partial_rotary_factor")
     share = family.rotated if share is None else share
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise CheckpointError(f"config.json has partial_rotary_factor = {share!r}; it must be between 0 and 1.")
-    return int(head_dim * share) // 2
+    return share
+
+
+def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:
+    """Say of each layer whether its heads are rotated at all, as SmolLM3's config class does."""
+    if family.unrotated_every is None:
+        return [True] * n_layers
+    listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", family.unrotated_every)
+    if listed is None and type(every) is int and every > 0:
+        listed = [(layer + 1) % every != 0 for layer in range(n_layers)]
+    if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
+        raise CheckpointError(
+            f"config.json has no_rope_layers = {listed!r}; it must say of each of {n_layers} layers 1 (rotated) or 0."
+        )
+    return [bool(value) for value in listed]
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:

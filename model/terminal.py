@@ -78,16 +78,21 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
+def console(stderr: bool = False) -> Console:
+    """Return where tables are printed: names in [brackets] are names, not rich's markup."""
+    return Console(stderr=stderr, markup=False, emoji=False)
+
+
 @contextmanager
 def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Callable[[float], None]]:
     """Show a bar on stderr; nothing where that is no terminal, or when `quiet`."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    screen = console(stderr=True)
+    if quiet or not screen.is_terminal:
         yield lambda n: None
         return
     amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
     columns = (TextColumn(label), BarColumn(), TaskProgressColumn(), *amounts, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=screen, transient=True) as progress:
         task = progress.add_task(label, total=total)
         yield lambda n: progress.advance(task, n)
 
@@ -98,4 +103,4 @@ def facts(title: str, rows: list[tuple[str, str]]) -> None:
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console().print(table)

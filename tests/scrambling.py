@@ -16,17 +16,17 @@ def logits(folder):
         return model(input_ids=IDS).logits
 
 
-def scrambled(source, folder, n_kv_heads, share=1.0, output="o_proj"):
+def scrambled(source, folder, n_kv_heads, share=1.0, output="o_proj", unrotated=()):
     """Write the model `source`, each K/V head once for each query head, all in coordinates of their own.
 
-    With torch and complex numbers, not with the code that is tested. `share` of a head is rotated by position; the rest
-    of a key is turned in any way.
+    With torch and complex numbers, not with the code that is tested. `share` of a head is rotated by position,
+    nothing of it in the layers `unrotated`; the rest of a key is turned in any way.
     """
     tensors, generator = tiny.tensors(source), torch.Generator().manual_seed(0)
     for stem in {name.rpartition("k_proj")[0] for name in tensors if name.endswith("k_proj.weight")}:
         times = tiny.N_HEADS // n_kv_heads
         head_dim = len(tensors[f"{stem}q_proj.weight"]) // tiny.N_HEADS
-        rotated = int(head_dim * share)
+        rotated = 0 if int(stem.split(".")[2]) in unrotated else int(head_dim * share)
         angles = torch.rand(tiny.N_HEADS, rotated // 2, 1, generator=generator, dtype=torch.float64) * 6.28
         turns = torch.polar(torch.ones_like(angles), angles)
         maps = torch.linalg.qr(torch.randn(tiny.N_HEADS, head_dim, head_dim, generator=generator).double())[0]
@@ -43,7 +43,7 @@ def scrambled(source, folder, n_kv_heads, share=1.0, output="o_proj"):
                 if part == "v_proj":
                     heads = maps @ heads
                 else:
-                    turned = torch.complex(*heads[:, :rotated].chunk(2, dim=1)) * turns
+                    turned = torch.complex(heads[:, : rotated // 2], heads[:, rotated // 2 : rotated]) * turns
                     heads = torch.cat([turned.real, turned.imag, turns_still @ heads[:, rotated:]], dim=1)
                 shape = (-1, *tensors[name].shape[1:])
                 tensors[name] = heads.flatten(0, 1).reshape(shape).float().contiguous()

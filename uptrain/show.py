@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from model.terminal import console
 
 _LINE_EVERY_SECONDS = 30.0
 Show = Callable[[dict[str, Any]], None]
@@ -16,12 +17,12 @@ Show = Callable[[dict[str, Any]], None]
 @contextmanager
 def training_bar(steps: int) -> Iterator[Show]:
     """Yield a function that takes the records of `metrics.jsonl` as they are written."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    screen = console(stderr=True)
+    if not screen.is_terminal:
         yield _Lines(steps)
         return
     columns = (TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=screen) as progress:
         task = progress.add_task("", total=steps)
 
         def show(record: dict[str, Any]) -> None:

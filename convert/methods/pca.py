@@ -54,7 +54,7 @@ def _share_still(moments: Moments, keys_DF: Real, queries_HDD: Real) -> None:
 
 def _first_components(planes_PKK: Complex, weights_KP: Real) -> tuple[Complex, Complex]:
     """Return for each plane the shared number's mixture of keys, and by what to multiply it to come closest to each."""
-    weights_PK = np.maximum(weights_KP, _TINY * (weights_KP.max() or 1.0)).T
+    weights_PK = np.maximum(weights_KP, _TINY * (weights_KP.max(initial=0.0) or 1.0)).T
     _, vectors_PKK = np.linalg.eigh(planes_PKK * weights_PK[:, :, None] * weights_PK[:, None, :])
     first_PK = vectors_PKK[..., -1]
     # An eigenvector is free to be turned: let the strongest key stand as it is.

@@ -114,6 +114,9 @@ class Family:
     """How much of a head is rotated by position, its first dimensions, i with i + half of them, where nothing else but
     optional norms is done to queries and keys: what methods must know that align heads before they merge them. Less
     than 1 is what the class assumes where the config's `partial_rotary_factor` is absent."""
+    unrotated_every: int | None = None
+    """Where some layers have no rotary embedding: every which, if the config has neither `no_rope_layers` (1 where a
+    layer has one, 0 where not) nor `no_rope_layer_interval`."""
     not_per_head: tuple[str, ...] = ()
     """Further parts, which do not depend on the number of heads and are copied."""
     switch: Switch | None = None

@@ -2,4 +2,4 @@
 
 from model.families.family import Family
 
-FAMILY = Family("smollm3", absent_n_kv_heads=4, rotated=1.0)
+FAMILY = Family("smollm3", absent_n_kv_heads=4, rotated=1.0, unrotated_every=4)

@@ -260,3 +260,13 @@ def test_missing_format_metadata_is_added(convert, tmp_path):
     assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "note": "kept"}
+
+
+@pytest.mark.parametrize("name", ["x[bold]", "dir[/v2]", ":smile:"])
+def test_names_are_printed_as_they_are(convert, source, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    folder = source.rename(tmp_path / name)
+    for arguments in (("inspect", folder), ("mha-to-gqa", "--method", "mean", folder, tmp_path / "out", "--groups", 2)):
+        result = convert(*arguments)
+        assert result.code == 0, result.err
+        assert name in "".join(result.out.split("\n"))

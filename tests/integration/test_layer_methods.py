@@ -97,6 +97,29 @@ def test_other_families_merge_without_loss_too(convert, tmp_path, family, method
     assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("said", [{"no_rope_layers": [1, 0]}, {"no_rope_layers": None, "no_rope_layer_interval": 2}])
+def test_layers_without_rotary_embedding(convert, tmp_path, method, said):
+    """Their keys may be turned in any way, and so merge without loss from any coordinates."""
+    size = {"hidden_size": 64, "initializer_range": 0.3, "no_rope_layers": [1, 0]}
+    source = tiny.save(tiny.build("smollm3", num_key_value_heads=2, **size), tmp_path / "source")
+    many = scrambled(source, tmp_path / "many", 2, unrotated=(1,))
+    expected = logits(source)
+    assert (logits(many) - expected).abs().max() < 1e-4 * expected.abs().max()
+    tiny.edit_config(many, **said)
+    assert convert("mha-to-gqa", many, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
+    assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("said", [[1], [1, 2], "all"])
+def test_which_layers_rotate_is_checked(convert, tmp_path, said):
+    source = tiny.save(tiny.build("smollm3"), tmp_path / "source")
+    tiny.edit_config(source, no_rope_layers=said)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
+        "it must say of each of 2 layers"
+    )
+
+
 def test_a_partial_rotation_is_read_from_the_config(convert, tmp_path):
     source = tiny.save(tiny.build("phi", hidden_size=64, partial_rotary_factor=0.25), tmp_path / "source")
     tiny.edit_config(source, partial_rotary_factor=1.5, rope_parameters=None)
