@@ -1,8 +1,8 @@
 """`--method auto`: try some ways to merge on a part of the calibration text; take what predicts the rest best."""
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -16,15 +16,19 @@ from convert.plan import make_plan
 from convert.recipe import Recipe
 from convert.sample import Sample
 from model.checkpoint import Checkpoint
+from model.errors import CheckpointError
 from model.llama import RMSNorm
 from model.llama_config import read_llama_config
 from model.loading import load_head, load_last_norm
 from model.loss import chunked_cross_entropy
+from model.staging import Staging
 
 TOKENS = 16_384
 """Of the calibration text, or all where it is shorter."""
 HELD_OUT = 4
 """The share that scores: one of so many windows."""
+FEWEST = 5
+"""Windows: one that scores, and of those to merge by, one on which solutions are compared."""
 _BATCH = 4
 
 
@@ -38,28 +42,30 @@ class Choice:
 
 def candidates(recipe: Recipe, can_group: bool) -> dict[str, Recipe]:
     """Return what `auto` tries, by name. Which heads share a group matters where there are several and not all."""
-    found = {method: replace(recipe, method=method) for method in LAYER_METHODS}
+    found = {method: replace(recipe, method=method, refit=recipe.refit or method == "fit") for method in LAYER_METHODS}
     if can_group and recipe.grouping != "similar":
-        found["fit, similar heads grouped"] = replace(recipe, method="fit", grouping="similar")
+        found["fit, similar heads grouped"] = replace(found["fit"], grouping="similar")
     return found
 
 
 def choose(
-    checkpoint: Checkpoint, n_kv_heads: int, tried: dict[str, Recipe], beside: Path, progress: Progress
+    checkpoint: Checkpoint, n_kv_heads: int, tried: dict[str, Recipe], staging: Staging, progress: Progress
 ) -> Choice:  # fmt: skip
     """Return the best of some recipes that share a calibration text. Progress counts tokens, `work` of them.
 
-    What is worked out on the way lies in the folder `beside` for a while.
+    What was killed goes on where it was: the staging area keeps the losses found, and the layers merged.
     """
-    sample = next(iter(tried.values())).sample
-    assert sample is not None
-    fitting, scoring = divided(sample)
-    losses = {}
+    fitting, scoring = divided(_sample(tried))
     for name, recipe in tried.items():
+        if name in staging.finished:
+            progress(work(checkpoint, {name: recipe}))
+            continue
+        scratch = staging.scratch / name
         merges = make_plan(checkpoint, n_kv_heads, replace(recipe, sample=fitting), None).layers
-        with TemporaryDirectory(dir=beside, prefix=".choosing.groupwise-") as scratch:
-            calibrate_layers(checkpoint, merges, fitting, Path(scratch) / "merged", progress)
-            losses[name] = score(checkpoint, merges, Path(scratch) / "merged", scoring, Path(scratch), progress)
+        calibrate_layers(checkpoint, merges, fitting, scratch / "merged", progress)
+        staging.record(name, score(checkpoint, merges, scratch / "merged", scoring, scratch, progress))
+        shutil.rmtree(scratch)
+    losses = {name: staging.finished[name] for name in tried}
     return Choice(tried[min(losses, key=losses.__getitem__)], losses)
 
 
@@ -70,15 +76,31 @@ def check_can_score(checkpoint: Checkpoint) -> None:
 
 def work(checkpoint: Checkpoint, tried: dict[str, Recipe]) -> int:
     """Return how many tokens pass through layers in all."""
+    n_layers = read_llama_config(checkpoint.config).n_layers
+    return len(tried) * n_layers * sum(part.n_tokens for part in divided(_sample(tried)))
+
+
+def _sample(tried: dict[str, Recipe]) -> Sample:
     sample = next(iter(tried.values())).sample
     assert sample is not None
-    return len(tried) * read_llama_config(checkpoint.config).n_layers * sum(part.n_tokens for part in divided(sample))
+    return sample
+
+
+def part_tried(sample: Sample) -> Sample:
+    """Return the windows that candidates are tried on. Raises CheckpointError where there are too few."""
+    if sample.n_windows < FEWEST:
+        raise CheckpointError(
+            f"--method auto needs {FEWEST} windows of {sample.window} tokens to compare by; give --calibration-tokens "
+            f"{FEWEST * sample.window} or more."
+        )
+    n_windows = min(sample.n_windows, max(FEWEST, TOKENS // sample.window))
+    return replace(sample, n_windows=n_windows, ids_NT=None if sample.ids_NT is None else sample.ids_NT[:n_windows])
 
 
 def divided(sample: Sample) -> tuple[Sample, Sample]:
     """Return the windows to merge by, and those to score on."""
-    assert sample.ids_NT is not None
-    ids_NT = sample.ids_NT[: max(HELD_OUT, TOKENS // sample.window)]
+    ids_NT = part_tried(sample).ids_NT
+    assert ids_NT is not None
     held_N = np.arange(len(ids_NT)) % HELD_OUT == HELD_OUT - 1
     parts = (ids_NT[~held_N], ids_NT[held_N])
     first, second = (replace(sample, n_windows=len(part), ids_NT=part) for part in parts)

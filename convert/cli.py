@@ -17,6 +17,7 @@ from model import terminal
 
 if TYPE_CHECKING:
     from convert.head_report import HeadReport
+    from convert.plan import Plan
     from convert.verify import Findings
     from model.checkpoint import Checkpoint
 
@@ -62,7 +63,7 @@ def _conversion_options(command: Command) -> Command:
                          help="How heads are merged: their mean (the paper's method), the first, or random ones. With "
                          "queries and output projections changed to fit: the mean of aligned heads, or shared "
                          "principal components (pca), both for 17 families; or these fitted to what attention computes "
-                         "(fit: llama, mistral, qwen2). auto tries these three on some of the text.  "
+                         "(fit: llama, mistral, qwen2). auto tries these three on some of the text, fit with --refit.  "
                          "[default: fit with --refit; where the model does not allow it, mean]"),
             click.option("--renorm", type=click.Choice(RENORMS),
                          help="Give merged heads back their length (norm), or queries the spread of their logits "
@@ -166,25 +167,16 @@ def _convert(
     with open_checkpoint(source) as checkpoint:
         conversion.check_target(checkpoint, out, overwrite)
         recipe, remarks = decide(checkpoint, n_kv_heads, Wishes(**wished))
-        scores = {}
-        if recipe.method == AUTO:
-            choice = conversion.choose_recipe(checkpoint, n_kv_heads, recipe, out, quiet=as_json)
-            recipe, scores = choice.recipe, {"auto": choice.losses}
         plan = make_plan(checkpoint, n_kv_heads, recipe, size)
-        summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
-        summary |= {"notes": (*remarks, *plan.notes), "left_out": checkpoint.left_out, **scores}
-        if recipe.sample is not None:
-            from convert.estimate import calibration_seconds
-
-            summary["calibration_seconds"] = round(calibration_seconds(plan))
-            if not (dry_run or as_json) and summary["calibration_seconds"] > WORTH_SAYING:
-                click.echo(
-                    f"Calibrating takes about {terminal.duration(summary['calibration_seconds'])} here; "
-                    "--method mean takes hardly longer than copying, and begins worse.",
-                    err=True,
-                )
+        found = _estimate(plan, quiet=dry_run or as_json)
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
+        elif recipe.method == AUTO:
+            choice = conversion.choose_recipe(checkpoint, plan, out, overwrite, quiet=as_json)
+            plan, found = make_plan(checkpoint, n_kv_heads, choice.recipe, size), {**found, "auto": choice.losses}
+        summary = {"source": str(source), "out": str(out), **plan.summary(workers)}
+        summary |= {"notes": (*remarks, *plan.notes), "left_out": checkpoint.left_out, **found}
+        if dry_run:
             (terminal.print_json if as_json else show.plan)(summary)
             return
         record = conversion.run(checkpoint, plan, out, overwrite, workers, quiet=as_json)
@@ -195,6 +187,22 @@ def _convert(
             show.merges(record["merge_report"])
         show.plan(summary)
         click.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
+
+
+def _estimate(plan: "Plan", quiet: bool) -> dict[str, Any]:
+    """Return how long calibrating will take, and say so beforehand where it is long."""
+    if plan.recipe.sample is None:
+        return {}
+    from convert.estimate import calibration_seconds
+
+    seconds = round(calibration_seconds(plan))
+    if not quiet and seconds > WORTH_SAYING:
+        click.echo(
+            f"Calibrating takes about {terminal.duration(seconds)} here; "
+            "--method mean takes hardly longer than copying, and begins worse.",
+            err=True,
+        )
+    return {"calibration_seconds": seconds}
 
 
 @cli.command()

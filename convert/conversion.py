@@ -2,19 +2,19 @@
 
 import os
 import shutil
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import provenance, side_files
 from convert.execute import execute, total_bytes
-from convert.plan import Plan, fingerprint, make_plan
-from convert.recipe import Recipe
+from convert.plan import Plan, fingerprint
 from model import terminal
 from model.checkpoint import Checkpoint
 from model.checkpoint.folder import INDEX, json_text
 from model.checkpoint.writer import index_text
-from model.errors import CheckpointError
+from model.errors import CheckpointError, InputError
 from model.staging import Staging, sync_file, sync_folder, write_file
 
 if TYPE_CHECKING:
@@ -86,23 +86,30 @@ def run(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, workers:
     """
     staging = check(checkpoint, plan, out, overwrite)
     before = fingerprint(checkpoint, plan)
+    with _continued(staging, before):
+        calibrate(checkpoint, plan, staging.scratch, quiet)
+        with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
+            execute(checkpoint, plan, staging, workers, progress)
+        if fingerprint(checkpoint, plan) != before:
+            raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
+        record = _write_side_files(checkpoint, plan, staging)
+        staging.publish()
+    return record
+
+
+@contextmanager
+def _continued(staging: Staging, fingerprint: str) -> Iterator[None]:
+    """Hold a staging area, with what was finished there. It is removed if the input proves to be at fault."""
     with staging:
-        staging.open(before)
+        staging.open(fingerprint)
         try:
-            calibrate(checkpoint, plan, staging.scratch, quiet)
-            with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
-                execute(checkpoint, plan, staging, workers, progress)
-            if fingerprint(checkpoint, plan) != before:
-                raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
-            record = _write_side_files(checkpoint, plan, staging)
-            staging.publish()
+            yield
         except OSError as error:
             kept = f"what is finished is kept in {staging.root}, and the same command continues from there"
             raise OSError(f"{error}; {kept}.") from error
-        except Exception:
+        except InputError:
             staging.discard()
             raise
-    return record
 
 
 def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:
@@ -118,18 +125,18 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
 
 
 def choose_recipe(
-    checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, out: Path, quiet: bool
+    checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, quiet: bool
 ) -> "Choice":  # fmt: skip
-    """Return the way to merge that `--method auto` finds best."""
-    from convert.choose import Choice, candidates, check_can_score, choose, work
+    """Return the way to merge that `--method auto` finds best. What it finds out lies in OUT's staging area."""
+    from convert.choose import candidates, check_can_score, choose, work
 
-    plan = make_plan(checkpoint, n_kv_heads, replace(recipe, method="fit"), None)
-    if not plan.layers:  # nothing is merged
-        return Choice(plan.recipe, {})
     check_can_score(checkpoint)
-    tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
-    with terminal.progress_bar("Choosing", work(checkpoint, tried), quiet, unit="tokens x layers") as progress:
-        return choose(checkpoint, plan.n_kv_heads, tried, _nearest_folder(out.absolute()), progress)
+    tried = candidates(plan.recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
+    total = work(checkpoint, tried)
+    staging = check(checkpoint, plan, out, overwrite)
+    bar = terminal.progress_bar("Choosing", total, quiet, unit="tokens x layers")
+    with _continued(staging, fingerprint(checkpoint, plan)), bar as progress:
+        return choose(checkpoint, plan.n_kv_heads, tried, staging, progress)
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """How long calibrating will take: its multiplications, at the speed this machine does them."""
 
 import time
+from dataclasses import replace
 from math import prod
 
 import torch
 
 from convert.calibration import KEY_QUERIES, KEYS_DRAWN
+from convert.choose import candidates, part_tried
+from convert.methods import AUTO
 from convert.plan import Plan
+from convert.sample import Sample
 
 _SIZE, _TIMES = 1024, 4
 _EFFICIENCY = 0.6
@@ -23,6 +27,8 @@ def calibration_operations(plan: Plan) -> float:
     sample, geometry = plan.recipe.sample, plan.geometry
     if sample is None or not plan.layers:
         return 0.0
+    if plan.recipe.method == AUTO:
+        return _choosing_operations(plan, sample)
     numbers = sum(prod(t.shape) for name, t in plan.tensors.items() if "layers." in name) / geometry.n_layers
     heads = geometry.n_heads * geometry.head_dim
     attention = 4 * sample.window * heads
@@ -32,6 +38,14 @@ def calibration_operations(plan: Plan) -> float:
     solving = 60 * plan.n_kv_heads * width**3
     layer = sample.n_tokens * (2 * numbers + passes * attention + (passes - 1) * 8 * heads * geometry.hidden_size)
     return geometry.n_layers * (layer + keys + solving)
+
+
+def _choosing_operations(plan: Plan, sample: Sample) -> float:
+    """Return the operations of trying all candidates on a part of the text, and of the most costly on all of it."""
+    tried = candidates(plan.recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads).values()
+    on_part = [replace(plan, recipe=replace(recipe, sample=part_tried(sample))) for recipe in tried]
+    on_all = [replace(plan, recipe=recipe) for recipe in tried]
+    return sum(map(calibration_operations, on_part)) + max(map(calibration_operations, on_all))
 
 
 def _operations_per_second() -> float:

@@ -97,6 +97,8 @@ class Layer:
                     projection(x_BTM).view(*x_BTM.shape[:2], -1, attention.head_dim)
                     for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
                 )
+                for numbers in (q_BTHD, k_BTGD, v_BTGD):
+                    self._check(numbers)
                 heads = Heads(q_BTHD, rotate(q_BTHD, *rotation), rotate(k_BTGD, *rotation), v_BTGD)
                 watch(heads)
                 mask = self.text.mask(self.index, len(windows))
@@ -120,14 +122,17 @@ class Layer:
             for windows in self.text.batches():
                 x_BTM = torch.from_numpy(self.states_NTM[windows]).add_(torch.from_numpy(attended_NTM[windows]))
                 next_BTM = block.mlp(block.post_attention_layernorm(x_BTM)).add_(x_BTM)
-                if not next_BTM.isfinite().all():
-                    raise CheckpointError(
-                        f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
-                    )
+                self._check(next_BTM)
                 write(next_BTM)
                 progress(x_BTM.shape[0] * x_BTM.shape[1])
         self._attended.unlink()
         _states(self.folder, self.index).unlink()
+
+    def _check(self, numbers: Tensor) -> None:
+        if not numbers.isfinite().all():
+            raise CheckpointError(
+                f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
+            )
 
 
 def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progress) -> Iterator[Layer]:
@@ -154,6 +159,16 @@ def check_can_walk(checkpoint: Checkpoint) -> None:
         raise NotFeasible(str(error)) from error
 
 
+def check_tokens(checkpoint: Checkpoint, sample: Sample) -> None:
+    """Raise CheckpointError where the text has tokens that the model does not know."""
+    n_tokens = read_llama_config(checkpoint.config).vocab_size
+    if sample.ids_NT is not None and sample.ids_NT.max() >= n_tokens:
+        raise CheckpointError(
+            f"tokenizer.json gives the id {sample.ids_NT.max()}, but the model has {n_tokens} tokens; they do not "
+            "belong together."
+        )
+
+
 def last_states(checkpoint: Checkpoint, folder: Path) -> Path:
     """Return the file of what the last layer gave."""
     return _states(folder, read_llama_config(checkpoint.config).n_layers)
@@ -172,11 +187,6 @@ def _begin(checkpoint: Checkpoint, sample: Sample, folder: Path) -> int:
         return int(kept[-1].stem.removeprefix("states-"))
     embedding_VM = load_embedding(checkpoint)
     assert sample.ids_NT is not None
-    if sample.ids_NT.max() >= len(embedding_VM):
-        raise CheckpointError(
-            f"tokenizer.json gives the id {sample.ids_NT.max()}, but the model has {len(embedding_VM)} tokens; they do "
-            "not belong together."
-        )
     shape = (sample.n_windows, sample.window, embedding_VM.shape[1])
     with _writing(_states(folder, 0), shape) as write:
         for ids_T in sample.ids_NT:

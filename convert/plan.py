@@ -6,12 +6,13 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
+from math import prod
 from typing import Any
 
 from convert import notes
 from convert.custom_code import Code, find_code
 from convert.layer_merge import LayerMerge
-from convert.methods import REPEAT
+from convert.methods import AUTO, REPEAT
 from convert.recipe import Recipe
 from convert.regroup import Regrouped, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
@@ -100,8 +101,15 @@ class Plan:
         layer = sum(t.nbytes for name, t in self.tensors.items() if "layers." in name) // self.geometry.n_layers
         width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
         moments = 8 * self.n_kv_heads * width**2
-        copies = 6 if self.recipe.refit else 4  # of it: as it was, as it may become, and what least squares needs
-        return _TORCH + self.reader_bytes + 2 * layer + copies * (self.largest_group // 2 + moments)
+        refits = self.recipe.refit or self.recipe.method == AUTO
+        copies = 6 if refits else 4  # of it: as it was, as it may become, and what least squares needs
+        running = 2 * layer + copies * (self.largest_group // 2 + moments)
+        return _TORCH + self.reader_bytes + max(running, self._embedding_memory())
+
+    def _embedding_memory(self) -> int:
+        """Estimate what the embedding takes at the beginning, and where `auto` scores, the head, in float32 too."""
+        largest = max((t.nbytes, prod(t.shape)) for name, t in self.tensors.items() if "layers." not in name)
+        return largest[0] + (4 * largest[1] if self.recipe.method == AUTO else 0)
 
     def summary(self, wanted_workers: int) -> dict[str, Any]:
         """Return the plan in numbers, for `--dry-run` and `--json`."""

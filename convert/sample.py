@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from convert.recipe import NONE, NotFeasible
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 from model.hub_dataset import HUB, hub_texts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SHIPPED = "shipped"
 DEFAULT_TOKENS = 65_536
@@ -114,13 +117,20 @@ def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], 
     tokenizer.no_padding()
     ids: list[int] = []
     for piece in _pieces(name):
-        ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        ids += _encode(tokenizer, piece, checkpoint)
         if len(ids) >= wanted:
             break
-    added = tokenizer.encode("a").ids
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    added, bare = (_encode(tokenizer, "a", checkpoint, special) for special in (True, False))
     starts = added.index(bare[0]) if bare and bare[0] in added else 0
     return added[:starts], ids
+
+
+def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: bool = False) -> list[int]:
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    except Exception as error:  # the library raises nothing more special
+        raise NotFeasible(f"{checkpoint.path}/tokenizer.json cannot read the calibration text ({error}).") from error
+    return ids
 
 
 NO_TORCH = "calibrating runs the model, which needs torch and tokenizers: pip install 'groupwise[torch]'."
@@ -154,7 +164,7 @@ def _records(file: IO[str], path: Path) -> Iterator[str]:
 def _files(name: str) -> list[Path]:
     path = Path(name)
     names = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = [file for file in names if _kind(file) is not None]
+    files = [file for file in names if _kind(file) is not None and not file.is_dir()]
     if not path.exists() or not files:
         raise CheckpointError(
             f"--calibration {name}: there is no such text; give a .txt or .jsonl file (also .gz, .xz), a folder of "

@@ -5,12 +5,14 @@ Nothing is taken from the conversion but its method, seed and number of groups.
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from convert.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.plan import Plan, make_plan
 from convert.recipe import GROUPINGS, NONE, RENORMS, Recipe
 from convert.rounding import BFLOAT16
-from convert.sample import Sample, read_sample
+from convert.sample import NO_TORCH, Sample, read_sample
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.folder import INDEX
 from model.checkpoint.writer import index_text
@@ -112,12 +114,12 @@ def _sample(source: Checkpoint, recorded: dict[str, Any], findings: Findings) ->
         raise CheckpointError(f"{provenance.FILE} says nothing sensible of the calibration text: {error!r}.") from error
     try:
         found = read_sample(source, known.name, known.n_tokens)
-        if found.record == known.record:
+        if found.record == known.record and find_spec("torch"):
             return found
-        why = "it gives other tokens than at conversion"
+        why = NO_TORCH if found.record == known.record else "it gives other tokens than at conversion"
     except (InputError, OSError) as error:
         why = str(error)
-    findings.unchecked.append(f"the merged layers, since the calibration text {known.name} is not at hand ({why})")
+    findings.unchecked.append(f"the merged layers, since the calibration text {known.name} cannot be run again ({why})")
     return known
 
 
@@ -127,6 +129,12 @@ def _layers(
     """Return the merged layers; None where they cannot be recomputed."""
     if findings.unchecked:
         return None
+    free = shutil.disk_usage(scratch).free
+    if plan.scratch_bytes > free:
+        raise CheckpointError(
+            f"{gettempdir()} has {free / 1e9:.2f} GB free, but {plan.scratch_bytes / 1e9:.2f} GB are needed to run the "
+            "calibration again; set TMPDIR to a folder with more room."
+        )
     calibrate(source, plan, scratch, quiet)
     return Layers(source, plan.workers(workers), scratch if plan.recipe.sample else None)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from convert.methods import AUTO, CALIBRATED, LAYER_METHODS
+from convert.methods import AUTO, CALIBRATED, LAYER_METHODS, REPEAT
 from convert.plan import make_plan
 from convert.recipe import GROUPINGS, NONE, NotFeasible, Recipe
 from convert.sample import DEFAULT_TOKENS, NO_TORCH, SHIPPED, read_sample
@@ -43,9 +43,13 @@ def decide(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> tu
     """
     if wishes.calibration == NONE and wishes.calibration_tokens is not None:
         raise CheckpointError("--calibration-tokens says how much of a text to take; --calibration none takes none.")
-    if wishes.method is not None:
+    if wishes.method == REPEAT:
         return _recipe(checkpoint, n_kv_heads, wishes), ()
-    if not make_plan(checkpoint, n_kv_heads, Recipe("mean"), None).regrouped:
+    is_merged = bool(make_plan(checkpoint, n_kv_heads, Recipe("mean"), None).regrouped)
+    if wishes.method is not None:
+        recipe = _recipe(checkpoint, n_kv_heads, wishes)
+        return (recipe if is_merged else Recipe("mean")), ()
+    if not is_merged:
         return Recipe("mean"), ()
     refused: list[NotFeasible] = []
     for method, refit in BEST:
@@ -85,9 +89,11 @@ def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> R
 def _calibrated(checkpoint: Checkpoint, recipe: Recipe, wishes: Wishes) -> Recipe:
     """Return the recipe with its text. Raises NotFeasible where the model cannot be run on one."""
     try:
-        from convert.layer_walk import check_can_walk
+        from convert.layer_walk import check_can_walk, check_tokens
     except ImportError as error:
         raise NotFeasible(NO_TORCH) from error
     check_can_walk(checkpoint)
     text, n_tokens = wishes.calibration or SHIPPED, wishes.calibration_tokens or DEFAULT_TOKENS
-    return replace(recipe, sample=read_sample(checkpoint, text, n_tokens))
+    sample = read_sample(checkpoint, text, n_tokens)
+    check_tokens(checkpoint, sample)
+    return replace(recipe, sample=sample)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.errors import CheckpointError
+from model.families import load_family
+from model.families.family import Family
 from model.rope import Rope, read_rope
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
@@ -40,6 +42,9 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         raise CheckpointError(
             f"model_type {model_type!r} has no native code; implemented are: {', '.join(NATIVE_FAMILIES)}."
         )
+    family = load_family(str(model_type))
+    assert isinstance(family, Family), "none of these wraps another"
+    config = {**family.absent_sizes, **config}
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"the activation {activation!r} is not implemented; silu (SwiGLU) is.")

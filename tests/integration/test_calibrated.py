@@ -6,6 +6,7 @@ import lzma
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -105,6 +106,17 @@ def test_verify_on_another_kind_of_processor(convert, source, tmp_path):
     assert found["ok"]
 
 
+def test_verify_without_torch_or_room(convert, source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT).code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.verify.shutil.disk_usage", lambda path: SimpleNamespace(free=1))
+        convert("verify", source, out).refused("0.00 GB free", "set TMPDIR")
+    monkeypatch.setattr("convert.verify.find_spec", lambda name: None)
+    result = convert("verify", source, out)
+    assert (result.code, "needs torch" in result.err) == (4, True)
+
+
 def test_verify_where_the_source_lies_elsewhere(convert, source, tmp_path):
     out = tmp_path / "out"
     (source / "README.md").unlink()
@@ -119,7 +131,7 @@ def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind
     lines = (json.dumps({"text": TEXT[:3000]}) + "\n" + json.dumps({"text": TEXT[3000:]}) + "\n").encode()
     path = tmp_path / f"other.{kind}"
     if kind == "folder":
-        path.mkdir()
+        (path / "not a file.txt").mkdir(parents=True)
         (path / "1.txt").write_text(TEXT)
         (path / "notes.md").write_text("not a text")
     elif kind == "hub":
@@ -212,6 +224,25 @@ def test_no_tokenizer_or_a_damaged_one(convert, source, tmp_path):
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT).refused("has no tokenizer.json")
 
 
+def test_a_tokenizer_that_cannot_read_the_text(convert, source, tmp_path):
+    model = {"type": "WordLevel", "vocab": {"nothing": 0}, "unk_token": "[UNK]"}
+    (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT).refused("cannot read the calibration text")
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--json")
+    assert (result.code, record(tmp_path / "out")["method"]) == (0, "mean")
+    assert "cannot read the calibration text" in json.loads(result.out)["notes"][0]
+
+
+def test_sizes_that_the_config_leaves_to_the_class(convert, tmp_path):
+    model = tiny.build(vocab_size=300, hidden_size=64, num_attention_heads=32, num_key_value_heads=32)
+    folder = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_attention_heads"]
+    (folder / "config.json").write_text(json.dumps(config))
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT)
+    assert result.code == 0, result.err
+
+
 def test_mean_with_its_norm_back(convert, source, tmp_path):
     """For every method and family: no text is needed."""
     out = tmp_path / "out"
@@ -235,9 +266,11 @@ def test_auto_takes_what_predicts_best(convert, source, tmp_path):
     best, _, grouped = min(found["auto"], key=found["auto"].__getitem__).partition(", ")
     for made in (found, record(out)):
         assert (made["method"], made["grouping"]) == (best, "similar" if grouped else "contiguous")
+        assert made["refit"] == (best == "fit")
         assert made["calibration"]["windows"] == 32
     assert json.loads(convert("verify", source, out, "--json").out)["ok"]
-    plain = ("--groups", 2, "--method", best, "--group-heads", record(out)["grouping"], "--calibration-tokens", 2048)
+    plain = ["--groups", 2, "--method", best, "--group-heads", record(out)["grouping"], "--calibration-tokens", 2048]
+    plain += ["--refit"] * (best == "fit")
     assert convert("mha-to-gqa", source, tmp_path / "plain", *plain).code == 0
     assert tiny.snapshot(tmp_path / "plain") == tiny.snapshot(out)
 
@@ -263,10 +296,51 @@ def test_the_score_is_the_models_loss(convert, source, tmp_path, text, monkeypat
     assert json.loads(result.out)["auto"]["pca"] == pytest.approx(loss, abs=1e-5)
 
 
-def test_auto_where_nothing_is_merged(convert, source, tmp_path):
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8, "--method", "auto", "--json")
+@pytest.mark.parametrize("method", ["auto", "fit", "pca"])
+def test_where_nothing_is_merged_no_text_counts(convert, source, tmp_path, text, method):
+    options = ("--groups", 8, "--method", method, "--calibration", text, "--calibration-tokens", 1024)
+    result = convert("mha-to-gqa", source, tmp_path / "out", *options, "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["n_regrouped"] == 0
+    assert record(tmp_path / "out")["calibration"] is None
+    text.unlink()
+    assert convert("verify", source, tmp_path / "out").code == 0
+
+
+def test_auto_goes_on_where_it_was(convert, source, tmp_path, monkeypatch):
+    from convert import choose
+
+    scored, score = [], choose.score
+
+    def until_interrupted(checkpoint, merges, merged, *rest):
+        scored.append(merged.parent.name)
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        return score(checkpoint, merges, merged, *rest)
+
+    monkeypatch.setattr(choose, "score", until_interrupted)
+    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024)
+    before = {path.name for path in tmp_path.iterdir()}
+    result = convert("mha-to-gqa", source, tmp_path / "out", *options)
+    assert (result.code, "the same command continues" in result.err) == (1, True)
+    assert {path.name for path in tmp_path.iterdir()} - before == {".out.groupwise"}
+    assert convert("mha-to-gqa", source, tmp_path / "out", *options).code == 0
+    assert scored == ["aligned", "pca", "pca", "fit", "fit, similar heads grouped"]
+    assert {path.name for path in tmp_path.iterdir()} - before == {"out"}
+
+
+def test_a_dry_run_does_not_choose(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.conversion.choose_recipe", lambda *rest, **more: pytest.fail("chose"))
+    before = tiny.snapshot(tmp_path)
+    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024, "--dry-run", "--json")
+    found = json.loads(convert("mha-to-gqa", source, tmp_path / "out", *options).out)
+    assert (found["method"], found["calibration_seconds"] >= 0, "auto" in found) == ("auto", True, False)
+    assert tiny.snapshot(tmp_path) == before
+
+
+def test_auto_needs_windows_to_compare_by(convert, source, tmp_path):
+    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 256)
+    convert("mha-to-gqa", source, tmp_path / "out", *options).refused("needs 5 windows of 64", "tokens 320 or more")
 
 
 def test_auto_needs_a_head(convert, tmp_path):
@@ -305,6 +379,7 @@ def test_short_records_without_a_beginning_token(convert, tmp_path):
     ("name", "value", "words"),
     [
         ("model.layers.1.mlp.up_proj.weight", float("nan"), "layer 1 makes NaN or infinite values"),
+        ("model.layers.1.input_layernorm.weight", float("nan"), "layer 1 makes NaN or infinite values"),
         ("model.layers.0.mlp.down_proj.weight", None, "lacks the tensor model.layers.0.mlp.down_proj.weight"),
     ],
 )
@@ -314,7 +389,7 @@ def test_damage_outside_of_attention(convert, tmp_path, name, value, words):
     if value is None:
         del tensors[name]
     else:
-        tensors[name][0, 0] = value
+        tensors[name].view(-1)[0] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--refit").refused(words)
 
