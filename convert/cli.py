@@ -167,7 +167,7 @@ def _convert(
     with open_checkpoint(source) as checkpoint:
         conversion.check_target(checkpoint, out, overwrite)
         recipe, remarks = decide(checkpoint, n_kv_heads, Wishes(**wished))
-        plan = make_plan(checkpoint, n_kv_heads, recipe, size)
+        plan = asked = make_plan(checkpoint, n_kv_heads, recipe, size)
         found = _estimate(plan, quiet=dry_run or as_json)
         if dry_run:
             conversion.check(checkpoint, plan, out, overwrite)
@@ -179,7 +179,7 @@ def _convert(
         if dry_run:
             (terminal.print_json if as_json else show.plan)(summary)
             return
-        record = conversion.run(checkpoint, plan, out, overwrite, workers, quiet=as_json)
+        record = conversion.run(checkpoint, plan, out, overwrite, workers, as_json, asked)
     if as_json:
         terminal.print_json({**summary, "merge_report": record["merge_report"]})
     else:

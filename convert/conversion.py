@@ -78,19 +78,23 @@ def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Sta
     return staging
 
 
-def run(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, workers: int, quiet: bool) -> dict[str, Any]:
+def run(
+    checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, workers: int, quiet: bool, asked: Plan | None = None
+) -> dict[str, Any]:
     """Convert `checkpoint` into the folder `out`, which appears complete or not at all; return its `groupwise.json`.
+
+    `asked` is the plan as the user put it, where `auto` has chosen this one: its staging area goes on to be used.
 
     A run that was killed is continued. Raises CheckpointError for what the user can put right, with nothing left
     behind, and OSError if reading or writing fails midway; then the staging folder is kept for the next try.
     """
     staging = check(checkpoint, plan, out, overwrite)
-    before = fingerprint(checkpoint, plan)
+    before = fingerprint(checkpoint, asked or plan)
     with _continued(staging, before):
         calibrate(checkpoint, plan, staging.scratch, quiet)
         with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             execute(checkpoint, plan, staging, workers, progress)
-        if fingerprint(checkpoint, plan) != before:
+        if fingerprint(checkpoint, asked or plan) != before:
             raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
         record = _write_side_files(checkpoint, plan, staging)
         staging.publish()

@@ -308,9 +308,10 @@ def test_where_nothing_is_merged_no_text_counts(convert, source, tmp_path, text,
 
 
 def test_auto_goes_on_where_it_was(convert, source, tmp_path, monkeypatch):
-    from convert import choose
+    """Interrupted while it chooses, and again while it converts."""
+    from convert import choose, conversion
 
-    scored, score = [], choose.score
+    scored, score, execute = [], choose.score, conversion.execute
 
     def until_interrupted(checkpoint, merges, merged, *rest):
         scored.append(merged.parent.name)
@@ -318,13 +319,21 @@ def test_auto_goes_on_where_it_was(convert, source, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return score(checkpoint, merges, merged, *rest)
 
+    def interrupted(*rest):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(choose, "score", until_interrupted)
     options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024)
     before = {path.name for path in tmp_path.iterdir()}
     result = convert("mha-to-gqa", source, tmp_path / "out", *options)
     assert (result.code, "the same command continues" in result.err) == (1, True)
     assert {path.name for path in tmp_path.iterdir()} - before == {".out.groupwise"}
-    assert convert("mha-to-gqa", source, tmp_path / "out", *options).code == 0
+    monkeypatch.setattr(conversion, "execute", interrupted)
+    assert convert("mha-to-gqa", source, tmp_path / "out", *options).code == 1
+    monkeypatch.setattr(conversion, "execute", execute)
+    monkeypatch.setattr("convert.calibration._merge", lambda *rest: pytest.fail("merged again"))
+    result = convert("mha-to-gqa", source, tmp_path / "out", *options)
+    assert result.code == 0, result.err
     assert scored == ["aligned", "pca", "pca", "fit", "fit, similar heads grouped"]
     assert {path.name for path in tmp_path.iterdir()} - before == {"out"}
 
