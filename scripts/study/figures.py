@@ -15,11 +15,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from results import Line, Seeds, at, at_best_rate, losses, read, shares
+from results import Line, Seeds, at, at_best_setting, losses, read, shares
 
 HEADLINE, SPEED = "headline.png", "speed.png"
 SOURCES = {
-    HEADLINE: ("merges.jsonl", "smollm2.jsonl", "paper.jsonl"),
+    HEADLINE: ("merges.jsonl", "smollm2.jsonl", "paper.jsonl", "recipe.jsonl"),
     SPEED: ("short.jsonl", "../bench/decode_study.json"),
 }
 """What each figure is drawn from."""
@@ -61,14 +61,14 @@ def digest(results: Path, figure: str) -> str:
 
 def headline(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
-    grid, paper = figure.add_gridspec(2, 2), read(results / "paper.jsonl")
+    grid, plans = figure.add_gridspec(2, 2), [read(results / f"{plan}.jsonl") for plan in ("paper", "recipe")]
     draw_merges(
         figure.add_subplot(grid[0, :]), {plan: read(results / f"{plan}.jsonl") for plan in ("merges", "smollm2")}
     )
     left = figure.add_subplot(grid[1, 0])
-    draw_uptraining(left, paper, 2)
-    draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), paper, 1)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    draw_uptraining(left, *plans, 2)
+    draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), *plans, 1)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
@@ -81,7 +81,9 @@ def speed(results: Path) -> Figure:
     parent = statistics.mean(losses(at(lines, "parent", (0, None))).values())
     figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for arm, loss, label, colour, marker in CURVES[:2]:
+    for (arm, loss, _, colour, marker), label in zip(
+        CURVES[:2], ("mean, next token", "default, distilled"), strict=True
+    ):
         found = {heads: list(losses(at(lines, arm, (0.01, loss), heads)).values()) for heads in (4, 2, 1)}
         axes.errorbar(
             [milliseconds(times[heads]) for heads in found], [statistics.mean(x) for x in found.values()],
@@ -122,7 +124,7 @@ def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
     axes.legend(loc="upper right", title="K/V heads", alignment="left", title_fontsize=8)
 
 
-def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
+def draw_uptraining(axes: Axes, lines: list[Line], recipe: list[Line], groups: int) -> None:
     axes.set_title(f"8 → {groups}: held-out loss against uptraining")
     for arm, loss, label, colour, marker in CURVES:
         points = curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss)
@@ -134,6 +136,11 @@ def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
                 [100 * alpha for alpha in points], means, spread, fmt=f"{marker}-", color=colour, label=label,
                 markersize=5, capsize=2, elinewidth=1,
             )  # fmt: skip
+    best = list(losses(at(recipe, "mean", (0.05, "next-token"), groups)).values())
+    axes.errorbar(
+        [5], [statistics.mean(best)], [statistics.stdev(best)], fmt="s", color=ORANGE, markerfacecolor="white",
+        label="the recipe with a quarter of the batch, at its best rate", markersize=6, capsize=2, elinewidth=1,
+    )  # fmt: skip
     axes.set_xlabel("tokens, % of the parent's pre-training")
     axes.set_ylabel("nats per token")
     axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)
@@ -145,4 +152,4 @@ def curve(lines: list[Line], loss: str) -> dict[float, Seeds]:
     """Return the losses by share of uptraining, from none on."""
     alphas = sorted({line["alpha"] for line in lines if line["loss"] in (None, loss)})
     own = {alpha: [x for x in lines if x["alpha"] == alpha and x["loss"] in (None, loss)] for alpha in alphas}
-    return {alpha: losses(at_best_rate(found)) for alpha, found in own.items()}
+    return {alpha: losses(at_best_setting(found)) for alpha, found in own.items()}

