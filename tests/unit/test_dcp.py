@@ -173,8 +173,9 @@ def test_where_config_is_found(convert, tmp_path, where):
     tiny.save(model, tmp_path / "whole")
     (tmp_path / "whole/model.safetensors").unlink()
     shutil.copytree(tmp_path / "whole", home, dirs_exist_ok=True)
+    source = {"name": "before", "revision": None, "files": []}
     (home / "groupwise.json").write_text(
-        json.dumps({"schema": 1, "method": "mean", "seed": 0, "groups": 8, "source": {"files": []}, "merge_report": []})
+        json.dumps({"schema": 1, "method": "mean", "seed": 0, "groups": 8, "source": source, "merge_report": []})
     )
     found = json.loads(convert("inspect", path, "--json").out)
     files = tiny.SIDE_FILES.keys() | {"generation_config.json"}
