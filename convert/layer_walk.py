@@ -26,7 +26,7 @@ from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 from model.llama import Block, Rotation
 from model.llama_config import LlamaConfig, read_llama_config
-from model.loading import load_block, load_embedding
+from model.loading import embedding_name, load_block, load_embedding
 from model.masks import text_mask
 from model.rope import rotate, rotations
 from model.staging import sync_file, sync_folder
@@ -160,12 +160,14 @@ def check_can_walk(checkpoint: Checkpoint) -> None:
 
 
 def check_tokens(checkpoint: Checkpoint, sample: Sample) -> None:
-    """Raise CheckpointError where the text has tokens that the model does not know."""
-    n_tokens = read_llama_config(checkpoint.config).vocab_size
-    if sample.ids_NT is not None and sample.ids_NT.max() >= n_tokens:
+    """Raise CheckpointError where the text has tokens that the model does not know, by its embedding."""
+    embedding = checkpoint.tensors.get(embedding_name(checkpoint))
+    if embedding is None:
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {embedding_name(checkpoint)}.")
+    if sample.ids_NT is not None and sample.ids_NT.max() >= embedding.shape[0]:
         raise CheckpointError(
-            f"tokenizer.json gives the id {sample.ids_NT.max()}, but the model has {n_tokens} tokens; they do not "
-            "belong together."
+            f"tokenizer.json gives the id {sample.ids_NT.max()}, but the model has {embedding.shape[0]} tokens; they "
+            "do not belong together."
         )
 
 

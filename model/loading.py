@@ -57,7 +57,12 @@ def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block
 
 def load_embedding(checkpoint: Checkpoint) -> Tensor:
     """Load the embedding of an open checkpoint in its own dtype, [V, M]."""
-    return _read(checkpoint, f"{_prefix(checkpoint)}embed_tokens.weight", None, "cpu")
+    return _read(checkpoint, embedding_name(checkpoint), None, "cpu")
+
+
+def embedding_name(checkpoint: Checkpoint) -> str:
+    """Return the name of the embedding's tensor, which may be missing."""
+    return f"{_prefix(checkpoint)}embed_tokens.weight"
 
 
 def load_last_norm(checkpoint: Checkpoint, config: LlamaConfig) -> RMSNorm:

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 from figures import draw
 from plan import PLANS
-from results import Line, losses, of_seeds, read, shares, unique
+from results import Line, losses, of_seeds, read, read_lines, shares, unique
 from table import markdown, savings, show, tables
 
 PAGE, README, RESULTS = Path("docs/study.md"), Path("README.md"), Path("docs/study")
@@ -31,17 +31,25 @@ def main(work: Path) -> None:
         found = work / plan / "results.jsonl"
         if found.exists():
             (RESULTS / f"{plan}.jsonl").write_bytes(found.read_bytes())
-    (RESULTS / PARENTS).write_text("".join(f"{json.dumps(line)}\n" for line in parents(work)))
+    record_parents(work, RESULTS / PARENTS)
     draw(RESULTS)
     for page in (PAGE, README):
         page.write_text(renewed(page.read_text(), RESULTS))
+
+
+def record_parents(work: Path, record: Path) -> None:
+    """Renew the lines of the plans whose parents lie in the folder of work; those of others stay."""
+    found = list(parents(work))
+    plans = {line["plan"] for line in found}
+    kept = [line for line in read_lines(record) if line["plan"] not in plans] if record.exists() else []
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *found]))
 
 
 def parents(work: Path) -> Iterator[Line]:
     """Yield the held-out losses of the parents while they were trained, of those that are finished."""
     for metrics in sorted(work.glob("*/parent-*/metrics.jsonl")):
         settings = json.loads((metrics.parent / "run.json").read_text())["settings"]
-        found = {line["step"]: line["evaluation"]["loss"] for line in read_metrics(metrics) if "evaluation" in line}
+        found = {line["step"]: line["evaluation"]["loss"] for line in read_lines(metrics) if "evaluation" in line}
         if settings["steps"] in found:
             tenths = {round(step / settings["steps"], 1): loss for step, loss in found.items()}
             for share, loss in tenths.items():
@@ -49,13 +57,9 @@ def parents(work: Path) -> Iterator[Line]:
                 yield {"plan": plan, "seed": seed, "steps": settings["steps"], "share": share, "held_out_loss": loss}
 
 
-def read_metrics(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def training_of_parents(results: Path) -> str:
     """Return the table of the parents' losses, tenth by tenth of their training."""
-    lines = read_metrics(results / PARENTS)
+    lines = read_lines(results / PARENTS)
     plans = unique(line["plan"] for line in lines)
     rows = []
     for share in sorted({line["share"] for line in lines if line["share"] > 0}):

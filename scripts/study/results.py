@@ -14,9 +14,13 @@ Setting = tuple[float | None, str | None, int | None]
 """How it was done: the peak of the learning rate, its schedule, and the tokens of a step."""
 
 
+def read_lines(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read(path: Path) -> list[Line]:
-    """Return the lines of a file, in order; none where it is not there yet."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the results of a file, in order; none where it is not there yet."""
+    lines = read_lines(path) if path.exists() else []
     # Early lines have neither of these.
     return [{"schedule": "wsd" if line["loss"] else None, "from_nothing": False} | line for line in lines]
 

@@ -368,11 +368,29 @@ def test_out_is_looked_at_before_the_work(convert, source, tmp_path, monkeypatch
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "auto").refused("exists")
 
 
-def test_a_tokenizer_of_another_model(convert, tmp_path):
+@pytest.mark.parametrize("stated", [100, 300])
+@pytest.mark.parametrize("option", ["--overwrite", "--dry-run"])
+def test_a_tokenizer_of_another_model(convert, tmp_path, stated, option):
+    """Whatever the config says: the embedding's rows count."""
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=100), tmp_path / "source"), 300)
-    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT).refused(
+    tiny.edit_config(folder, vocab_size=stated)
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, option).refused(
         "the model has 100 tokens; they do not"
     )
+
+
+def test_the_memory_estimate_counts_the_embedding(convert, tmp_path):
+    """It is read before the layers; and `auto` holds the head in float32 too."""
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=1_000_000), tmp_path / "source"), 300)
+    embedding = 4 * 1_000_000 * tiny.HIDDEN
+    estimates = []
+    for method in ("mean", "fit", "auto"):
+        options = () if method == "mean" else ("--calibration-tokens", 1024)
+        found = convert(
+            "mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", method, *options, "--dry-run", "--json"
+        )
+        estimates.append(json.loads(found.out)["peak_memory_bytes"])
+    assert embedding < estimates[1] < estimates[2] - embedding // 2
 
 
 def test_short_records_without_a_beginning_token(convert, tmp_path):

@@ -339,6 +339,28 @@ def test_table_of_savings(study):
     ]
 
 
+def test_table_of_parents(study, tmp_path):
+    """By tenths of their training; what is still being trained does not count, what lies elsewhere by now does."""
+    import page
+
+    for name, seed, steps in (("parent-0", 0, 20), ("parent-1", 1, 20), ("parent-2", 2, 30)):
+        run = tmp_path / "p" / name
+        run.mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps({"settings": {"steps": steps, "seed": seed}}))
+        losses = {0: 8.0, 10: 6.0 + seed, 20: 5.0 + seed}
+        records = [{"step": 1, "loss": 7.0}, *({"step": s, "evaluation": {"loss": x}} for s, x in losses.items())]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    record = tmp_path / page.PARENTS
+    earlier = [{"plan": plan, "seed": 0, "steps": 20, "share": 1.0, "held_out_loss": 9.0} for plan in ("p", "q")]
+    record.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    for _ in range(2):
+        page.record_parents(tmp_path, record)
+        assert page.training_of_parents(tmp_path).splitlines() == [
+            "| of its training | q | p |", "| --- | --- | --- |",
+            "| 50% | – | 6.500 ± 0.707 |", "| 100% | 9.000 | 5.500 ± 0.707 |",
+        ]  # fmt: skip
+
+
 def test_table_of_behaviours(study):
     def behaving(seed, losses, tokens, repeated):
         found = {"positions": [16, 32], "loss_by_position": losses, "parents_loss_by_position": [4.0, 3.0]}

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 FOUND = importlib.util.find_spec("glassllm")
-pytestmark = pytest.mark.skipif(FOUND is None, reason="needs `pip install --no-deps glassllm==0.1.0` (.ci/run does)")
+pytestmark = pytest.mark.skipif(
+    FOUND is None, reason="needs `pip install --no-deps glassllm==0.1.0` (scripts/setup does)"
+)
 # Its names for those of Llama. Its matrices stand the other way round.
 PARTS = {
     "norm1.gamma": "input_layernorm", "norm2.gamma": "post_attention_layernorm", "attn.W_Q": "self_attn.q_proj",
