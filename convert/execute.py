@@ -10,11 +10,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from convert.layer_merge import Layers, MergedLayer
 from convert.merge import merge_groups
 from convert.plan import Plan
 from convert.regroup import Regrouped, Rows
-from model.checkpoint import Checkpoint, Shard, Span
+from model.checkpoint import Array, Checkpoint, Shard, Span
 from model.checkpoint.writer import ShardFile
 from model.staging import Staging
 
@@ -97,6 +99,7 @@ class _ShardJob:
         self._left = 0
         self._file: ShardFile | None = None
         self._reports: dict[str, list[dict[str, float]]] = {}
+        self._digests: dict[str, str] = {}
 
     def tasks(self) -> list[Task]:
         if self._shard.name in self._staging.finished and self._path.exists():
@@ -128,7 +131,7 @@ class _ShardJob:
         regrouped = self._plan.regrouped
         labels = [r.label for name in self._shard.tensors if name in regrouped for r in regrouped[name].reported]
         reports = {label: self._reports[label] for label in labels}
-        self._staging.record_file(self._shard.name, reports)
+        self._staging.record_file(self._shard.name, {"reports": reports, "sha256": self._digests})
         return 0
 
     def close(self) -> None:
@@ -160,10 +163,12 @@ class _ShardJob:
         return regrouped.tensor.nbytes
 
     def _write_merged(self, name: str, layer: MergedLayer) -> int:
-        self._output().write_rows(name, 0, layer.tensors[name])
+        values = layer.tensors[name]
+        self._output().write_rows(name, 0, values)
+        self._digests[name] = digest(values)
         if name in layer.reports:
             self._reports[name] = [asdict(report) for report in layer.reports[name]]
-        return layer.tensors[name].nbytes
+        return values.nbytes
 
     def _copy_rows(self, name: str, rows: Rows, row_nbytes: int) -> None:
         span = self._checkpoint.span(rows.source)
@@ -212,8 +217,20 @@ class _ShardJob:
         return tensor.nbytes
 
 
+def digest(values: Array) -> str:
+    """Return the SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
+
+
 def merge_reports(plan: Plan, staging: Staging) -> dict[str, Any]:
     """Return the reports of all merges, by label, as the journal has them."""
-    return {
-        label: report for shard in plan.shards for label, report in staging.finished[shard.name].items()
-    }  # fmt: skip
+    return _journalled(plan, staging, "reports")
+
+
+def merged_digests(plan: Plan, staging: Staging) -> dict[str, str]:
+    """Return the SHA-256 of the tensors of layers that were merged whole, by name, as the journal has them."""
+    return _journalled(plan, staging, "sha256")
+
+
+def _journalled(plan: Plan, staging: Staging, key: str) -> dict[str, Any]:
+    return {name: found for shard in plan.shards for name, found in staging.finished[shard.name][key].items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from convert.execute import checksum_key, merge_reports
+from convert.execute import checksum_key, merge_reports, merged_digests
 from convert.methods import REPEAT
 from convert.plan import Plan
 from model.checkpoint import Checkpoint
@@ -25,6 +25,7 @@ CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 def build(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
     """Return the content of `groupwise.json`."""
     name, revision = base_model(checkpoint)
+    digests = merged_digests(plan, staging)
     checksums = {path.name: staging.finished[checksum_key(path)] for path in checkpoint.weight_files}
     source: dict[str, Any] = {
         "name": name,
@@ -52,6 +53,7 @@ def build(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any
         },
         "versions": {name: version(name) for name in ("groupwise", "numpy", "ml-dtypes")},
         "merge_report": _summary(plan, staging),
+        "sha256": {name: digests[name] for name in plan.tensors if name in digests},
     }
 
 
@@ -101,6 +103,8 @@ def read(folder: Path) -> dict[str, Any]:
         _ = {file["name"]: file["sha256"] for file in content["source"]["files"]}
         _ = content["source"]["name"], content["source"]["revision"]
         _ = {entry["tensor"] for entry in content["merge_report"]}
+        if not isinstance(content["sha256"], dict):
+            raise TypeError("sha256 must be a table")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}.") from error
     if schema != SCHEMA:

@@ -74,6 +74,7 @@ def test_verify_sees_a_changed_query(convert, tmp_path, method):
     save_file(tensors, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
     result = convert("verify", source, tmp_path / "out")
     assert (result.code, "q_proj.weight differs from the one recomputed" in result.err) == (3, True)
+    assert "q_proj.weight has SHA-256" in result.err
 
 
 OTHERS = tuple(f for f in ROTATING if f not in ("llama", "mistral", "qwen2"))

@@ -175,7 +175,9 @@ def test_where_config_is_found(convert, tmp_path, where):
     shutil.copytree(tmp_path / "whole", home, dirs_exist_ok=True)
     source = {"name": "before", "revision": None, "files": []}
     (home / "groupwise.json").write_text(
-        json.dumps({"schema": 1, "method": "mean", "seed": 0, "groups": 8, "source": source, "merge_report": []})
+        json.dumps(
+            {"schema": 1, "method": "mean", "seed": 0, "groups": 8, "source": source, "merge_report": [], "sha256": {}}
+        )
     )
     found = json.loads(convert("inspect", path, "--json").out)
     files = tiny.SIDE_FILES.keys() | {"generation_config.json"}
