@@ -1,5 +1,6 @@
 """Converting parents, measuring and uptraining what comes out, and recording each figure as soon as it is there."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import programs
@@ -39,8 +41,6 @@ class Case:
 
     subject: Subject
     arm: Arm
-    position: int
-    """Of the arm in the plan."""
     groups: int | None
     """None for the parent itself."""
     stages: tuple[Stage | None, ...]
@@ -69,12 +69,12 @@ def missing_cases(place: Place) -> list[Case]:
     found = {key_of_line(line) for line in read(place.results)}
     cases = []
     for subject, arms in subjects(place):
-        for position, arm in enumerate(arms):
+        for arm in arms:
             for groups in (None,) if arm.is_parent else arm.groups:
-                case = Case(subject, arm, position, groups, (None, *arm.uptrain))
+                case = Case(subject, arm, groups, (None, *arm.uptrain))
                 stages = tuple(stage for stage in case.stages if key(case, stage) not in found)
                 if stages:
-                    cases.append(Case(subject, arm, position, groups, stages))
+                    cases.append(Case(subject, arm, groups, stages))
     return cases
 
 
@@ -163,11 +163,13 @@ def describe(place: Place, case: Case, stage: Stage | None, measures: Line) -> L
     subject = case.subject
     config = json.loads((subject.folder / "config.json").read_text())
     return {
-        "plan": place.plan.name, "parent": subject.name, "arm": case.arm.name, "position": case.position,
+        "plan": place.plan.name, "parent": subject.name, "arm": case.arm.name,
         "groups": case.groups or config["num_key_value_heads"], "seed": subject.seed, **stage_values(case, stage),
         "tokens": measures["tokens"], "held_out_loss": measures["loss"], "parent_loss": measures["teacher_loss"],
         "kl": measures["kl"], "agreement": measures["agreement"], "targets": measures["targets"],
         "convert": case.arm.convert, "from_nothing": case.arm.from_nothing,
+        "original_tokens": subject.tokens, "precision": subject.precision,
+        "parent_sha256": weights_hash(subject.folder),
         "caches": cache_hashes(subject.caches), "commit": commit(),
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count()},
     }  # fmt: skip
@@ -182,6 +184,15 @@ def append(path: Path, line: Line) -> None:
 def cache_hashes(folder: Path) -> dict[str, str]:
     manifests = sorted(folder.glob("*/manifest.json"))
     return {path.parent.name: json.loads(path.read_text())["sha256"] for path in manifests}
+
+
+@cache
+def weights_hash(folder: Path) -> str:
+    """Return the SHA-256 of a model's weights, which says whose figures these are."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def commit() -> str:

@@ -15,11 +15,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from results import Line, Seeds, at, at_best_setting, losses, read, shares
+from results import Line, Seeds, at, at_best_setting, losses, read, shares, trained
 
 HEADLINE, SPEED = "headline.png", "speed.png"
 SOURCES = {
-    HEADLINE: ("merges.jsonl", "smollm2.jsonl", "paper.jsonl", "recipe.jsonl"),
+    HEADLINE: ("merges.jsonl", "smollm2.jsonl", "paper.jsonl", "recipe.jsonl", "short.jsonl"),
     SPEED: ("short.jsonl", "../bench/decode_study.json"),
 }
 """What each figure is drawn from."""
@@ -40,7 +40,8 @@ PLACES = (
 )  # fmt: skip
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
-    ("fit-refit", "distill", "the default merge, distilled from the parent", BLUE, "o"),
+    ("mean", "distill", "mean, distilled from the parent", PINK, "v"),
+    ("fit-refit", "distill", "the default merge, distilled", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
 NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
@@ -55,19 +56,20 @@ def draw(results: Path) -> None:
 
 
 def digest(results: Path, figure: str) -> str:
-    """Return what tells whether a figure is of these results."""
-    return hashlib.sha256(b"".join((results / source).read_bytes() for source in SOURCES[figure])).hexdigest()
+    """Return what tells whether a figure is of these results, drawn so."""
+    sources = [Path(__file__), *(results / source for source in SOURCES[figure])]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def headline(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
-    grid, plans = figure.add_gridspec(2, 2), [read(results / f"{plan}.jsonl") for plan in ("paper", "recipe")]
+    grid, lines = figure.add_gridspec(2, 2), trained(results)
     draw_merges(
         figure.add_subplot(grid[0, :]), {plan: read(results / f"{plan}.jsonl") for plan in ("merges", "smollm2")}
     )
     left = figure.add_subplot(grid[1, 0])
-    draw_uptraining(left, *plans, 2)
-    draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), *plans, 1)
+    draw_uptraining(left, lines, 2)
+    draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), lines, 1)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
@@ -81,9 +83,7 @@ def speed(results: Path) -> Figure:
     parent = statistics.mean(losses(at(lines, "parent", (0, None))).values())
     figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for (arm, loss, _, colour, marker), label in zip(
-        CURVES[:2], ("mean, next token", "default, distilled"), strict=True
-    ):
+    for arm, loss, label, colour, marker in CURVES[:3]:
         found = {heads: list(losses(at(lines, arm, (0.01, loss), heads)).values()) for heads in (4, 2, 1)}
         axes.errorbar(
             [milliseconds(times[heads]) for heads in found], [statistics.mean(x) for x in found.values()],
@@ -124,7 +124,8 @@ def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
     axes.legend(loc="upper right", title="K/V heads", alignment="left", title_fontsize=8)
 
 
-def draw_uptraining(axes: Axes, lines: list[Line], recipe: list[Line], groups: int) -> None:
+def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
+    """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
     axes.set_title(f"8 → {groups}: held-out loss against uptraining")
     for arm, loss, label, colour, marker in CURVES:
         points = curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss)
@@ -136,11 +137,6 @@ def draw_uptraining(axes: Axes, lines: list[Line], recipe: list[Line], groups: i
                 [100 * alpha for alpha in points], means, spread, fmt=f"{marker}-", color=colour, label=label,
                 markersize=5, capsize=2, elinewidth=1,
             )  # fmt: skip
-    best = list(losses(at(recipe, "mean", (0.05, "next-token"), groups)).values())
-    axes.errorbar(
-        [5], [statistics.mean(best)], [statistics.stdev(best)], fmt="s", color=ORANGE, markerfacecolor="white",
-        label="the recipe with a quarter of the batch, at its best rate", markersize=6, capsize=2, elinewidth=1,
-    )  # fmt: skip
     axes.set_xlabel("tokens, % of the parent's pre-training")
     axes.set_ylabel("nats per token")
     axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)

@@ -1,24 +1,28 @@
 """Bring results into the repository and onto its pages.
 
-    python scripts/study/page.py    copies .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figure
+    python scripts/study/page.py    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figures
 
-docs/study.md and README.md are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name,
-`parents`, `savings` or `results`.
+Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name, `trained`, `parents`,
+`savings` or `results`.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
+from arms import key_of_line
 from figures import draw
-from plan import PLANS
-from results import Line, losses, of_seeds, read, read_lines, shares, unique
+from plan import PLANS, PlanError
+from results import Line, losses, of_seeds, read, read_lines, shares, trained, unique
 from table import markdown, savings, show, tables
 
-PAGE, README, RESULTS = Path("docs/study.md"), Path("README.md"), Path("docs/study")
+RESULTS = Path("docs/study")
+PAGES = (Path("README.md"), Path("docs/study.md"), RESULTS / "tables.md")
 PARENTS = "parents.jsonl"
+SAME_PARENT = 1e-3
+"""Nats by which the losses of one model may differ between machines."""
 BEST = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -30,11 +34,30 @@ def main(work: Path) -> None:
     for plan in (plan.stem for plan in PLANS.glob("*.toml") if plan.stem != "smoke"):
         found = work / plan / "results.jsonl"
         if found.exists():
-            (RESULTS / f"{plan}.jsonl").write_bytes(found.read_bytes())
+            add_lines(found, RESULTS / f"{plan}.jsonl")
     record_parents(work, RESULTS / PARENTS)
     draw(RESULTS)
-    for page in (PAGE, README):
+    for page in PAGES:
         page.write_text(renewed(page.read_text(), RESULTS))
+
+
+def add_lines(found: Path, record: Path) -> None:
+    """Add results to those on record; one that was taken again replaces the earlier one.
+
+    Raises PlanError where they are of other parents than those on record.
+    """
+    new, old = read(found), read(record)
+    losses_then = {(line["parent"], line["seed"]): line["parent_loss"] for line in old}
+    for line in new:
+        loss = losses_then.get((line["parent"], line["seed"]), line["parent_loss"])
+        if abs(loss - line["parent_loss"]) > SAME_PARENT:
+            raise PlanError(
+                f"{found} is of another {line['parent']} {line['seed']} than {record}: its loss is "
+                f"{line['parent_loss']:.4f}, not {loss:.4f}. Move one of the two away."
+            )
+    taken = {key_of_line(line) for line in new}
+    kept = [line for line in old if key_of_line(line) not in taken]
+    record.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in [*kept, *new]))
 
 
 def record_parents(work: Path, record: Path) -> None:
@@ -72,18 +95,15 @@ def renewed(page: str, results: Path) -> str:
     """Return the page with its tables as the recorded results give them."""
 
     def fill(match: re.Match[str]) -> str:
-        own = {
-            "results": headline, "parents": training_of_parents, "savings": lambda found: savings(recipes(found), BEST),
+        parts: dict[str, Callable[[Path], str]] = {
+            "results": headline, "parents": training_of_parents,
+            "trained": lambda found: "\n\n".join(tables(trained(found))),
+            "savings": lambda found: savings(trained(found), BEST),
         }  # fmt: skip
-        found = [own[match[1]](results)] if match[1] in own else tables(read(results / f"{match[1]}.jsonl"))
-        return f"{match[1]}{match[2]}" + "\n\n".join(found) + "\n"
+        part = parts.get(match[1], lambda found: "\n\n".join(tables(read(found / f"{match[1]}.jsonl"))))
+        return f"{match[1]}{match[2]}{part(results)}\n"
 
     return PLACE.sub(fill, page)
-
-
-def recipes(results: Path) -> list[Line]:
-    """Return the paper's recipe with all settings it was tried with, and ours."""
-    return [line for plan in ("paper", "recipe") for line in read(results / f"{plan}.jsonl")]
 
 
 def headline(results: Path) -> str:
@@ -91,7 +111,7 @@ def headline(results: Path) -> str:
     rows = ["| | K/V heads | parent | mean | default | of mean's gap |", "|---|---|---|---|---|---|"]
     for name, plan, before, after in (
         ("4.2 M parameters, 3 parents", "merges", 8, 4), ("", "merges", 8, 2), ("", "merges", 8, 1),
-        ("SmolLM2-135M", "smollm2", 3, 1),
+        ("SmolLM2-135M-Instruct, 4 bit", "smollm2", 3, 1),
     ):  # fmt: skip
         lines = [line for line in read(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]]
         mean, best = ([line for line in lines if line["arm"] == arm] for arm in ("mean", BEST))

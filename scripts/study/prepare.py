@@ -9,6 +9,7 @@ The folder of a plan:
     parent-0-g2/ …             the same with 2 K/V heads from nothing
     smollm2/                   model/, train/ and valid/ of a parent from elsewhere
     arms/                      what is being converted and trained just now
+    plan.json                  what of the plan all this depends on
     results.jsonl lock
 """
 
@@ -17,12 +18,12 @@ import lzma
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import programs
-from plan import Outside, Plan, PlanError, Vocabulary
+from plan import SHARED, Outside, Plan, PlanError, Vocabulary
 
 sys.path.append(str(Path(__file__).parents[1]))  # for what is shared with the demo
 
@@ -83,6 +84,17 @@ class Place:
         if not found:
             raise PlanError(f"{self.texts} has no {' or '.join(patterns)}.")
         return found
+
+
+def check_home(place: Place) -> None:
+    """Raise PlanError where the folder of caches and parents was made with other values than the plan's are now."""
+    wanted = json.loads(json.dumps({key: value for key, value in asdict(place.plan).items() if key in SHARED}))
+    del wanted["parent"]["seeds"]  # more of them may come
+    record = place.home / "plan.json"
+    found = json.loads(record.read_text()) if record.exists() else wanted
+    if other := [key for key in wanted if found.get(key) != wanted[key]]:
+        raise PlanError(f"{place.home} was made with another {other[0]}; take another --work, or delete it.")
+    record.write_text(json.dumps(wanted, indent=2) + "\n")
 
 
 def shared_steps(place: Place) -> list[Step]:

@@ -25,6 +25,13 @@ def read(path: Path) -> list[Line]:
     return [{"schedule": "wsd" if line["loss"] else None, "from_nothing": False} | line for line in lines]
 
 
+def trained(results: Path) -> list[Line]:
+    """Return what is known of the arms of `paper`, with all settings that they were uptrained with."""
+    arms = {line["arm"] for line in read(results / "paper.jsonl")}
+    lines = [line for plan in ("paper", "recipe", "short") for line in read(results / f"{plan}.jsonl")]
+    return [line for line in lines if line["arm"] in arms]
+
+
 def unique(values: Any) -> list[Any]:
     return list(dict.fromkeys(values))
 

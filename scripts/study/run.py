@@ -6,15 +6,16 @@ done again, so the same command goes on with a study that was stopped.
 
 import fcntl
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import click
 from arms import missing_cases, work_on
 from plan import find_plan, read_plan
-from prepare import Place, Step, parent_steps, shared_steps
+from prepare import Place, Step, check_home, parent_steps, shared_steps
 from programs import ProgramFailed
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -45,15 +46,24 @@ def print_rest(place: Place) -> None:
 def run_study(place: Place, jobs: int) -> None:
     for folder in (place.home, place.results.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    with (place.results.parent / "lock").open("w") as lock:
+    # Two runners would delete each other's models; while parents are made, also those of plans that share them.
+    with locked(place.results.parent / "lock", f"the study {place.plan.name} is running"):
+        with locked(place.home / "making.lock", f"the parents of {place.plan.home} are being made"):
+            check_home(place)
+            for step in shared_steps(place):
+                make(step)
+            side_by_side([partial(make, step) for step in parent_steps(place)], jobs)
+        side_by_side([partial(work_on, place, case, tell) for case in missing_cases(place)], jobs)
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:  # they would delete each other's models
-            raise click.ClickException(f"the study {place.plan.name} is running in {place.work} already.") from error
-        for step in shared_steps(place):
-            make(step)
-        side_by_side([partial(make, step) for step in parent_steps(place)], jobs)
-        side_by_side([partial(work_on, place, case, tell) for case in missing_cases(place)], jobs)
+        except BlockingIOError as error:
+            raise click.ClickException(f"{what} in {path.parent} already.") from error
+        yield
 
 
 def make(step: Step) -> None:

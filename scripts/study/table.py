@@ -2,11 +2,13 @@
 
     python scripts/study/table.py .study/merges/results.jsonl
 
-Each number of K/V heads has its tables. "of mean's gap" is the share of the loss that merging by mean costs:
-(the arm's loss − the parent's) / (mean's − the parent's), right after conversion. Where several learning rates,
-schedules or batches were tried for an uptraining, the one with the best mean counts, and is named.
+Each number of K/V heads has its tables, with the arms from the best start to the worst. "of mean's gap" is the share of
+the loss that merging by mean costs: (the arm's loss − the parent's) / (mean's − the parent's), right after conversion.
+Where several learning rates, schedules or batches were tried for an uptraining, the one with the best mean counts, and
+is named.
 """
 
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,16 +49,19 @@ def main(results: Path) -> None:
 
 
 def tables(lines: list[Line]) -> Iterator[str]:
-    for parent in unique(line["parent"] for line in lines):
+    parents, plans = unique(line["parent"] for line in lines), ", ".join(unique(line["plan"] for line in lines))
+    for parent in parents:
         of_parent = [line for line in lines if line["parent"] == parent]
         merged = unique(line["groups"] for line in of_parent if line["convert"] is not None)
         for groups in sorted(merged, reverse=True):
             # The parent, which nothing has merged, is the control of every table.
             chosen = [line for line in of_parent if is_parent(line) or line["groups"] == groups]
-            yield f"### {lines[0]['plan']}, {parent}: {groups} K/V heads\n\n{table(chosen)}"
+            whose = f"{parent}, " if len(parents) > 1 else ""
+            yield f"### {plans}: {whose}merged to {groups} K/V head{'s' * (groups > 1)}\n\n{table(chosen)}"
             yield from rates(chosen)
-            if watched := [line for line in chosen if "behaviour" in line]:
+            if any(line["alpha"] for line in chosen):
                 yield measures(chosen)
+            if watched := [line for line in chosen if "behaviour" in line]:
                 yield behaviours(watched)
 
 
@@ -65,10 +70,10 @@ def markdown(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def models(lines: list[Line]) -> list[tuple[str, Stage]]:
-    """Return the arms in the plan's order, each with its uptrainings from the shortest on."""
-    positions = {line["arm"]: line["position"] for line in lines}
+    """Return the arms from the best start to the worst, each with its uptrainings from the shortest on."""
     found = unique((line["arm"], stage_of(line)) for line in lines)
-    return sorted(found, key=lambda model: (positions[model[0]], *by_loss(model[1])))
+    starts = {arm: statistics.mean(losses(at(lines, arm, START)).values()) for arm, stage in found if stage == START}
+    return sorted(found, key=lambda model: (starts.get(model[0], math.inf), *by_loss(model[1])))
 
 
 def by_loss(stage: Stage) -> tuple[str, float]:
@@ -109,28 +114,37 @@ def rates(lines: list[Line]) -> Iterator[str]:
 
 
 def measures(lines: list[Line]) -> str:
-    """Return how near each model is to its parent, and to the parent trained on for as long."""
+    """Return how near each model is to its parent, and to the control."""
     rows, papers = [], losses(at(lines, *PAPERS))
-    for arm, stage in models([line for line in lines if line["alpha"] or not is_parent(line)]):
+    for arm, stage in models(lines):
         start, own = losses(at(lines, arm, START)), at(lines, arm, stage)
-        control = losses(at(lines, "parent", (stage[0], "next-token")))
+        if stage == START and is_parent(own[0]):
+            continue
         is_trained_merge = stage != START and not is_parent(own[0])
         recovered = {seed: 1 - left for seed, left in left_of(own, start).items()} if is_trained_merge else {}
         rows.append([
             arm, name_of(stage),
             show(of_seeds(own, "kl"), "{:.3f}"), show(of_seeds(own, "agreement"), "{:.1%}"),
             show(recovered, "{:.0%}"), show(left_of(own, papers), "{:.0%}"),
-            show(beyond(losses(own), control) if is_trained_merge else {}, "{:+.3f}"),
+            show(beyond(losses(own), control(lines, stage)) if is_trained_merge else {}, "{:+.3f}"),
         ])  # fmt: skip
     headings = ["arm", "uptraining", "KL to parent", "same first choice", "recovered", "of the recipe's gap",
                 "over the control"]  # fmt: skip
-    return markdown(headings, rows)
+    filled = [i for i in range(len(headings)) if any(row[i] != "–" for row in rows)]
+    return markdown([headings[i] for i in filled], [[row[i] for i in filled] for row in rows])
+
+
+def control(lines: list[Line], stage: Stage) -> Seeds:
+    """Return the losses of the parent trained on for as long, or of the parent, where that is better."""
+    found = [losses(at(lines, "parent", each)) for each in (START, (stage[0], "next-token"))]
+    return min(filter(None, found), key=lambda seeds: statistics.mean(seeds.values()), default={})
 
 
 def savings(lines: list[Line], best: str) -> str:
     """Return what our best merge needs for the quality of the paper's recipe, in tokens and in compute.
 
-    The recipe has a row with each batch that it was tried with, at the best learning rate for that.
+    The recipe has a row with each batch that it was tried with, at the best learning rate for that; then comes what the
+    mean makes of distilling, then the best merge.
     """
     arm, stage = PAPERS
     recipe = [line for line in lines if (line["arm"], stage_of(line)) == PAPERS]
@@ -141,16 +155,18 @@ def savings(lines: list[Line], best: str) -> str:
         with_batch = [line for line in recipe if line["global_batch_tokens"] == batch]
         rows.append([f"{arm}, {name_of(stage)}, {batch:,} a step (the paper's)", "100%", "100%", "100%",
                      *(uptrained([line for line in with_batch if line["groups"] == n]) for n in heads)])  # fmt: skip
-    for name, own_stage in models([line for line in lines if line["loss"] == "distill" or line["arm"] == best]):
+    distilled = [
+        line for line in lines if (line["arm"], line["loss"]) in ((arm, "distill"), (best, "distill"), (best, None))
+    ]
+    for name, own_stage in sorted(models(distilled), key=lambda model: model[0] == best):
         found = [at(lines, name, own_stage, n) for n in heads]
-        if own_stage[1] == "next-token":
-            continue
         (tokens,) = {line["tokens"] for own in found for line in own}
         calibration = calibration_tokens(found[0][0])
         compute = tokens * FORWARDS.get(own_stage[1] or "", 0) + FORWARDS["calibration"] * calibration
         shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
         shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
-        label = f"{name}, {name_of(own_stage) if own_stage[1] else 'no training'}"
+        batch = found[0][0]["global_batch_tokens"]
+        label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
         rows.append([label, *(f"{share:.1%}" for share in shares_of_papers), *(show(losses(own)) for own in found)])
     headings = ["", "tokens trained on", "with calibration", "compute", *(f"{n} K/V heads" for n in heads)]
     return markdown(headings, rows)

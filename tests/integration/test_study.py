@@ -31,8 +31,8 @@ def study(monkeypatch):
     import table
 
     yield arms, plan, prepare, programs, run, table
-    for name in ("arms", "plan", "prepare", "programs", "results", "run", "table"):
-        del sys.modules[name]
+    for path in STUDY.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture
@@ -90,7 +90,8 @@ def test_plans_can_be_read(study, path):
     _, plan, prepare, _, _, _ = study
     found = plan.read_plan(path)
     assert found.name == path.stem
-    assert prepare.shared_steps(prepare.Place(found, Path("work"), None))
+    place = prepare.Place(found, Path("work"), None)
+    assert Path("work") / found.home / "train" in [step.done for step in prepare.shared_steps(place)]
 
 
 def test_plan_takes_the_parents_of_another(study):
@@ -221,12 +222,47 @@ def test_one_arm_that_fails_does_not_stop_the_others(study, stand_in, tmp_path, 
     assert sorted(figures(read(tmp_path)), key=FIGURES.index) == FIGURES[1:]  # not those of mean
 
 
-def test_second_runner_is_refused(study, stand_in, tmp_path):
+@pytest.mark.parametrize(("name", "said"), [("lock", "is running"), ("making.lock", "are being made")])
+def test_second_runner_is_refused(study, stand_in, tmp_path, name, said):
     (tmp_path / "smoke").mkdir()
-    with (tmp_path / "smoke/lock").open("w") as lock:
+    with (tmp_path / "smoke" / name).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         result = start(study, "--plan", "smoke", "--work", tmp_path)
-    assert (result.exit_code, "is running" in result.output, stand_in) == (1, True, [])
+    assert (result.exit_code, said in result.output, stand_in) == (1, True, [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [("seq_len = 64", "seq_len = 32", "another seq_len"), ("lr = 3e-3", "lr = 2e-3", "another parent"),
+     ("lr = 3e-3", "lr = 3e-3\nseeds = [0, 1]", "")],
+)  # fmt: skip
+def test_parents_of_a_changed_plan_are_not_taken(study, stand_in, tmp_path, old, new, said):
+    path = tmp_path / "smoke.toml"
+    path.write_text(SMOKE.read_text())
+    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert old in SMOKE.read_text()
+    path.write_text(SMOKE.read_text().replace(old, new, 1))
+    result = start(study, "--plan", path, "--work", tmp_path)
+    assert (result.exit_code, said in result.output) == (2 if said else 0, True)
+
+
+def test_results_are_added_to_those_on_record(study, tmp_path):
+    """A study that begins anew elsewhere must not wipe out what is on record, nor mix with other parents."""
+    import page
+
+    def write(path, *lines):
+        path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+    record, found = tmp_path / "record.jsonl", tmp_path / "found.jsonl"
+    write(record, line("mean", 0, 5.0), line("mean", 0, 4.5, stage=(0.01, "distill", 1e-3)))
+    write(found, line("mean", 0, 5.1), line("first", 0, 6.0))
+    page.add_lines(found, record)
+    assert [(each["arm"], each["held_out_loss"]) for each in study[0].read(record)] == [
+        ("mean", 4.5), ("mean", 5.1), ("first", 6.0),
+    ]  # fmt: skip
+    write(found, line("mean", 0, 5.1) | {"parent_loss": 4.01})
+    with pytest.raises(click.ClickException, match=r"another parent 0 than .*: its loss is 4.0100, not 4.0000"):
+        page.add_lines(found, record)
 
 
 def test_program_that_fails_says_why_in_one_line(study):
@@ -237,10 +273,10 @@ def test_program_that_fails_says_why_in_one_line(study):
     assert "\n" not in error.value.message
 
 
-def line(arm, seed, held_out, *, position=0, stage=(0, None, None), groups=2, convert=(), schedule="wsd", batch=1024):
+def line(arm, seed, held_out, *, stage=(0, None, None), groups=2, convert=(), schedule="wsd", batch=1024):
     alpha, loss, lr = stage
     return {
-        "plan": "p", "parent": "parent", "arm": arm, "position": position, "groups": groups, "seed": seed,
+        "plan": "p", "parent": "parent", "arm": arm, "groups": groups, "seed": seed,
         "alpha": alpha, "loss": loss, "lr": lr, "schedule": schedule if loss else None, "held_out_loss": held_out,
         "parent_loss": 4.0, "convert": convert, "from_nothing": False, "kl": 0.5, "agreement": 0.75,
         "tokens": int(alpha * 1e6), "global_batch_tokens": batch if loss else None,
@@ -249,20 +285,20 @@ def line(arm, seed, held_out, *, position=0, stage=(0, None, None), groups=2, co
 
 def test_table(study, tmp_path):
     lines = [
-        line("first", 0, 7.0, position=2), line("first", 1, 8.0, position=2),
-        line("parent", 0, 4.0, position=0, groups=4, convert=None),
-        line("mean", 0, 5.0, position=1), line("mean", 1, 6.0, position=1),
-        line("mean", 0, 4.6, position=1, stage=(0.01, "distill", 1e-3)),
-        line("mean", 1, 4.8, position=1, stage=(0.01, "distill", 1e-3)),
-        line("mean", 0, 4.5, position=1, stage=(0.01, "distill", 3e-4)),
-        line("mean", 1, 4.5, position=1, stage=(0.01, "distill", 3e-4)),
-        line("mean", 0, 4.1, position=1, stage=(0.01, "distill", 1e-4)),
+        line("first", 0, 7.0), line("first", 1, 8.0),
+        line("parent", 0, 4.0, groups=4, convert=None),
+        line("mean", 0, 5.0), line("mean", 1, 6.0),
+        line("mean", 0, 4.6, stage=(0.01, "distill", 1e-3)),
+        line("mean", 1, 4.8, stage=(0.01, "distill", 1e-3)),
+        line("mean", 0, 4.5, stage=(0.01, "distill", 3e-4)),
+        line("mean", 1, 4.5, stage=(0.01, "distill", 3e-4)),
+        line("mean", 0, 4.1, stage=(0.01, "distill", 1e-4)),
     ]  # fmt: skip
     path = tmp_path / "results.jsonl"
     early = [{name: value for name, value in each.items() if name != "schedule"} for each in lines]
     path.write_text("".join(json.dumps(each) + "\n" for each in early))
     assert CliRunner().invoke(study[5].main, [str(path)]).output.splitlines() == [
-        "### p, parent: 2 K/V heads",
+        "### p: merged to 2 K/V heads",
         "",
         "| arm | after conversion | of mean's gap | distill, α 0.01 |",
         "| --- | --- | --- | --- |",
@@ -273,14 +309,20 @@ def test_table(study, tmp_path):
         "| mean, distill, α 0.01; peak: | 0.0001 | 0.0003 | 0.001 |",
         "| --- | --- | --- | --- |",
         "| wsd, 1,024 tokens a step | 4.100 | 4.500 ± 0.000 | 4.700 ± 0.141 |",
+        "",
+        "| arm | uptraining | KL to parent | same first choice | recovered | over the control |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| mean | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
+        "| mean | distill, α 0.01 | 0.500 ± 0.000 | 75.0% ± 0.0% | 62% ± 18% | +0.500 |",
+        "| first | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
     ]
 
 
 def test_table_with_what_was_trained_from_nothing(study):
     """It stands in the table of its own number of K/V heads alone; the parent stands in all."""
-    less = line("less", 0, 4.2, position=2, groups=1, convert=None) | {"from_nothing": True}
+    less = line("less", 0, 4.2, groups=1, convert=None) | {"from_nothing": True}
     merged = [line("mean", 0, 5.0, groups=groups) for groups in (2, 1)]
-    two, one = study[5].tables([*merged, less, line("parent", 0, 4.0, position=3, groups=4, convert=None)])
+    two, one = study[5].tables([*merged, less, line("parent", 0, 4.0, groups=4, convert=None)])
     assert ("| less |" in two, "| less | 4.2000 | 20.0% |" in one) == (False, True)
     assert all("| parent | 4.0000 | 0.0% |" in table for table in (two, one))
 
@@ -291,7 +333,7 @@ def test_table_of_rates(study):
         for seed in (0, 1)
         for lr, schedule, x in ((1e-3, "wsd", 4.5), (1e-4, "wsd", 4.6), (1e-3, "cosine", 4.4), (1e-4, "cosine", 4.7))
     ]
-    losses, rates = study[5].tables(lines)
+    losses, rates, _ = study[5].tables(lines)
     assert losses.splitlines()[-1] == "| mean | – | – | 4.4500 ± 0.0707 (lr 0.001, cosine) |"
     assert rates.splitlines() == [
         "| mean, distill, α 0.01; peak: | 0.0001 | 0.001 |",
@@ -303,17 +345,25 @@ def test_table_of_rates(study):
 
 def test_table_of_measures(study):
     lines = [
-        line("mean", 0, 6.0, position=1), line("mean", 0, 5.0, position=1, stage=(0.05, "next-token", 1e-3)),
+        line("mean", 0, 6.0), line("mean", 0, 5.0, stage=(0.05, "next-token", 1e-3)),
         line("fit-refit", 0, 4.5, stage=(0.05, "distill", 1e-3)), line("fit-refit", 0, 5.0),
         line("parent", 0, 3.9, stage=(0.05, "next-token", 1e-3), groups=4, convert=None),
+        line("parent", 0, 4.0, groups=4, convert=None),
     ]  # fmt: skip
     assert study[5].measures(lines).splitlines()[2:] == [
+        "| parent | next-token, α 0.05 | 0.500 | 75.0% | – | -10% | – |",
         "| fit-refit | none | 0.500 | 75.0% | – | 100% | – |",
         "| fit-refit | distill, α 0.05 | 0.500 | 75.0% | 50% | 50% | +0.600 |",
-        "| parent | next-token, α 0.05 | 0.500 | 75.0% | – | -10% | – |",
         "| mean | none | 0.500 | 75.0% | – | 200% | – |",
         "| mean | next-token, α 0.05 | 0.500 | 75.0% | 50% | 100% | +1.100 |",
     ]
+
+
+def test_the_control_is_the_parent_where_training_harms_it(study):
+    lines = [line("parent", 0, loss, stage=stage, groups=4, convert=None)
+             for loss, stage in ((4.0, (0, None, None)), (4.1, (0.05, "next-token", 1e-3)),
+                                 (3.9, (0.1, "next-token", 1e-3)))]  # fmt: skip
+    assert [study[5].control(lines, (alpha, "distill")) for alpha in (0.05, 0.1)] == [{0: 4.0}, {0: 3.9}]
 
 
 def test_table_of_savings(study):
@@ -324,6 +374,7 @@ def test_table_of_savings(study):
         line("mean", 0, 4.55, stage=(0.05, "next-token", 1e-3)),
         line("mean", 0, 4.53, stage=(0.05, "next-token", 5e-4)),
         line("mean", 0, 4.45, stage=(0.05, "distill", 5e-4)),
+        line("first", 0, 4.35, stage=(0.05, "distill", 5e-4)),
         line("fit-refit", 0, 4.7, convert=convert),
         line("fit-refit", 0, 4.5, stage=(0.005, "distill", 1e-3), convert=convert),
         line("fit-refit", 0, 4.4, stage=(0.005, "next-token", 1e-3), convert=convert),
@@ -333,9 +384,9 @@ def test_table_of_savings(study):
         "| --- | --- | --- | --- | --- |",
         "| mean, next-token, α 0.05, 4,096 a step (the paper's) | 100% | 100% | 100% | 4.6000 |",
         "| mean, next-token, α 0.05, 1,024 a step (the paper's) | 100% | 100% | 100% | 4.5300 (lr 0.0005) |",
+        "| mean, distill, α 0.05, 1,024 a step | 100.0% | 100.0% | 133.3% | 4.4500 |",
         "| fit-refit, no training | 0.0% | 6.0% | 4.0% | 4.7000 |",
-        "| fit-refit, distill, α 0.005 | 10.0% | 16.0% | 17.3% | 4.5000 |",
-        "| mean, distill, α 0.05 | 100.0% | 100.0% | 133.3% | 4.4500 |",
+        "| fit-refit, distill, α 0.005, 1,024 a step | 10.0% | 16.0% | 17.3% | 4.5000 |",
     ]
 
 
@@ -365,7 +416,7 @@ def test_table_of_behaviours(study):
     def behaving(seed, losses, tokens, repeated):
         found = {"positions": [16, 32], "loss_by_position": losses, "parents_loss_by_position": [4.0, 3.0]}
         found |= {"tokens_until_they_part": tokens, "repeated": repeated}
-        return line("mean", seed, 5.0, position=1, stage=(0.01, "distill", 1e-3)) | {"behaviour": found}
+        return line("mean", seed, 5.0, stage=(0.01, "distill", 1e-3)) | {"behaviour": found}
 
     lines = [behaving(0, [4.5, 3.5], 3, 0.2), behaving(1, [4.7, 3.1], 6, 0.4)]
     assert study[5].behaviours(lines).splitlines() == [
@@ -399,14 +450,14 @@ def test_killed_study_goes_on(tmp_path):
         assert 0 <= each["behaviour"]["tokens_until_they_part"] <= 64
 
 
-@pytest.mark.parametrize("name", ["docs/study.md", "README.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/study.md", "docs/study/tables.md"])
 def test_the_pages_tables_are_the_recorded_results(study, name):
     import page
 
     root = Path(__file__).parents[2]
     written = (root / name).read_text()
     assert page.PLACE.findall(written)
-    assert Path(name) in (page.PAGE, page.README)
+    assert Path(name) in page.PAGES
     assert page.renewed(written, root / page.RESULTS) == written
     changed = written.replace("| 8 → 2 |", "| 8 → 3 |").replace("| mean |", "| mode |")
     assert page.renewed(changed, root / page.RESULTS) == written
