@@ -38,7 +38,7 @@ def attend(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Tensor
     if mask.boundaries is not None:
         return _variable_length(q_BTHD, k_BSGD, v_BSGD, mask.boundaries, mask.window)
     if mask.segments is not None:
-        return _by_segment(q_BTHD, k_BSGD, v_BSGD, mask.segments)
+        return by_segment(q_BTHD, k_BSGD, v_BSGD, mask.segments)
     if q_BTHD.shape[1] == 1:
         return _one_token(q_BTHD, k_BSGD, v_BSGD, mask.allowed_B1TS)
     return _all_tokens(q_BTHD, k_BSGD, v_BSGD, mask.allowed_B1TS)
@@ -94,7 +94,7 @@ def _one_token(q_B1HD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B11S: Ten
     return out_BGKD.reshape(batch, 1, n_heads, head_dim)
 
 
-def _by_segment(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, segments: tuple[tuple[int, int, int], ...]) -> Tensor:
+def by_segment(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, segments: tuple[tuple[int, int, int], ...]) -> Tensor:
     """Attend document by document: exact, and Σ length² work instead of T²."""
     places = [(slice(row, row + 1), slice(start, stop)) for row, start, stop in segments]
     out = [_all_tokens(q_BTHD[place], k_BSGD[place], v_BSGD[place], None)[0] for place in places]

@@ -53,16 +53,33 @@ class ForeignModel(nn.Module):
         )
         return loss, (targets_BT != IGNORED).sum()
 
+    def check_packing(self, seq_len: int) -> None:
+        """Raise CheckpointError where documents packed into rows of so many tokens cannot be kept apart.
+
+        That takes a mask, and some families make their own of it: where keys are seen up to some distance only, or
+        where scores depend on distance (ALiBi).
+        """
+        config: Any = self.theirs.config
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
+        if slides and (window is None or seq_len > window):
+            raise CheckpointError(
+                f"model_type {config.model_type!r} cannot be trained or evaluated on rows of {seq_len} tokens here: "
+                f"its layers see {f'the last {window} tokens' if window else 'less than all tokens'} only"
+                f"{f'; prepare data with --seq-len {window} at most' if window else ''}."
+            )
+        attention = getattr(config, "attn_config", None)
+        if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
+            raise CheckpointError(
+                f"model_type {config.model_type!r} cannot be trained or evaluated here: its attention counts distances "
+                "(ALiBi) across the documents of a row."
+            )
+
     def _packing(self, documents_BT: Tensor | None) -> dict[str, Tensor]:
         """Return the arguments that make transformers keep packed documents apart."""
         if documents_BT is None:
             return {}
-        config: Any = self.theirs.config
-        if getattr(config, "sliding_window", None) is not None or getattr(config, "layer_types", None):
-            raise CheckpointError(
-                f"packed documents are not supported for model_type {config.model_type!r}, whose layers see windows of "
-                "different sizes; give one document a row."
-            )
+        self.check_packing(documents_BT.shape[1])
         allowed = document_mask(documents_BT, window=None, dense=True).allowed_B1TS
         assert allowed is not None
         dtype = self.head_weight.dtype
@@ -168,12 +185,15 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keep transformers from reporting in many lines what we report in one."""
+    """Keep transformers from reporting in many lines what we report in one, and from bars of its own."""
     from transformers.utils import logging as theirs
 
-    verbosity = theirs.get_verbosity()
+    verbosity, had_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
     theirs.set_verbosity(logging.ERROR)
+    theirs.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         theirs.set_verbosity(verbosity)
+        if had_bars:
+            theirs.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model.cache import KVCache
-from model.errors import CheckpointError
+from model.errors import CheckpointError, InputError
 from model.linear import linear
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
@@ -108,9 +108,7 @@ def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch
 
 def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
     """Print the prompt's continuation as it comes, then the speed of prefill and decode and the cache's size."""
-    from transformers import AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), load_model(folder)
+    model, tokenizer = load_model(folder), _open_tokenizer(folder)
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")
     ids: list[int] = tokenizer(prompt).input_ids
@@ -130,6 +128,16 @@ def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top
             click.echo(longer[len(text) :], nl=False)
             text = longer
     click.echo("\n\n" + _report(model, len(ids), len(ids) + max_new_tokens, times), err=True)
+
+
+def _open_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{folder} has no tokenizer that transformers can open: {why}") from error
 
 
 def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[float]) -> str:
@@ -164,7 +172,7 @@ def main(folder: Path, **options: Any) -> None:
     """Generate text with the checkpoint in FOLDER, on the CPU."""
     try:
         show(folder, **options)
-    except CheckpointError as error:
+    except (InputError, OSError) as error:
         click.echo(f"Error: {error}", err=True)
         raise SystemExit(2) from error
 

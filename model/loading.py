@@ -3,6 +3,7 @@
 The model is built without memory (on the meta device), and every parameter is read straight into its place.
 """
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,9 @@ def load_model(
 ) -> LlamaForCausalLM | ForeignModel:
     """Load a checkpoint (a Hugging Face folder or a .gguf file) for use; call `.train()` to train it.
 
-    `dtype` None keeps each tensor's own. Families without native code are opened by transformers, behind the same
-    interface. Raises CheckpointError for a config that is not implemented, and for missing, unexpected or misshapen
-    tensors, by name.
+    `dtype` None keeps the tensors' own; all are widened where matrices differ. Families without native code are opened
+    by transformers, behind the same interface. Raises CheckpointError for a config that is not implemented, and for
+    missing, unexpected or misshapen tensors, by name.
     """
     with open_checkpoint(Path(folder)) as checkpoint:
         if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
@@ -40,9 +41,20 @@ def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -
     with torch.device("meta"):
         model = LlamaForCausalLM(read_llama_config(checkpoint.config))
     names = _match_names(checkpoint, model)
+    dtype = dtype or _common_dtype(checkpoint, names)
     for name, parameter in list(model.named_parameters()):
         _put(model, name, _read_checked(checkpoint, names[name], parameter, dtype, device))
     return model.eval()
+
+
+def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype | None:
+    """Return the widest dtype of the matrices, which are multiplied with one another; None where all have one."""
+    matrices = [name for name in names.values() if len(checkpoint.tensors[name].shape) == 2]
+    one_of_each = {checkpoint.tensors[name].dtype: name for name in matrices}
+    if len(one_of_each) == 1:
+        return None
+    found = (_read(checkpoint, name, None, "cpu").dtype for name in one_of_each.values())
+    return functools.reduce(torch.promote_types, found)
 
 
 def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block:
@@ -88,9 +100,13 @@ def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, s
     found = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
     bare = not _prefix(checkpoint)
     names = {name: name.removeprefix("model.") if bare else name for name, _ in model.named_parameters()}
+    embedding = names[EMBEDDING]
     if model.lm_head is None and HEAD in found:
-        _check_tied(checkpoint)
-        found.remove(HEAD)
+        if embedding in found:
+            _check_tied(checkpoint, embedding)
+            found.remove(HEAD)
+        else:
+            names[EMBEDDING] = HEAD
     missing, unexpected = sorted(set(names.values()) - found), sorted(found - set(names.values()))
     if missing:
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {missing[0]}{_and_more(missing)}.")
@@ -105,10 +121,10 @@ def _and_more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _check_tied(checkpoint: Checkpoint) -> None:
+def _check_tied(checkpoint: Checkpoint, embedding: str) -> None:
     """Old files hold a tied head too. It must then be the embedding."""
-    rows = checkpoint.tensors[EMBEDDING].shape[0]
-    if not np.array_equal(checkpoint.rows(HEAD, 0, rows), checkpoint.rows(EMBEDDING, 0, rows)):
+    rows = checkpoint.tensors[embedding].shape[0]
+    if not np.array_equal(checkpoint.rows(HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)):
         raise CheckpointError(f"{checkpoint.path}: config.json ties head and embedding, but {HEAD} differs from it.")
 
 

@@ -4,6 +4,7 @@ Exit codes: 0 success; 1 it failed midway (the same command continues); 2 the in
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -51,15 +52,24 @@ def run(cli: click.Group) -> None:
 
 
 def _fail(message: str, code: int, alone: bool = False) -> None:
-    # Of many processes, which mostly meet the same error, one says it.
-    if alone or os.environ.get("RANK", "0") == "0":
+    # Of many processes, which mostly meet the same error, one says it on each machine.
+    if alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         text = message.encode(errors="backslashreplace").decode()  # a file's name may hold half a letter
         click.echo(f"Error: {' '.join(text.split())}", err=True)
     sys.exit(code)
 
 
 def print_json(result: Any) -> None:
-    click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    click.echo(json.dumps(finite(result), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def finite(value: Any) -> Any:
+    """Return a value with None for every number in it that is not finite, as JSON knows none."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def size(n: float) -> str:

@@ -67,7 +67,12 @@ def error_of(results: Sequence[Result], code: int) -> str:
 
 
 def only_error(results: Sequence[Result]) -> str:
-    lines = [line for r in results for line in r.err.splitlines() if not line.startswith(("READY", "step", "Passed"))]
+    lines = [
+        line
+        for r in results
+        for line in r.err.splitlines()
+        if not line.startswith(("READY", "step", "Passed", "Warning"))
+    ]
     assert len(lines) == 1, results
     assert lines[0].startswith("Error: "), lines
     return lines[0].removeprefix("Error: ")

@@ -28,7 +28,7 @@ def write_run(
     settings = SETTINGS | settings
     budget = {"steps": settings["steps"], "global_batch_tokens": BATCH, "tokens": settings["steps"] * BATCH}
     budget |= {"peak_lr": settings["lr"], "alpha": 0.05, "original_tokens": 20 * budget["tokens"], "original": None}
-    run = {"settings": settings, "budget": budget, "cache_sha256": "c" * 64, "config_sha256": "f" * 64}
+    run = {"settings": settings, "budget": budget, "cache_sha256": "c" * 64, "identities": {}}
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(run | {"versions": {"groupwise": "0.1"}, "parent": parent}))
     if records:

@@ -2,15 +2,24 @@
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 
 from model.errors import InputError
 from uptrain.sharding import fsdp_plugin, is_sharded
+
+PATIENCE = timedelta(minutes=30)
+"""How long processes wait for one that reads a model or checks a checkpoint for all; NCCL's ten minutes may not do."""
 
 
 def has_accelerator() -> bool:
@@ -42,7 +51,12 @@ def make_accelerator(
         cpu=not has_accelerator(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         fsdp_plugin=fsdp_plugin(precision, block_names) if wants_sharding else None,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # else gradients are there twice
+        # The loop accumulates itself. Without this a variable of the environment would make accelerate divide by more.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # else gradients are there twice
+            InitProcessGroupKwargs(timeout=PATIENCE),
+        ],
         log_with=list(track) or None,
         project_config=ProjectConfiguration(str(folder), logging_dir=f"{folder}/tensorboard") if track else None,
     )

@@ -89,6 +89,13 @@ def make_budget(request: Request, config: Mapping[str, Any], source_names: Seque
     return Budget(steps, batch, peak, alpha, original_tokens, original)
 
 
+def repetition_warning(epochs: float) -> str | None:
+    """Return what to say where the data are seen more than once."""
+    if epochs <= 1:
+        return None
+    return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
+
+
 def default_peak(original_peak: float) -> float:
     """Return a third of the original's peak learning rate, rounded once."""
     return float(Fraction(str(original_peak)) / PEAK_SHARE)

@@ -20,7 +20,10 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
 def _section(record: dict[str, Any]) -> str:
     s, budget = record["settings"], record["budget"]
     begun = f"from `{s['model']}`" if s["model"] else "from nothing"
-    alpha = f"{budget['alpha']:.4g} of the original pre-training" if budget["alpha"] else "original size not given"
+    done = record["step"] / s["steps"]
+    alpha = (
+        f"{budget['alpha'] * done:.4g} of the original pre-training" if budget["alpha"] else "original size not given"
+    )
     rows = [
         ("Trained", f"{begun}, {record['step']:,} of {s['steps']:,} steps, {show_count(record['tokens'])} tokens"),
         *([("α", alpha)] if s["model"] else []),

@@ -13,13 +13,14 @@ from torch import nn
 from model import terminal
 from model.errors import InputError
 from uptrain.accelerator import has_accelerator, make_accelerator
-from uptrain.data.batch import MICRO_BATCH_TOKENS, Batch, micro_batches
+from uptrain.data.batch import Batch, micro_batches
 from uptrain.data.cache import Cache
-from uptrain.fitting import check_tokenizer, check_vocabulary
+from uptrain.fitting import check_packing, check_teacher, check_tokenizer, check_vocabulary
 from uptrain.losses import WITHOUT_TEACHER
 from uptrain.measures import Measures
 from uptrain.models import block_names, load_student, load_teacher
 from uptrain.parallel import add_up, leave
+from uptrain.settings import default_micro_batch
 from uptrain.sharding import is_sharded
 from uptrain.trainee import Trainee
 
@@ -64,7 +65,10 @@ def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterat
 
 
 def evaluate_folder(model: Path, **options: Any) -> dict[str, Any]:
-    """Measure a checkpoint folder on a cache; return `Measures` and perplexity, ready for JSON."""
+    """Measure a checkpoint folder on a cache; return `Measures` and perplexity, ready for JSON.
+
+    Raises InputError where model, teacher and cache do not fit together, or nothing is to be predicted.
+    """
     found = _evaluate_folder(model, **options)
     leave()
     return {**{k: v for k, v in asdict(found).items() if v is not None}, "perplexity": found.perplexity}
@@ -81,10 +85,16 @@ def _evaluate_folder(
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     student = load_student(model)
     check_vocabulary(cache, student.head_weight.shape[0], str(data))
+    check_packing(student, cache.seq_len)
     parent = load_teacher(teacher, precision) if teacher else None
     if parent is not None:
+        check_teacher(student.head_weight.shape[0], parent.head_weight.shape[0], str(teacher))
+        check_packing(parent, cache.seq_len)
         parent.to(accelerator.device)
     trainee = accelerator.prepare(Trainee(student, WITHOUT_TEACHER, parent))
-    size = micro_batch or max(1, MICRO_BATCH_TOKENS // cache.seq_len)
+    size = micro_batch or default_micro_batch(cache.seq_len)
     with terminal.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:
-        return evaluate(trainee, cache, size, accelerator, parent is not None, advance=advance)
+        found = evaluate(trainee, cache, size, accelerator, parent is not None, advance=advance)
+    if not found.targets:
+        raise InputError(f"{data} has nothing to predict: no document in it has two tokens.")
+    return found

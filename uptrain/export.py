@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
 from model.checkpoint.dcp import DistributedFolder
@@ -37,7 +38,7 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: 
         raise InputError(f"{out} exists already; choose another OUT.")
     record = make_record(Run.read(run_folder), run_folder, checkpoint)
     with _open_weights(checkpoint) as weights, Staging(out) as staging:
-        staging.open("")  # an interrupted export starts anew: reading back is all the work there is
+        staging.open(uuid4().hex)  # an interrupted export starts anew: reading back is all the work there is
         try:
             _write_weights(weights, staging.folder, dtype, progress)
             _write_files(run_folder / MODEL, staging.folder, record, dtype)

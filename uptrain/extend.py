@@ -17,6 +17,8 @@ def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int
     """Return how many steps a longer run shall have; α counts from the same original."""
     s, batch = run.settings, run.budget["global_batch_tokens"]
     original = run.budget["original_tokens"]
+    if alpha is not None and original is None:
+        raise InputError("how many tokens the original was pre-trained on is not known; give --tokens or --steps.")
     request = Request(alpha, tokens, steps, original, None, batch, s.lr)
     total = make_budget(request, {}, (), batch).steps
     if total <= s.steps:
@@ -44,7 +46,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
         kept = [line for line in read_metrics(folder / METRICS) if line["step"] <= branch]
         write_metrics(unfinished / METRICS, kept)
 
-    make_folder(longer, budget, folder / MODEL, out, parent, fill)
+    make_folder(longer, budget, run.identities, folder / MODEL, out, parent, fill)
 
 
 def branch_step(folder: Path, run: Run) -> int:

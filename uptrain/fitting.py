@@ -5,8 +5,10 @@ from pathlib import Path
 
 from model.checkpoint import open_checkpoint
 from model.errors import InputError
+from model.foreign import ForeignModel
 from uptrain.data.cache import Cache
 from uptrain.data.tokenizer import tokenizer_sha256
+from uptrain.language_model import LanguageModel
 
 
 def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
@@ -25,6 +27,12 @@ def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
             f"{name} was made with a tokenizer of {cache.manifest.vocab_size} tokens, but the model knows "
             f"{vocab_size}; prepare the data with the model's own tokenizer."
         )
+
+
+def check_packing(model: LanguageModel, seq_len: int) -> None:
+    """Refuse a model that cannot keep the documents of a row apart."""
+    if isinstance(model, ForeignModel):
+        model.check_packing(seq_len)
 
 
 def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from accelerate import PartialState
 from model.checkpoint.folder import read_config
 from model.errors import InputError
 from uptrain.accelerator import check_launcher, has_accelerator
-from uptrain.budget import Budget, Request, make_budget, make_schedule
-from uptrain.data.batch import MICRO_BATCH_TOKENS
+from uptrain.budget import Budget, Request, make_budget, make_schedule, repetition_warning
 from uptrain.data.cache import Cache
-from uptrain.data.texts import cache_of
+from uptrain.data.texts import cache_of, seq_len_of
 from uptrain.extend import extend, extended_steps
 from uptrain.fitting import check_tokenizer
 from uptrain.losses import WITHOUT_TEACHER
@@ -24,7 +23,7 @@ from uptrain.parallel import leave, main_first
 from uptrain.recognise import source_names
 from uptrain.run import refuse_existing, resume, start
 from uptrain.run_folder import RUN, Run
-from uptrain.settings import Settings
+from uptrain.settings import Settings, default_micro_batch
 from uptrain.show import Show, training_bar
 
 SHARES = 10
@@ -48,21 +47,24 @@ def launch_new(
         raise InputError("give either MODEL, or --init FOLDER to train from nothing.")
     folder = model or init
     assert folder is not None
+    deadline = _deadline(max_minutes)
     refuse_existing(out)
-    cache = cache_of(data, folder, seq_len, out.with_name(f"{out.name}.data"))
-    found = Cache.open(cache).seq_len
-    if seq_len not in (None, found):
-        raise InputError(f"{cache} has windows of {found} tokens, not {seq_len}; leave --seq-len out.")
-    eval_cache = cache_of([eval_data], folder, found, out.with_name(f"{out.name}.eval-data")) if eval_data else None
-    options |= {"data": cache, "eval_data": eval_cache}
-    settings, budget = make_settings(request, folder, is_new=init is not None, **options)
-    _watch(settings.steps, out, lambda show: start(settings, budget, folder, out, _deadline(max_minutes), show))
+    # All that is refused for what the options say is refused before texts are tokenised, which may take hours.
+    length = seq_len_of(data, folder, seq_len)
+    settings, budget = make_settings(request, folder, is_new=init is not None, seq_len=length, **options)
+    eval_cache = cache_of([eval_data], folder, length, out.with_name(f"{out.name}.eval-data")) if eval_data else None
+    cache = cache_of(data, folder, length, out.with_name(f"{out.name}.data"))
+    settings = replace(settings, data=_text(cache), eval_data=_text(eval_cache))
+    for path in filter(None, (cache, eval_cache)):
+        check_tokenizer(Cache.open(path), path, folder)
+    warning = repetition_warning(settings.steps * settings.global_batch / Cache.open(cache).n_windows)
+    _watch(settings.steps, out, lambda show: start(settings, budget, folder, out, deadline, _after(warning, show)))
 
 
 def launch_resumed(run: Path, max_minutes: float | None) -> None:
     """Go on with a run."""
-    steps = Run.read(run).settings.steps
-    _watch(steps, run, lambda show: resume(run, _deadline(max_minutes), show))
+    steps, deadline = Run.read(run).settings.steps, _deadline(max_minutes)
+    _watch(steps, run, lambda show: resume(run, deadline, show))
 
 
 def launch_extended(
@@ -91,13 +93,27 @@ def _deadline(max_minutes: float | None) -> float:
     return math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
 
+def _text(path: Path | None) -> str:
+    return str(path.resolve()) if path else ""
+
+
+def _after(warning: str | None, show: Show) -> Show:
+    """Say what is to be said of a run once it has begun, and show it."""
+
+    def warn_and_show(record: dict[str, Any]) -> None:
+        if warning and record.get("event") == "started":
+            click.echo(f"Warning: {warning}", err=True)
+        show(record)
+
+    return warn_and_show
+
+
 def make_settings(
     request: Request,
     folder: Path,
     *,
     is_new: bool,
-    data: Path,
-    eval_data: Path | None,
+    seq_len: int,
     teacher: Path | None,
     loss: str | None,
     schedule: str,
@@ -108,26 +124,23 @@ def make_settings(
     eval_every: int | None,
     **same: Any,
 ) -> tuple[Settings, dict[str, Any]]:
-    """Resolve every default, and return the settings and where the number of steps comes from."""
+    """Resolve every default; return the settings, but for the data, and where the number of steps comes from."""
     loss = loss or ("distill" if teacher else WITHOUT_TEACHER)
     if loss != WITHOUT_TEACHER and teacher is None:
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
-    cache = Cache.open(data)
-    for path, opened in ((data, cache), *([(eval_data, Cache.open(eval_data))] if eval_data else [])):
-        check_tokenizer(opened, path, folder)
     known = ({}, ()) if is_new else (read_config(folder)[1], source_names(folder))
-    budget = make_budget(request, *known, cache.seq_len)
+    budget = make_budget(request, *known, seq_len)
     plan = make_schedule(budget, schedule, warmup_steps)
     often = max(1, budget.steps // SHARES)
     settings = Settings(
-        model="" if is_new else str(folder.resolve()),
-        data=str(data.resolve()),
-        eval_data=str(eval_data.resolve()) if eval_data else "",
-        teacher=str(teacher.resolve()) if teacher else "",
+        model="" if is_new else _text(folder),
+        data="",
+        eval_data="",
+        teacher=_text(teacher),
         loss=loss,
         steps=budget.steps,
-        global_batch=budget.global_batch_tokens // cache.seq_len,
-        micro_batch=micro_batch or max(1, MICRO_BATCH_TOKENS // cache.seq_len),
+        global_batch=budget.global_batch_tokens // seq_len,
+        micro_batch=micro_batch or default_micro_batch(seq_len),
         schedule=plan.kind,
         lr=plan.peak,
         warmup_steps=plan.warmup_steps,

@@ -154,13 +154,14 @@ def _is_bad(t: Training, progress: Progress, grad_norm: float) -> bool:
     if not np.isfinite(grad_norm):
         progress.not_finite.append(progress.step + 1)
         return True
+    if t.spike_sigma is None:
+        return False
     recent = progress.grad_norms
     full = len(recent) == SPIKE_WINDOW
-    if t.spike_sigma is not None and full and grad_norm > np.mean(recent) + t.spike_sigma * np.std(recent):
-        return True
-    if t.spike_sigma is not None:
-        progress.grad_norms = [*recent[-SPIKE_WINDOW + 1 :], grad_norm]
-    return False
+    limit = float(np.mean(recent) + t.spike_sigma * np.std(recent)) if full else np.inf
+    # What is beyond the limit counts as the limit: one spike does not hide the next, and a rise that lasts is followed.
+    progress.grad_norms = [*recent[-SPIKE_WINDOW + 1 :], min(grad_norm, limit)]
+    return grad_norm > limit
 
 
 def _record(

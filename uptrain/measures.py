@@ -4,6 +4,7 @@ Letters: N tokens, V vocabulary, M hidden size.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from model.loss import IGNORED
 from uptrain.data.batch import Batch
 from uptrain.language_model import LanguageModel
 
+LARGEST = math.log(sys.float_info.max)
 _CHUNK_LOGITS = 1 << 22
 """Made at a time, of each model."""
 
@@ -35,7 +37,7 @@ class Measures:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(self.loss) if self.loss < LARGEST else math.inf
 
     @classmethod
     def from_sums(cls, sums: Tensor, with_teacher: bool) -> "Measures":

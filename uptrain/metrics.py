@@ -9,12 +9,13 @@ earlier step, what came after it is cut away.
 """
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from model.errors import InputError
+from model.staging import sync_file
+from model.terminal import finite
 
 Record = dict[str, Any]
 
@@ -63,6 +64,7 @@ class Metrics:
             lines.pop()
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join([*lines, *reversed(kept)]))
+        sync_file(temporary)
         temporary.replace(self.path)
 
 
@@ -90,11 +92,4 @@ def _parse(path: Path, number: int, line: str) -> Record:
 
 
 def _line(record: Record) -> str:
-    return json.dumps(_finite(record), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with None for every number in it that is not finite."""
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(record), allow_nan=False) + "\n"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model import attention
 from model.checkpoint.folder import read_config
 from model.errors import InputError
 from model.foreign import ForeignModel, build_foreign, layer_class_names
@@ -91,6 +92,17 @@ def block_names(folder: Path) -> tuple[str, ...]:
     """Return the class names of the layers of a folder's model, which are sharded one by one."""
     _, config = read_config(folder)
     return ("Block",) if config.get("model_type") in NATIVE_FAMILIES else layer_class_names(folder)
+
+
+def compile_layers(layers: list[nn.Module], **options: Any) -> None:
+    """Let torch.compile make each layer faster, all but attention by documents.
+
+    That would be compiled anew for each batch, whose documents have other lengths.
+    """
+    # Not where it is defined, since that would load the compiler with the model.
+    attention.by_segment = torch.compiler.disable(attention.by_segment)  # type: ignore[no-untyped-call]
+    for layer in layers:
+        layer.compile(**options)
 
 
 def recompute_activations(layers: list[nn.Module]) -> None:

@@ -46,7 +46,7 @@ def is_lost_process(error: Exception) -> bool:
     """Say whether an error means that another process could not be reached, most likely because it has ended.
 
     gloo's are RuntimeErrors that name the file they come from. NCCL mostly ends the process itself, from its watchdog,
-    at the latest ten minutes after.
+    at the latest half an hour after (`accelerator.PATIENCE`).
     """
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
@@ -54,7 +54,7 @@ def is_lost_process(error: Exception) -> bool:
 def main_first(work: Callable[[], object], done: Path) -> None:
     """Let the main process do what may take long and ends with a file, while the others wait for that file.
 
-    Before the processes join: a message between them would not be waited for as long (by NCCL, ten minutes). If the
+    Before the processes join: a message between them would not be waited for as long. If the
     main process fails, the launcher ends the others.
     """
     if os.environ.get("RANK", "0") == "0":

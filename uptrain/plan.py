@@ -9,17 +9,19 @@ from model.checkpoint import open_checkpoint
 from model.config import read_geometry
 from model.errors import InputError
 from uptrain import estimate
-from uptrain.budget import Budget, Request, make_budget, make_schedule
+from uptrain.budget import Budget, Request, make_budget, make_schedule, repetition_warning
 from uptrain.data.cache import Manifest
 from uptrain.originals import Original
-from uptrain.recognise import source_names
+from uptrain.recognise import merge_method, source_names
 from uptrain.schedule import Schedule, decay_start, learning_rate
+from uptrain.settings import default_micro_batch
 
 SEQ_LEN = 2048
-FIRST_LOSS = (
-    "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged. In a small "
-    "measurement (4 layers, 8 heads, bytes) the loss went from 1.28 to 3.76 with 2 K/V heads and to 4.41 with 1"
-)
+FIRST_LOSS = {
+    True: "above the parent's, by a twentieth to a seventh of what averaging the heads would cost (docs/study.md)",
+    False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
+}
+"""What to expect after `fit`, and after any other method."""
 
 
 def make_plan(
@@ -60,11 +62,11 @@ def make_plan(
         "data": used,
         "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
         "learning_rates": learning_rates(plan_schedule),
-        "memory": estimate.memory(work, length),
+        "memory": estimate.memory(work, default_micro_batch(length) * length),
         "time": estimate.time(work, budget.tokens),
         "processes": processes,
         "first_loss": _first_loss(model, data),
-        "warnings": _warnings(used),
+        "warnings": list(filter(None, [used and repetition_warning(used["epochs"])])),
     }
 
 
@@ -116,10 +118,8 @@ def _data(data: Path | None, manifest: Manifest | None, budget: Budget, seq_len:
 def _first_loss(model: Path, data: Path | None) -> str:
     cache = data if data is not None else "CACHE"
     measure = f"measure it with: uptrain evaluate {model} --data {cache}"
-    return measure if data is not None else f"{FIRST_LOSS}. With data at hand, {measure}"
-
-
-def _warnings(data: dict[str, Any] | None) -> list[str]:
-    if data is None or data["epochs"] <= 1:
-        return []
-    return [f"the cache is read {data['epochs']:.2f} times; prepare more tokens to see each only once."]
+    if data is not None:
+        return measure
+    method = merge_method(model)
+    expected = f"{FIRST_LOSS[method == 'fit']}. " if method else ""
+    return f"{expected}With data at hand, {measure}"

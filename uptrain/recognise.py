@@ -37,15 +37,25 @@ def candidates(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[
 
 def source_names(folder: Path) -> tuple[str, ...]:
     """Return what the folder was converted from, and that from, as its `groupwise.json` tells; () without one."""
+    return tuple(name for name, _ in _conversions(folder))
+
+
+def merge_method(folder: Path) -> str | None:
+    """Return how the folder's heads were merged last, as its `groupwise.json` tells; None without one."""
+    return next((method for _, method in _conversions(folder)), None)
+
+
+def _conversions(folder: Path) -> list[tuple[str, str]]:
+    """Return the name of the source and the method of each conversion, the last one first."""
     path = folder / PROVENANCE
     if not path.is_file():
-        return ()
+        return []
     try:
         record: Any = json.loads(path.read_bytes())
-        names = []
+        found = []
         while record is not None:
-            names.append(str(record["source"]["name"]))
+            found.append((str(record["source"]["name"]), str(record.get("method"))))
             record = record["source"].get("groupwise")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model anew, or remove the file.") from error
-    return tuple(names)
+    return found

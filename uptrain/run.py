@@ -7,7 +7,6 @@ RUN/metrics.jsonl         see `uptrain.metrics`
 RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "halted" | "failed", "step": …}
 """
 
-import hashlib
 import os
 import shutil
 import time
@@ -27,12 +26,14 @@ from model.errors import Failure, InputError, LoneFailure
 from model.staging import sync_file, sync_folder
 from uptrain.accelerator import make_accelerator
 from uptrain.data.cache import Cache
-from uptrain.fitting import check_batch, check_names, check_teacher, check_vocabulary
+from uptrain.fitting import check_batch, check_names, check_packing, check_teacher, check_vocabulary
+from uptrain.identity import check_same, identities
 from uptrain.language_model import LanguageModel
 from uptrain.loop import Halted, Progress, Training, train
 from uptrain.metrics import Metrics
 from uptrain.models import (
     block_names,
+    compile_layers,
     empty_student,
     empty_teacher,
     load_student,
@@ -66,7 +67,7 @@ def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, d
     check_batch(s.global_batch, accelerator.num_processes)
     on_main(accelerator, lambda: refuse_existing(out))
     training = build_first(s, config_folder, accelerator, out, deadline, show)
-    on_main(accelerator, lambda: make_folder(s, budget, config_folder, out))
+    on_main(accelerator, lambda: make_folder(s, budget, identities(s), config_folder, out))
     with _alone(accelerator, out):
         return execute(out, s, training, Progress(), None)
 
@@ -80,6 +81,7 @@ def resume(folder: Path, deadline: float, show: Show) -> str:
     check_same_data(run)
     with _alone(accelerator, folder):
         found = Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last).newest()
+        on_main(accelerator, lambda: check_same(s, run.identities, with_model=found is None))
         if found is None:
             training = build_first(s, folder / MODEL, accelerator, folder, deadline, show)
             return execute(folder, s, training, Progress(), None)
@@ -101,6 +103,7 @@ def _alone(accelerator: Accelerator, folder: Path) -> Iterator[None]:
 def make_folder(
     s: Settings,
     budget: dict[str, Any],
+    identities: dict[str, str],
     config_folder: Path,
     out: Path,
     parent: dict[str, Any] | None = None,
@@ -124,14 +127,14 @@ def make_folder(
         settings=s,
         budget=budget,
         cache_sha256=Cache.open(Path(s.data)).manifest.sha256,
-        config_sha256=hashlib.sha256((config_folder / "config.json").read_bytes()).hexdigest(),
+        identities=identities,
         versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
         parent=parent,
     )
     fill(unfinished)
     (unfinished / RUN).write_bytes(json_text(asdict(run)))
-    sync_file(unfinished / RUN)
-    sync_folder(unfinished)
+    for path in (*unfinished.rglob("*"), unfinished):
+        (sync_folder if path.is_dir() else sync_file)(path)
     unfinished.rename(out)
     sync_folder(out.parent)
 
@@ -219,19 +222,20 @@ def build(
     eval_cache = Cache.open(Path(s.eval_data)) if s.eval_data else None
     for opened in filter(None, (cache, eval_cache)):
         check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
+        check_packing(student, opened.seq_len)
     choose_trainable(student, s.trainable)
     layers = blocks(student)
     if s.activation_checkpointing:
         recompute_activations(layers)
     if s.compile:
-        for layer in layers:
-            layer.compile()
+        compile_layers(layers)
     teacher = None
     if s.teacher:
         path = Path(s.teacher)
         read, empty = (partial(make, path, s.precision) for make in (load_teacher, empty_teacher))
         teacher, weights = read_once(accelerator, read, empty)
         check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], s.teacher)
+        check_packing(teacher, cache.seq_len)
         place_teacher(accelerator, teacher, blocks(teacher))
         spread(accelerator, teacher, weights)
     trainee = Trainee(student, s.loss, teacher)

@@ -22,7 +22,8 @@ class Run:
     budget: dict[str, Any]
     """How many steps, and where the number comes from."""
     cache_sha256: str
-    config_sha256: str
+    identities: dict[str, str]
+    """Of model, teacher and held-out data: see `uptrain.identity`."""
     versions: dict[str, str]
     parent: dict[str, Any] | None = None
     """The run and step that this one goes on from, if it extends one."""

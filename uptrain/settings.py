@@ -2,6 +2,14 @@
 
 from dataclasses import dataclass
 
+MICRO_BATCH_TOKENS = 8192
+"""Tokens that a process takes at a time, unless told otherwise."""
+
+
+def default_micro_batch(seq_len: int) -> int:
+    """Return windows that a process takes at a time."""
+    return max(1, MICRO_BATCH_TOKENS // seq_len)
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -284,8 +284,12 @@ def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> 
     has_optimizer = any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata)
     if has_optimizer:
         tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
-    with _quiet():
-        load_tensors(tensors, storage_reader=reader, no_dist=_is_alone())
+    try:
+        with _quiet():
+            load_tensors(tensors, storage_reader=reader, no_dist=_is_alone())
+    except CheckpointException as error:  # a BaseException
+        reasons = "; ".join(dict.fromkeys(str(failure) for failure, _ in error.failures.values()))
+        raise InputError(f"{folder} does not fit the run's model and optimizer: {reasons}") from error
     set_model_state_dict(trainee, tensors["model"])
     if has_optimizer:
         set_optimizer_state_dict(trainee, optimizer, tensors["optimizer"])

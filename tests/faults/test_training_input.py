@@ -144,6 +144,36 @@ def test_resuming_with_other_data(inputs, tmp_path):
     assert tiny.snapshot(out) == before
 
 
+@pytest.mark.parametrize(("name", "said"), [
+    ("parent", "another teacher"), ("model", "another model"), ("held_out", "other held-out data"),
+])  # fmt: skip
+def test_resuming_with_another_input(inputs, tmp_path, name, said):
+    """Other weights of the same shapes under the same name; the model counts until there is a checkpoint."""
+    out, place = tmp_path / "run", shutil.copytree(inputs[name], tmp_path / name)
+    given = {**inputs, name: place}
+    more = ("--eval-data", given["held_out"], "--max-minutes", 0)
+    succeed(training.arguments(given, out, *more, loss="distill"), tmp_path)
+    if name == "model":
+        shutil.rmtree(out / "checkpoints")
+    before = tiny.snapshot(out)
+    shutil.rmtree(place)
+    if name == "held_out":
+        shutil.copytree(inputs["data"], place)
+    else:
+        heads = {"model": {"num_key_value_heads": 2}, "parent": {}}[name]
+        tiny.save(tiny.build(vocab_size=training.VOCAB, seed=7, **heads), place)
+    error = error_of(run("resume", out, folder=tmp_path), 2)
+    assert error == f"{place} is {said} than when the run began; bring that back, or start a new run."
+    assert tiny.snapshot(out) == before
+
+
+def test_the_model_is_not_needed_once_there_is_a_checkpoint(inputs, tmp_path):
+    out, model = tmp_path / "run", shutil.copytree(inputs["model"], tmp_path / "model")
+    succeed((*training.arguments({**inputs, "model": model}, out), "--max-minutes", 0), tmp_path)
+    shutil.rmtree(model)
+    succeed(("resume", out), tmp_path)
+
+
 def test_where_something_is_already(inputs, tmp_path):
     out = tmp_path / "run"
     succeed(training.arguments(inputs, out, "--max-minutes", 0), tmp_path)

@@ -4,6 +4,7 @@ import json
 import math
 
 import caches
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -140,6 +141,24 @@ def test_spikes(inputs, tmp_path):
     succeed(("resume", stopped), tmp_path, faults=Faults(**faults))
     assert left_out(stopped) == [9]
     assert_same_run(stopped, straight)
+
+
+@pytest.mark.parametrize("sigma", [3, 6, 20])
+def test_a_rise_that_lasts_is_no_spike(sigma):
+    """Else all further updates would be left out. A single spike does not hide the next."""
+    from types import SimpleNamespace
+
+    from uptrain.loop import SPIKE_WINDOW, Progress, _is_bad
+
+    rng, progress, t = np.random.default_rng(0), Progress(), SimpleNamespace(spike_sigma=sigma)
+
+    def skipped(norms):
+        return [_is_bad(t, progress, float(norm)) for norm in norms]
+
+    assert not any(skipped(1 + 0.01 * rng.standard_normal(SPIKE_WINDOW)))
+    assert skipped([1e9, 1e9]) == [True, True]
+    assert sum(skipped(2 + 0.01 * rng.standard_normal(2000))) < SPIKE_WINDOW
+    assert skipped([1e9]) == [True]
 
 
 def test_spikes_are_taken_without_the_rule_and_never_halt_with_it(inputs, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 
+import caches
 import numpy as np
 import pytest
 import tiny
@@ -56,3 +57,25 @@ def test_every_target_counts_once(inputs, tmp_path, expected, processes, with_te
     assert (found.pop("model"), found.pop("data")) == (str(inputs["model"]), str(inputs["held_out"]))
     wanted = {k: v for k, v in expected.items() if with_teacher or k in ("targets", "loss", "perplexity")}
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+
+
+def test_what_cannot_be_measured_is_refused(uptrain, inputs, tmp_path):
+    other = tiny.save(tiny.build(vocab_size=67), tmp_path / "other")
+    data = ("--data", inputs["held_out"], "--json")
+    uptrain("evaluate", inputs["model"], *data, "--teacher", other).refused("has 67 tokens, the student 257")
+    empty = caches.write_cache(tmp_path / "empty", [[[5], [6], [7]]], 32, training.VOCAB)
+    uptrain("evaluate", inputs["model"], "--data", empty).refused("nothing to predict")
+    narrow = tiny.save(tiny.build("gemma2", vocab_size=training.VOCAB, sliding_window=16), tmp_path / "narrow")
+    uptrain("evaluate", narrow, *data).refused("rows of 32 tokens", "the last 16 tokens only", "--seq-len 16 at most")
+    falcon = tiny.save(tiny.build("falcon", vocab_size=training.VOCAB, alibi=True), tmp_path / "falcon")
+    uptrain("evaluate", falcon, *data).refused("'falcon'", "ALiBi")
+
+
+@pytest.mark.parametrize(("factor", "loss"), [(1e4, float), (float("nan"), type(None))])
+def test_numbers_that_json_does_not_know_are_null(uptrain, inputs, tmp_path, factor, loss):
+    model = tiny.build(vocab_size=training.VOCAB)
+    with torch.no_grad():
+        model.lm_head.weight *= factor
+    folder = tiny.save(model, tmp_path / "model")
+    found = json.loads(uptrain("evaluate", folder, "--data", inputs["held_out"], "--json").out)
+    assert (type(found["loss"]), found["perplexity"]) == (loss, None)

@@ -128,3 +128,24 @@ def test_refusals(tmp_path, uptrain):
     (newest / "state.json").write_bytes(b"{}")
     uptrain("export", run, tmp_path / "out").refused("state.json", "--step")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_export_leaves_nothing_in_the_next(tmp_path, uptrain):
+    _, run = trained(tmp_path)
+    left = tmp_path / ".out.groupwise/folder"
+    left.mkdir(parents=True)
+    (left / "model-00001-of-00006.safetensors").write_bytes(b"of a killed export")
+    (left.parent / "journal.jsonl").write_text('{"fingerprint": ""}\n')
+    assert uptrain("export", run, tmp_path / "out").code == 0
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
+    assert not left.exists()
+
+
+def test_the_card_of_a_run_under_way_says_how_much_of_it_is_done(tmp_path, uptrain):
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    options = ("--alpha", 0.5, "--original-tokens", 256 * 24, "--save-every-steps", 3, "--keep-last", 9)
+    drive([{"arguments": [*arguments(inputs, run)[:6], *map(str, options), *arguments(inputs, run)[8:]]}])
+    for step, alpha in ((3, "0.125"), (12, "0.5")):
+        out = tmp_path / f"out-{step}"
+        assert uptrain("export", run, out, "--step", step).code == 0
+        assert f"| α | {alpha} of the original pre-training |" in (out / "README.md").read_text()

@@ -33,6 +33,7 @@ def test_alpha_stays_unknown(uptrain, inputs, tmp_path):
     assert uptrain("extend", short, "--out", longer, "--steps", 6, "--max-minutes", 0).code == 0
     assert json.loads((longer / "run.json").read_text())["budget"]["alpha"] is None
     uptrain("extend", short, "--out", longer, "--steps", 6).refused("exists already")
+    uptrain("extend", short, "--out", tmp_path / "other", "--alpha", 0.1).refused("give --tokens or --steps")
 
 
 @pytest.mark.parametrize(

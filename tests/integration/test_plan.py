@@ -49,7 +49,6 @@ def test_alpha_of_stated_tokens(uptrain, source):
     assert (found["n_params"], found["n_kv_heads"]) == (n_params, 8)
     assert found["tokens_per_parameter"] == pytest.approx(50_048_000 / n_params)
     assert "uptrain evaluate" in found["first_loss"]
-    assert "1.28 to 3.76" in found["first_loss"]
 
 
 def test_learning_rates_are_those_of_the_run(uptrain, source):
@@ -108,7 +107,7 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     assert (once["seq_len"], once["sequences_per_step"], once["warnings"]) == (4000, 10, [])
     assert once["first_loss"] == f"measure it with: uptrain evaluate {source} --data {cache}"
     often = plan(uptrain, source, "--steps", 5, *size)
-    assert often["warnings"] == ["the cache is read 2.00 times; prepare more tokens to see each only once."]
+    assert often["warnings"] == ["the data are read 2.00 times; prepare more tokens to see each only once."]
     assert uptrain("plan", source, "--steps", 5, *size).err == f"Warning: {often['warnings'][0]}\n"
 
 
@@ -169,3 +168,15 @@ def test_bad_models_and_caches(uptrain, source, cache, tmp_path):
     (source / "groupwise.json").unlink()
     tiny.edit_config(source, intermediate_size=...)
     uptrain("plan", source, "--steps", 5, *SIZE).refused("intermediate_size = None")
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("mean", "far above the parent's"), ("fit", "above the parent's, by")]
+)
+def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expected):
+    record = {
+        "source": {"name": "parent", "groupwise": {"source": {"name": "old"}, "method": "first"}},
+        "method": method,
+    }
+    (source / "groupwise.json").write_text(json.dumps(record))
+    assert plan(uptrain, source, "--steps", 10, *SIZE)["first_loss"].startswith(expected)

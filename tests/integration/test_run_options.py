@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 import training
+from tokenizers_ import make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +82,23 @@ def test_what_does_not_go_together(uptrain, inputs, tmp_path, options, words):
 def test_deepspeed(uptrain, inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     uptrain(*training.arguments(inputs, tmp_path / "run")).refused("DeepSpeed is not supported", "fsdp2.yaml")
+
+
+def test_a_run_that_sees_data_again_says_so(uptrain, inputs, tmp_path):
+    fixed = ("--data", inputs["data"], "--lr", 1e-3, "--global-batch-tokens", 256, "--max-minutes", 0)
+    for steps, times in ((2, 0), (40, 1)):
+        result = uptrain("run", inputs["model"], *fixed, "--out", tmp_path / f"{steps}", "--steps", steps)
+        assert (result.code, result.err.count("Warning: the data are read ")) == (0, times)
+
+
+def test_options_are_refused_before_texts_are_tokenised(uptrain, tmp_path):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=302), tmp_path / "model"), 300)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("One long text. " * 400)
+    fixed = ("run", model, "--data", texts, "--seq-len", 32, "--out", tmp_path / "run")
+    uptrain(*fixed, "--steps", 2, "--global-batch-tokens", 256).refused("give --lr")
+    uptrain(*fixed, "--steps", 2, "--global-batch-tokens", 250, "--lr", 1e-3).refused("whole number of sequences of 32")
+    options = ("--steps", 2, "--global-batch-tokens", 256, "--lr", 1e-3)
+    uptrain(*fixed, *options, "--loss", "distill").refused("name it with --teacher")
+    uptrain(*fixed, *options, "--eval-data", tmp_path / "nowhere").refused("nowhere")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "texts.txt"}

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from model import generate, load_model
@@ -262,8 +263,6 @@ def test_what_the_code_does_not_implement_is_refused_by_name(tmp_path, changes, 
 
 
 def test_unexpected_tensors_are_refused(tmp_path):
-    from safetensors.torch import save_file
-
     folder = tiny.save(tiny.build(), tmp_path / "model")
     save_file({**tiny.tensors(folder), "score.weight": torch.ones(2)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"score\.weight"):
@@ -271,13 +270,49 @@ def test_unexpected_tensors_are_refused(tmp_path):
 
 
 def test_a_tied_head_may_stand_in_the_file(tmp_path):
-    from safetensors.torch import save_file
-
     folder = tiny.save(tiny.build(tie_word_embeddings=True), tmp_path / "model")
     tensors = tiny.tensors(folder)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
     assert load_model(folder).lm_head is None
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_tied_head_may_stand_for_the_embedding(tmp_path, bare):
+    _, ours = pair(tmp_path, tie_word_embeddings=True)
+    folder, ids = tmp_path / "model", random_ids(1, 8)
+    tensors = tiny.tensors(folder)
+    if bare:
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    embedding = "embed_tokens.weight" if bare else "model.embed_tokens.weight"
+    both = {**tensors, "lm_head.weight": tensors[embedding].clone()}
+    for kept in (both, {name: tensor for name, tensor in both.items() if name != embedding}):
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        assert torch.equal(load_model(folder)(ids), ours(ids))
+
+
+def test_matrices_of_several_dtypes_are_widened(tmp_path):
+    folder = tiny.save(tiny.build(), tmp_path / "model")
+    tensors = tiny.tensors(folder)
+    tensors = {name: tensor.bfloat16() if "q_proj" in name else tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model = load_model(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, tensors["model.layers.0.self_attn.q_proj.weight"])
+    assert len(generate(model, [[1, 2, 3]], 4)[0]) == 4
+
+
+def test_what_text_cannot_be_made_with_is_said_in_a_line(tmp_path):
+    from click.testing import CliRunner
+
+    from model.generate import main
+
+    folder = tiny.save(tiny.build(), tmp_path / "model")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    for path, said in ((tmp_path / "nowhere", "nowhere"), (folder, "no tokenizer that transformers can open")):
+        result = CliRunner().invoke(main, [str(path), "--prompt", "x"])
+        assert (result.exit_code, result.output.count("\n"), said in result.output) == (2, 1, True), result.output
 
 
 def test_a_full_cache_and_foreign_ids_are_refused(tmp_path):
@@ -330,9 +365,16 @@ def test_other_families_keep_packed_documents_apart(tmp_path):
     assert together.item() == pytest.approx((a + b).item(), rel=1e-6)
 
 
-def test_other_families_with_missing_tensors_are_refused(tmp_path):
-    from safetensors.torch import save_file
+@pytest.mark.parametrize("family", [family for family in tiny.STOCK if family not in tiny.WRAPPERS])
+def test_every_family_keeps_packed_documents_apart(tmp_path, family):
+    ours = load_model(tiny.save(tiny.build(family), tmp_path / family), torch.float32)
+    ids, documents = random_ids(1, 20), numbered([8, 12])[None]
+    packed = ours(ids, documents_BT=documents)
+    assert (packed[:, :8] - ours(ids[:, :8])).abs().max() <= 1e-5
+    assert (packed[:, 8:] - ours(ids[:, 8:])).abs().max() <= 1e-5
 
+
+def test_other_families_with_missing_tensors_are_refused(tmp_path):
     foreign(tmp_path)
     file = tmp_path / "neox/model.safetensors"
     tensors = tiny.tensors(tmp_path / "neox")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from uptrain.accelerator import has_accelerator
+from uptrain.accelerator import has_accelerator, make_accelerator
 
 
 @pytest.mark.parametrize(("available", "kind", "expected"), [
@@ -16,3 +16,9 @@ def test_all_but_apples(monkeypatch, available, kind, expected):
     assert has_accelerator() == expected
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert not has_accelerator()
+
+
+def test_the_loop_alone_accumulates(monkeypatch):
+    """Else accelerate would divide the gradient by what stands in the environment."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert make_accelerator("fp32", ()).gradient_accumulation_steps == 1

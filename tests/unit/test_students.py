@@ -4,9 +4,9 @@ import pytest
 import tiny
 import torch
 
-from model import load_model
+from model import attention, load_model
 from model.errors import InputError
-from uptrain.models import random_student, recompute_activations
+from uptrain.models import compile_layers, random_student, recompute_activations
 from uptrain.optimizer import make_optimizer
 from uptrain.trainee import blocks, choose_trainable
 
@@ -110,3 +110,20 @@ def test_recomputed_layers_are_compiled(student):
     found.backward()
     assert counter.frame_count > 0
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_are_compiled_once_whatever_the_documents(student, monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+
+    monkeypatch.setattr(attention, "by_segment", attention.by_segment)  # what is changed there is put back
+    ids, counter, counts = torch.arange(24).view(2, 12), CompileCounter(), []
+    layouts = [torch.tensor([[0] * n + [1] * (12 - n), [0] * 12]) for n in (3, 5, 7, 11)]
+    expected = [student(ids, ids, documents)[0].item() for documents in layouts]
+    torch._dynamo.reset()
+    compile_layers(blocks(student), backend=counter)
+    for documents, loss in zip(layouts, expected, strict=True):
+        assert student(ids, ids, documents)[0].item() == pytest.approx(loss, rel=1e-6)
+        counts.append(counter.frame_count)
+    assert counts == [counts[0]] * len(layouts)
+    assert counts[0] > 0

@@ -96,7 +96,8 @@ def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
             "memory, estimate",
             f"{size(memory['replicated_bytes_per_process'])} a device as replicas (DDP), "
             f"{size(memory['sharded_bytes_per_process'])} sharded over {n} (FSDP2); "
-            f"{size(memory['activation_bytes'])} of it for each sequence of the micro-batch\n= {memory['formula']}\n"
+            f"{size(memory['activation_bytes'])} of it for a micro-batch of {memory['micro_batch_tokens']:,} tokens\n"
+            f"= {memory['formula']}\n"
             f"The host: {size(memory['host_bytes'])} while models are read: in each process, or once if sharded",
         ),
         ("time, estimate", f"{hours}\n= {time['formula']}"),

@@ -1,6 +1,5 @@
 """`uptrain prepare`: texts → token cache."""
 
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -76,11 +75,12 @@ def command(**options: Any) -> None:
 def _request(*, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any) -> "Request":
     from uptrain.counts import parse_count
     from uptrain.data.prepare import Request
+    from uptrain.data.texts import n_cores
 
     return Request(
         n_tokens=None if tokens == "all" else parse_count(tokens),
         skip_bad=on_bad_record == "skip",
-        workers=workers or len(os.sched_getaffinity(0)),
+        workers=workers or n_cores(),
         share=None if shard is None else _share(shard),
         **options,
     )

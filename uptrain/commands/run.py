@@ -104,7 +104,13 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     metavar="N",
     help="Windows that a process takes at a time.  [default: as many as make 8192 tokens]",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of the data.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of the order of the data, and of --init's weights.",
+)
 @click.option("--save-every-steps", type=click.IntRange(min=1), metavar="N", help="[default: a tenth of the run]")
 @click.option(
     "--keep-last",

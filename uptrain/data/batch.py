@@ -12,9 +12,6 @@ from torch import Tensor
 from model.loss import IGNORED
 from uptrain.data.cache import Cache, Integers
 
-MICRO_BATCH_TOKENS = 8192
-"""Tokens that a process takes at a time, unless told otherwise."""
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -8,7 +8,7 @@ import click
 
 from model.checkpoint.folder import read_config
 from model.errors import InputError
-from uptrain.data.cache import MANIFEST
+from uptrain.data.cache import MANIFEST, Cache
 from uptrain.data.prepare import Request, prepare
 from uptrain.parallel import main_first
 from uptrain.signals import interruptible
@@ -23,16 +23,35 @@ def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: 
     `data` are sources as `uptrain prepare` takes them, `tokenizer` is the model's folder, `seq_len` None takes the
     model's context, 4096 at most. Of many processes the main one builds, and the others wait for it.
     """
-    if len(data) == 1 and (Path(data[0]) / MANIFEST).is_file():
+    if is_cache(data):
         return Path(data[0])
     main_first(lambda: _build(data, tokenizer, seq_len or _context(tokenizer), beside), beside / MANIFEST)
     return beside
 
 
+def is_cache(data: Sequence[str]) -> bool:
+    """Say whether sources are a token cache."""
+    return len(data) == 1 and (Path(data[0]) / MANIFEST).is_file()
+
+
+def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:
+    """Return the length of the windows that `cache_of` gives. Raises InputError where a cache has another."""
+    if not is_cache(data):
+        return seq_len or _context(tokenizer)
+    found = Cache.open(Path(data[0])).seq_len
+    if seq_len not in (None, found):
+        raise InputError(f"{data[0]} has windows of {found} tokens, not {seq_len}; leave --seq-len out.")
+    return found
+
+
+def n_cores() -> int:
+    """Return how many cores this process may use; macOS does not say, and gives all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path) -> None:
-    workers = len(os.sched_getaffinity(0))
     with interruptible():
-        found = prepare(Request(tuple(data), out, seq_len, tokenizer, workers=workers), quiet=False)
+        found = prepare(Request(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
     click.echo(f"Tokenised into {out}: {found['documents']:,} documents, {found['tokens']:,} tokens", err=True)
 
 

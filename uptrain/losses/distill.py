@@ -1,15 +1,18 @@
 """Distillation: the forward KL divergence from the teacher's distribution of the next token to the student's.
 
 At temperature 1 and over the whole vocabulary (Hinton et al. 2015; the top k alone would be a biased teacher, Anshumann
-et al. 2025). As with every loss, all logits never exist at once (`model.chunked`).
+et al. 2025). As with every loss, all logits never exist at once (`model.chunked`), but for families of transformers:
+they may scale, cap or bias their logits, so these come from their own forward pass.
 
 Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.chunked import ChunkLogits, chunked_loss, tokens_of_a_chunk
+from model.foreign import ForeignModel
 from model.loss import IGNORED
 from uptrain.data.batch import Batch
 from uptrain.language_model import LanguageModel
@@ -18,10 +21,12 @@ from uptrain.language_model import LanguageModel
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
     """Return Σ KL(teacher ‖ student) over the targets, in nats."""
     assert teacher is not None
+    counts_N = batch.labels_BT[:, 1:].flatten() != IGNORED
+    if isinstance(student, ForeignModel) or isinstance(teacher, ForeignModel):
+        return whole_kl(whole_logits(student, batch), teacher, batch, counts_N)
     with torch.no_grad():
         teacher_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
     student_NM = student.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
-    counts_N = batch.labels_BT[:, 1:].flatten() != IGNORED
     return chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight, counts_N)
 
 
@@ -34,6 +39,21 @@ def chunked_kl(
     """
     taught = ChunkLogits(teacher_NM, teacher_weight_VM, tokens_of_a_chunk(student_NM, weight_VM))
     return chunked_loss(student_NM, weight_VM, counts_N, lambda chunk, logits: _rule(taught.of(chunk), logits))
+
+
+def whole_logits(model: LanguageModel, batch: Batch) -> Tensor:
+    """Return the logits of each row's tokens but the last, [N, V]."""
+    logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
+    assert isinstance(logits_BTV, Tensor)
+    return logits_BTV[:, :-1].flatten(0, 1)
+
+
+def whole_kl(student_NV: Tensor, teacher: LanguageModel, batch: Batch, counts_N: Tensor) -> Tensor:
+    """Return the same of a student's logits, with gradients to them."""
+    with torch.no_grad():
+        log_p_NV = whole_logits(teacher, batch)[counts_N].log_softmax(dim=1)
+    log_q_NV = student_NV[counts_N].log_softmax(dim=1)
+    return F.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)
 
 
 def _rule(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:

@@ -1,0 +1,61 @@
+"""Losses of families that transformers computes, whose logits are more than a product: scaled, capped or biased."""
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+
+from model import load_model
+from uptrain.data.batch import Batch
+from uptrain.losses import find_loss
+
+FAMILIES = {
+    "granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.0625}, "phi": {}, "nanochat": {}, "olmo2": {},
+}  # fmt: skip
+
+
+def logits(model, batch):
+    """Of the tokens that count, row by row, without packing."""
+    found = model.theirs(batch.ids_BT, use_cache=False).logits.double()[:, :-1]
+    return found[batch.labels_BT[:, 1:] >= 0]
+
+
+@pytest.fixture(params=FAMILIES)
+def models(request, tmp_path):
+    folders = [
+        tiny.save(
+            tiny.build(request.param, seed, initializer_range=0.2, **FAMILIES[request.param]), tmp_path / str(seed)
+        )
+        for seed in (0, 1)
+    ]
+    return [load_model(folder, torch.float32) for folder in folders]
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 64, (2, 12), generator=generator)
+    labels = ids.clone()
+    labels[0, 5:] = -100
+    return Batch(ids, labels, torch.zeros_like(ids))
+
+
+@pytest.mark.parametrize("name", ["next-token", "distill", "mix"])
+def test_value_and_gradients(models, batch, name):
+    student, teacher = models
+    with torch.no_grad():
+        q = logits(teacher, batch).log_softmax(1)
+    p = logits(student, batch).log_softmax(1)
+    targets = batch.labels_BT[:, 1:][batch.labels_BT[:, 1:] >= 0]
+    next_token, kl = F.nll_loss(p, targets, reduction="sum"), (q.exp() * (q - p)).sum()
+    wanted = {"next-token": next_token, "distill": kl, "mix": (next_token + kl) / 2}[name]
+    wanted.backward()
+    expected = {key: parameter.grad for key, parameter in student.named_parameters()}
+    student.zero_grad(set_to_none=True)
+    found = find_loss(name)(student, teacher, batch)
+    found.backward()
+    assert found.item() == pytest.approx(wanted.item(), rel=2e-5)
+    assert all(gradient is not None for gradient in expected.values()), "a run of it could not be resumed"
+    for key, parameter in student.named_parameters():
+        assert (parameter.grad - expected[key]).norm() <= 1e-4 * expected[key].norm() + 1e-6, key
+    assert all(parameter.grad is None for parameter in teacher.parameters())
