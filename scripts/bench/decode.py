@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import facts
 from transformers import DynamicCache
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM as Theirs
@@ -140,8 +141,8 @@ def main() -> None:
     print(table(rows))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"device": options.device, "dtype": options.dtype, "shape": shape, "torch": torch.__version__}
-        options.out.with_suffix(".json").write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
+        what = {"device": options.device, "dtype": options.dtype, "shape": shape}
+        options.out.with_suffix(".json").write_text(json.dumps({**facts(), **what, "rows": rows}, indent=2) + "\n")
         options.out.with_suffix(".md").write_text(table(rows) + "\n")
         draw(rows, options.out.with_suffix(".png"))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from machine import facts
 from torch import Tensor
 
 from model.loss import chunked_cross_entropy
@@ -125,7 +126,7 @@ def main() -> None:
         print(f"| {loss} | {precision} | {row['time_ratio']:.2f} | {row['memory_ratio']:.2f} |", flush=True)
         rows.append({"loss": loss, "vocab": options.vocab, "tokens": options.tokens, "precision": precision, **row})
     if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
+        options.json.write_text(json.dumps({**facts(), "rows": rows}, indent=2) + "\n")
     return None
 
 

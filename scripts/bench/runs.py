@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from machine import facts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from uptrain.data.cache import MANIFEST, CacheShard, Manifest
@@ -73,5 +73,4 @@ def reset() -> None:
 
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Write what was measured, with where it was."""
-    found = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "rows": rows}
-    path.write_text(json.dumps(found, indent=2) + "\n")
+    path.write_text(json.dumps({**facts(), "rows": rows}, indent=2) + "\n")

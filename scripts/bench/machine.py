@@ -1,0 +1,17 @@
+"""Where and of which commit a measurement is, to be written beside it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def facts() -> dict[str, str | int]:
+    """Return processor, its cores for us, torch's version and this checkout's commit, with a + where files differ."""
+    cpus = (line.split(": ", 1)[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
+    git = ("git", "-C", str(Path(__file__).parent))
+    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    changed = "+" if subprocess.check_output([*git, "status", "--porcelain"]) else ""
+    cores = len(os.sched_getaffinity(0))
+    return {"cpu": next(cpus, "unknown"), "cores": cores, "torch": torch.__version__, "commit": commit + changed}
