@@ -1,13 +1,15 @@
 """Decoding speed and cache size against the number of K/V heads: ours and transformers', in one run.
 
 For each number of K/V heads a random model of one shape; for each batch and context length a cache filled by a prefill,
-then --steps greedy steps, timed one by one, ours and transformers' in turns; medians are compared. Writes a table (JSON
-and Markdown) and a figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
+then --steps greedy steps, timed one by one: ours and transformers' in turns, and all numbers of heads in turns of a few
+steps, since a machine is not as fast at all times. Medians are compared. Writes a table (JSON and Markdown) and a
+figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
 
     python scripts/bench/decode.py --batches 1 8 --contexts 256 1024 --out docs/bench/decode
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -35,6 +37,8 @@ SHAPES = {
               "vocab_size": 32000},
 }  # fmt: skip
 Row = dict[str, Any]
+ROUND, WARM_UP = 10, 2
+"""Steps of a turn, and those before them."""
 
 
 def make_models(shape: dict[str, int], n_kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Ours, Theirs]:
@@ -48,28 +52,39 @@ def make_models(shape: dict[str, int], n_kv_heads: int, dtype: torch.dtype, devi
     return ours.eval(), theirs
 
 
-@torch.inference_mode()
-def compare(ours: Ours, theirs: Theirs, batch: int, context: int, steps: int) -> Row:
-    """Fill both caches, then time decoding steps in turns."""
-    weight = ours.head_weight
-    ids = torch.randint(0, ours.config.vocab_size, (batch, context), device=weight.device)
-    cache = KVCache(ours.config, batch, context + steps + 2, weight.dtype, weight.device)
-    their_cache = DynamicCache(config=theirs.config)
-    our_ids = prefill(ours, ids, cache).argmax(-1)
-    their_ids = theirs(ids, past_key_values=their_cache, logits_to_keep=1).logits[:, -1].argmax(-1)
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for step in range(steps + 2):
-        for name in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
-            synchronise(weight.device)
-            started = time.perf_counter()
-            if name == "ours":
-                our_ids = decode(ours, our_ids, cache).argmax(-1)
-            else:
-                their_ids = theirs(their_ids[:, None], past_key_values=their_cache).logits[:, -1].argmax(-1)
-            synchronise(weight.device)
-            times[name].append(time.perf_counter() - started)
-    ours_s, theirs_s = (statistics.median(times[name][2:]) for name in ("ours", "theirs"))
-    return {"ours_s": ours_s, "theirs_s": theirs_s, "ratio": theirs_s / ours_s, "cache_bytes": cache.nbytes}
+class Decoding:
+    """Our model and transformers', each with its cache filled, and the times of their steps."""
+
+    @torch.inference_mode()
+    def __init__(self, ours: Ours, theirs: Theirs, batch: int, context: int, steps: int) -> None:
+        self.ours, self.theirs = ours, theirs
+        self.device = ours.head_weight.device
+        ids = torch.randint(0, ours.config.vocab_size, (batch, context), device=self.device)
+        self.cache = KVCache(ours.config, batch, context + steps, ours.head_weight.dtype, self.device)
+        self.their_cache = DynamicCache(config=theirs.config)
+        self.our_ids = prefill(ours, ids, self.cache).argmax(-1)
+        self.their_ids = theirs(ids, past_key_values=self.their_cache, logits_to_keep=1).logits[:, -1].argmax(-1)
+        self.times: dict[str, list[float]] = {"ours": [], "theirs": []}
+
+    @torch.inference_mode()
+    def run(self, steps: int) -> None:
+        """Time some steps of both in turns; the first of each follow on another model, and do not count."""
+        for step in range(WARM_UP + steps):
+            for name in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
+                synchronise(self.device)
+                started = time.perf_counter()
+                if name == "ours":
+                    self.our_ids = decode(self.ours, self.our_ids, self.cache).argmax(-1)
+                else:
+                    found = self.theirs(self.their_ids[:, None], past_key_values=self.their_cache)
+                    self.their_ids = found.logits[:, -1].argmax(-1)
+                synchronise(self.device)
+                if step >= WARM_UP:
+                    self.times[name].append(time.perf_counter() - started)
+
+    def row(self) -> Row:
+        ours_s, theirs_s = (statistics.median(self.times[name]) for name in ("ours", "theirs"))
+        return {"ours_s": ours_s, "theirs_s": theirs_s, "ratio": theirs_s / ours_s, "cache_bytes": self.cache.nbytes}
 
 
 def synchronise(device: torch.device) -> None:
@@ -124,20 +139,22 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
-    n_heads, rows = shape["num_attention_heads"], []
-    n_kv_heads = n_heads
-    while n_kv_heads:
-        ours, theirs = make_models(shape, n_kv_heads, getattr(torch, options.dtype), options.device)
-        for batch in options.batches:
-            for context in options.contexts:
-                found = compare(ours, theirs, batch, context, options.steps)
-                rows.append({"n_heads": n_heads, "n_kv_heads": n_kv_heads, "batch": batch, "context": context, **found})
-                print(table(rows).splitlines()[-1], flush=True)
-        n_kv_heads //= 2
+    n_heads, rows, rounds = shape["num_attention_heads"], [], -(-options.steps // ROUND)
+    numbers = [n_heads >> i for i in range(n_heads.bit_length())]
+    models = {n: make_models(shape, n, getattr(torch, options.dtype), options.device) for n in numbers}
+    for batch, context in itertools.product(options.batches, options.contexts):
+        found = {n: Decoding(*models[n], batch, context, rounds * (WARM_UP + ROUND)) for n in numbers}
+        for _ in range(rounds):
+            for decoding in found.values():
+                decoding.run(ROUND)
+        for n, decoding in found.items():
+            rows.append({"n_heads": n_heads, "n_kv_heads": n, "batch": batch, "context": context, **decoding.row()})
+            print(table(rows).splitlines()[-1], flush=True)
+    rows.sort(key=lambda row: -row["n_kv_heads"])
     print(table(rows))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
