@@ -19,7 +19,7 @@ from results import Line, Seeds, at, at_best_setting, losses, read, shares, trai
 
 HEADLINE, SPEED = "headline.png", "speed.png"
 SOURCES = {
-    HEADLINE: ("merges.jsonl", "smollm2.jsonl", "paper.jsonl", "recipe.jsonl", "short.jsonl"),
+    HEADLINE: ("merges.jsonl", "longer.jsonl", "smollm2.jsonl", "paper.jsonl", "recipe.jsonl", "short.jsonl"),
     SPEED: ("short.jsonl", "../bench/decode_study.json"),
 }
 """What each figure is drawn from."""
@@ -36,7 +36,9 @@ MERGES = {
     "aligned-spread": "aligned, mean", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit (default)",
 }  # fmt: skip
 PLACES = (
-    ("merges", 2, "8 → 2", BLUE, "o"), ("merges", 1, "8 → 1", ORANGE, "s"), ("smollm2", 1, "SmolLM2 3 → 1", GREEN, "^"),
+    ("merges", 2, "8 → 2", BLUE, BLUE, "o"), ("longer", 2, "8 → 2, better-trained parents", BLUE, "white", "o"),
+    ("merges", 1, "8 → 1", ORANGE, ORANGE, "s"), ("longer", 1, "8 → 1, better-trained parents", ORANGE, "white", "s"),
+    ("smollm2", 1, "SmolLM2 3 → 1", GREEN, GREEN, "^"),
 )  # fmt: skip
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
@@ -65,7 +67,8 @@ def headline(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
     grid, lines = figure.add_gridspec(2, 2), trained(results)
     draw_merges(
-        figure.add_subplot(grid[0, :]), {plan: read(results / f"{plan}.jsonl") for plan in ("merges", "smollm2")}
+        figure.add_subplot(grid[0, :]),
+        {plan: read(results / f"{plan}.jsonl") for plan in ("merges", "longer", "smollm2")},
     )
     left = figure.add_subplot(grid[1, 0])
     draw_uptraining(left, lines, 2)
@@ -108,15 +111,16 @@ def milliseconds(row: dict[str, Any]) -> float:
 
 def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
     axes.set_title("Right after conversion: what is left of the loss that merging by the mean costs")
-    for place, (plan, groups, label, colour, marker) in enumerate(PLACES):
+    for place, (plan, groups, label, colour, inside, marker) in enumerate(PLACES):
         lines = [line for line in results[plan] if line["groups"] == groups]
         for row, arm in enumerate(MERGES):
             own = [line for line in lines if line["arm"] == arm and not line["alpha"]]
             if figures := list(shares(own, lines).values()):
                 error = statistics.stdev(figures) * 100 if len(figures) > 1 else 0
                 axes.errorbar(
-                    statistics.mean(figures) * 100, row + (place - 1) * 0.2, xerr=error, fmt=marker, color=colour,
-                    markersize=5, capsize=2, elinewidth=1, label=label if arm == "mean" else None,
+                    statistics.mean(figures) * 100, row + (place - 2) * 0.16, xerr=error, fmt=marker, color=colour,
+                    markerfacecolor=inside, markersize=5, capsize=2, elinewidth=1,
+                    label=label if arm == "mean" else None,
                 )  # fmt: skip
     axes.set_yticks(range(len(MERGES)), MERGES.values())
     axes.set_xlim(left=0)

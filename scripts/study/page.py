@@ -3,7 +3,7 @@
     python scripts/study/page.py    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name, `trained`, `parents`,
-`savings` or `results`.
+`savings`, `savings_longer` or `results`.
 """
 
 import json
@@ -71,13 +71,17 @@ def record_parents(work: Path, record: Path) -> None:
 def parents(work: Path) -> Iterator[Line]:
     """Yield the held-out losses of the parents while they were trained, of those that are finished."""
     for metrics in sorted(work.glob("*/parent-*/metrics.jsonl")):
-        settings = json.loads((metrics.parent / "run.json").read_text())["settings"]
+        run = json.loads((metrics.parent / "run.json").read_text())
+        settings = run["settings"]
         found = {line["step"]: line["evaluation"]["loss"] for line in read_lines(metrics) if "evaluation" in line}
         if settings["steps"] in found:
             tenths = {round(step / settings["steps"], 1): loss for step, loss in found.items()}
             for share, loss in tenths.items():
                 plan, seed = metrics.parts[-3], settings["seed"]
-                yield {"plan": plan, "seed": seed, "steps": settings["steps"], "share": share, "held_out_loss": loss}
+                yield {
+                    "plan": plan, "seed": seed, "steps": settings["steps"], "share": share, "held_out_loss": loss,
+                    "cache": run["cache_sha256"],
+                }  # fmt: skip
 
 
 def training_of_parents(results: Path) -> str:
@@ -99,6 +103,7 @@ def renewed(page: str, results: Path) -> str:
             "results": headline, "parents": training_of_parents,
             "trained": lambda found: "\n\n".join(tables(trained(found))),
             "savings": lambda found: savings(trained(found), BEST),
+            "savings_longer": lambda found: savings(read(found / "longer.jsonl"), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda found: "\n\n".join(tables(read(found / f"{match[1]}.jsonl"))))
         return f"{match[1]}{match[2]}{part(results)}\n"
@@ -110,7 +115,8 @@ def headline(results: Path) -> str:
     """Return the table of what the default merge keeps, without any training."""
     rows = ["| | K/V heads | parent | mean | default | of mean's gap |", "|---|---|---|---|---|---|"]
     for name, plan, before, after in (
-        ("4.2 M parameters, 3 parents", "merges", 8, 4), ("", "merges", 8, 2), ("", "merges", 8, 1),
+        ("4.2 M parameters, 4 M tokens, 3 parents", "merges", 8, 4), ("", "merges", 8, 2), ("", "merges", 8, 1),
+        ("4.2 M parameters, 30 M tokens, 2 parents", "longer", 8, 2), ("", "longer", 8, 1),
         ("SmolLM2-135M-Instruct, 4 bit", "smollm2", 3, 1),
     ):  # fmt: skip
         lines = [line for line in read(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]]

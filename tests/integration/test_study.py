@@ -397,7 +397,7 @@ def test_table_of_parents(study, tmp_path):
     for name, seed, steps in (("parent-0", 0, 20), ("parent-1", 1, 20), ("parent-2", 2, 30)):
         run = tmp_path / "p" / name
         run.mkdir(parents=True)
-        (run / "run.json").write_text(json.dumps({"settings": {"steps": steps, "seed": seed}}))
+        (run / "run.json").write_text(json.dumps({"settings": {"steps": steps, "seed": seed}, "cache_sha256": "c"}))
         losses = {0: 8.0, 10: 6.0 + seed, 20: 5.0 + seed}
         records = [{"step": 1, "loss": 7.0}, *({"step": s, "evaluation": {"loss": x}} for s, x in losses.items())]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
