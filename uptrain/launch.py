@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import click
 from accelerate import PartialState
 
+from model.checkpoint import open_checkpoint
 from model.checkpoint.folder import read_config
 from model.errors import InputError
 from uptrain.accelerator import check_launcher, has_accelerator
@@ -52,11 +53,11 @@ def launch_new(
     # All that is refused for what the options say is refused before texts are tokenised, which may take hours.
     length = seq_len_of(data, folder, seq_len)
     settings, budget = make_settings(request, folder, is_new=init is not None, seq_len=length, **options)
-    eval_cache = cache_of([eval_data], folder, length, out.with_name(f"{out.name}.eval-data")) if eval_data else None
-    cache = cache_of(data, folder, length, out.with_name(f"{out.name}.data"))
+    if settings.teacher:
+        open_checkpoint(Path(settings.teacher)).close()
+    eval_cache = _cache([eval_data], folder, length, out.with_name(f"{out.name}.eval-data")) if eval_data else None
+    cache = _cache(data, folder, length, out.with_name(f"{out.name}.data"))
     settings = replace(settings, data=_text(cache), eval_data=_text(eval_cache))
-    for path in filter(None, (cache, eval_cache)):
-        check_tokenizer(Cache.open(path), path, folder)
     warning = repetition_warning(settings.steps * settings.global_batch / Cache.open(cache).n_windows)
     _watch(settings.steps, out, lambda show: start(settings, budget, folder, out, deadline, _after(warning, show)))
 
@@ -91,6 +92,13 @@ def _watch(steps: int, out: Path, work: Callable[[Show], str]) -> None:
 
 def _deadline(max_minutes: float | None) -> float:
     return math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+
+
+def _cache(data: Sequence[str], folder: Path, seq_len: int, beside: Path) -> Path:
+    """Return the cache that sources name or are made into. Raises InputError where it is of another tokenizer."""
+    path = cache_of(data, folder, seq_len, beside)
+    check_tokenizer(Cache.open(path), path, folder)
+    return path
 
 
 def _text(path: Path | None) -> str:

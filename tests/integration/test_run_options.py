@@ -2,6 +2,7 @@
 
 import json
 
+import caches
 import pytest
 import tiny
 import torch
@@ -101,4 +102,7 @@ def test_options_are_refused_before_texts_are_tokenised(uptrain, tmp_path):
     options = ("--steps", 2, "--global-batch-tokens", 256, "--lr", 1e-3)
     uptrain(*fixed, *options, "--loss", "distill").refused("name it with --teacher")
     uptrain(*fixed, *options, "--eval-data", tmp_path / "nowhere").refused("nowhere")
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "texts.txt"}
+    uptrain(*fixed, *options, "--teacher", tmp_path / "nowhere").refused("nowhere")
+    other = caches.write_cache(tmp_path / "other", [[[1, 2, 3] * 20]], 32, 302, tokenizer="0" * 64)
+    uptrain(*fixed, *options, "--eval-data", other).refused("another tokenizer")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "other", "texts.txt"}

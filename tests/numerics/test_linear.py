@@ -21,7 +21,7 @@ def test_decoding_is_as_exact_as_many_rows(batch, shape):
     weight, x = torch.randn(shape), torch.randn(batch, 1, shape[1])
     many = F.linear(x.repeat(512 // batch, 1, 1), weight)[:batch]
     # Each processor adds up in an order of its own: 1.1 of one kind, 1.9 of another.
-    assert error(linear(x, weight), x, weight) <= 3 * error(many, x, weight)
+    assert error(linear(x, weight), x, weight) <= 2 * error(many, x, weight)
 
 
 @pytest.mark.parametrize("x_shape", [(1, 1, 32), (4, 1, 32), (2, 3, 32), (64, 1, 32)])

@@ -23,7 +23,7 @@ def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads
 
     parent, child = open_folder(family, source), open_folder(family, out)
     assert child.config.get_text_config().num_key_value_heads == n_kv_heads
-    assert difference(parent, child) <= 5e-6
+    assert difference(parent, child) <= 1e-6
 
     found = json.loads(convert("verify", source, out, "--json").out)
     assert (found["ok"], found["differences"]) == (True, [])

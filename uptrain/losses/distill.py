@@ -49,7 +49,7 @@ def whole_logits(model: LanguageModel, batch: Batch) -> Tensor:
 
 
 def whole_kl(student_NV: Tensor, teacher: LanguageModel, batch: Batch, counts_N: Tensor) -> Tensor:
-    """Return the same of a student's logits, with gradients to them."""
+    """Return the divergence of a student whose logits are there, with gradients to them."""
     with torch.no_grad():
         log_p_NV = whole_logits(teacher, batch)[counts_N].log_softmax(dim=1)
     log_q_NV = student_NV[counts_N].log_softmax(dim=1)
