@@ -11,7 +11,7 @@ import click
 
 PLANS = Path(__file__).parent / "plans"
 SHARED = ("texts", "tokenizer", "seq_len", "windows", "parent")
-"""What a plan takes from the one it names in `parents_of`."""
+"""What a plan takes from the one it names in `parents_of`; of the parent, it can have `seeds` of its own."""
 T = TypeVar("T")
 
 
@@ -131,6 +131,8 @@ def read_plan(path: Path) -> Plan:
             raise PlanError(f"{path}: {own[0]} is that of the plan in parents_of, {home}; it cannot have its own.")
         base = _read_table(path.parent / f"{home}.toml")
         table |= {key: base[key] for key in SHARED if key in base}
+        if "seeds" in table:
+            table["parent"] = table["parent"] | {"seeds": table.pop("seeds")}
     every = {key: table.pop(key) for key in ("groups", "uptrain") if key in table}
     table["arms"] = [every | arm for arm in table.get("arms", [])]
     plan = _build(Plan, table | {"name": path.stem, "home": home}, str(path))

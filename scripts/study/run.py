@@ -46,14 +46,21 @@ def print_rest(place: Place) -> None:
 def run_study(place: Place, jobs: int) -> None:
     for folder in (place.home, place.results.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    # Two runners would delete each other's models; while parents are made, also those of plans that share them.
+    # Two runners would delete each other's models.
     with locked(place.results.parent / "lock", f"the study {place.plan.name} is running"):
-        with locked(place.home / "making.lock", f"the parents of {place.plan.home} are being made"):
-            check_home(place)
-            for step in shared_steps(place):
-                make(step)
-            side_by_side([partial(make, step) for step in parent_steps(place)], jobs)
+        check_home(place)
+        make_parents(place, jobs)
         side_by_side([partial(work_on, place, case, tell) for case in missing_cases(place)], jobs)
+
+
+def make_parents(place: Place, jobs: int) -> None:
+    """Make what is missing of texts, caches and parents; plans that miss nothing run beside the one that makes it."""
+    if all(step.done.exists() for step in [*shared_steps(place), *parent_steps(place)]):
+        return
+    with locked(place.home / "making.lock", f"the parents of {place.plan.home} are being made"):
+        for step in shared_steps(place):
+            make(step)
+        side_by_side([partial(make, step) for step in parent_steps(place)], jobs)
 
 
 @contextmanager

@@ -100,6 +100,8 @@ def test_plan_takes_the_parents_of_another(study):
     assert place.parent(2) == Path("work/merges/parent-2-hf")
     assert place.results == Path("work/paper/results.jsonl")
     assert place.plan.parent.seeds == (0, 1, 2)
+    fewer = plan.read_plan(plan.find_plan("rates"))
+    assert (fewer.home, fewer.parent.seeds) == ("longer", (0,)), "seeds of its own"
 
 
 def test_control_is_not_distilled_from_itself(study):
@@ -229,6 +231,15 @@ def test_second_runner_is_refused(study, stand_in, tmp_path, name, said):
         fcntl.flock(lock, fcntl.LOCK_EX)
         result = start(study, "--plan", "smoke", "--work", tmp_path)
     assert (result.exit_code, said in result.output, stand_in) == (1, True, [])
+
+
+def test_plan_that_misses_no_parents_runs_while_others_are_made(study, stand_in, tmp_path):
+    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    (tmp_path / "smoke" / "results.jsonl").unlink()
+    with (tmp_path / "smoke" / "making.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    assert figures(read(tmp_path))
 
 
 @pytest.mark.parametrize(
