@@ -15,6 +15,7 @@ The folder of a plan:
 
 import json
 import lzma
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -91,10 +92,14 @@ def check_home(place: Place) -> None:
     wanted = json.loads(json.dumps({key: value for key, value in asdict(place.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # more of them may come
     record = place.home / "plan.json"
-    found = json.loads(record.read_text()) if record.exists() else wanted
+    if not record.exists():
+        # Runners of several plans may do this at once; none must read what another has half written.
+        partial_file = record.with_suffix(f".{os.getpid()}")
+        partial_file.write_text(json.dumps(wanted, indent=2) + "\n")
+        partial_file.rename(record)
+    found = json.loads(record.read_text())
     if other := [key for key in wanted if found.get(key) != wanted[key]]:
         raise PlanError(f"{place.home} was made with another {other[0]}; take another --work, or delete it.")
-    record.write_text(json.dumps(wanted, indent=2) + "\n")
 
 
 def shared_steps(place: Place) -> list[Step]:
