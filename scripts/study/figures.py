@@ -1,7 +1,8 @@
 """What the studies found, drawn from the recorded results.
 
 headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
-uptraining. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023).
+uptraining, of the better-trained parents. weak.png: the same of the weak ones. speed.png: loss against the time to
+decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss against the peak of the learning rate.
 Colours are Okabe and Ito's, which the colour-blind can tell apart; each series has a marker of its own.
 """
 
@@ -15,12 +16,14 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from results import Line, Seeds, at, at_best_setting, losses, read, shares, trained
+from results import BETTER, WEAK, Line, Seeds, at, at_best_setting, losses, read, shares, united
 
-HEADLINE, SPEED = "headline.png", "speed.png"
+HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
 SOURCES = {
-    HEADLINE: ("merges.jsonl", "longer.jsonl", "smollm2.jsonl", "paper.jsonl", "recipe.jsonl", "short.jsonl"),
-    SPEED: ("short.jsonl", "../bench/decode_study.json"),
+    HEADLINE: ("merges.jsonl", "smollm2.jsonl", *(f"{plan}.jsonl" for plan in BETTER)),
+    WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
+    SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
+    RATES: ("rates.jsonl",),
 }
 """What each figure is drawn from."""
 INK, MUTED, GRID = "#1c1c1e", "#6e6e73", "#d9d9de"
@@ -46,15 +49,18 @@ CURVES = (
     ("fit-refit", "distill", "the default merge, distilled", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
+SCRATCH = "trained with so few heads from the start"
+SCHEDULES = (("wsd", BLUE, "o"), ("cosine", ORANGE, "s"), ("constant", GREEN, "^"))
 NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
 NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8, "color": MUTED}
 
 
 def draw(results: Path) -> None:
     """Write the figures beside the results."""
+    drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates}
     with matplotlib.rc_context(STYLE):
-        for name, figure in ((HEADLINE, headline(results)), (SPEED, speed(results))):
-            figure.savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})
+        for name, figure_of in drawn.items():
+            figure_of(results).savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})
 
 
 def digest(results: Path, figure: str) -> str:
@@ -65,44 +71,78 @@ def digest(results: Path, figure: str) -> str:
 
 def headline(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
-    grid, lines = figure.add_gridspec(2, 2), trained(results)
-    draw_merges(
-        figure.add_subplot(grid[0, :]),
-        {plan: read(results / f"{plan}.jsonl") for plan in ("merges", "longer", "smollm2")},
-    )
+    grid = figure.add_gridspec(2, 2)
+    plans = {place[0]: read(results / f"{place[0]}.jsonl") for place in PLACES}
+    draw_merges(figure.add_subplot(grid[0, :]), plans)
     left = figure.add_subplot(grid[1, 0])
-    draw_uptraining(left, lines, 2)
-    draw_uptraining(figure.add_subplot(grid[1, 1], sharey=left), lines, 1)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    draw_both(figure, left, figure.add_subplot(grid[1, 1], sharey=left), united(results, BETTER))
     return figure
+
+
+def weak(results: Path) -> Figure:
+    figure = Figure(figsize=(8.2, 3.4), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    draw_both(figure, left, right, united(results, WEAK))
+    return figure
+
+
+def draw_both(figure: Figure, left: Axes, right: Axes, lines: list[Line]) -> None:
+    """Draw the uptraining to two K/V heads and to one."""
+    draw_uptraining(left, lines, 2)
+    draw_uptraining(right, lines, 1)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
 def speed(results: Path) -> Figure:
-    """Draw the loss after a short uptraining against the time to decode, a point for each number of K/V heads."""
+    """Draw the loss after the paper's α against the time to decode, a point for each number of K/V heads."""
     rows = json.loads((results / "../bench/decode_study.json").read_text())["rows"]
     batch, context = max((row["batch"], row["context"]) for row in rows)
-    times = {row["n_kv_heads"]: row for row in rows if (row["batch"], row["context"]) == (batch, context)}
-    lines = read(results / "short.jsonl")
-    parent = statistics.mean(losses(at(lines, "parent", (0, None))).values())
+    times = {row["n_kv_heads"]: milliseconds(row) for row in rows if (row["batch"], row["context"]) == (batch, context)}
+    lines = united(results, BETTER)
     figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for arm, loss, label, colour, marker in CURVES[:3]:
-        found = {heads: list(losses(at(lines, arm, (0.01, loss), heads)).values()) for heads in (4, 2, 1)}
-        axes.errorbar(
-            [milliseconds(times[heads]) for heads in found], [statistics.mean(x) for x in found.values()],
-            [statistics.stdev(x) for x in found.values()], fmt=f"{marker}-", color=colour, label=label, capsize=2,
-            markersize=5, elinewidth=1,
-        )  # fmt: skip
-        for heads, values in found.items():
-            axes.annotate(NAMES[heads], (milliseconds(times[heads]), statistics.mean(values)), **NEXT_TO)
-    axes.plot([milliseconds(times[8])], [parent], "d", color=MUTED, label="the parent")
-    axes.annotate(NAMES[8], (milliseconds(times[8]), parent), **NEXT_TO)
-    axes.set_title(f"Loss after uptraining for 1 %, and time to decode (batch {batch}, context {context})")
+        found = {heads: losses(at(lines, arm, (0.05, loss), heads)) for heads in (4, 2, 1)}
+        points = {heads: seeds for heads, seeds in found.items() if seeds}
+        draw_points(axes, {times[heads]: seeds for heads, seeds in points.items()}, label, colour, f"{marker}-")
+        for heads, seeds in points.items():
+            axes.annotate(NAMES[heads], (times[heads], statistics.mean(seeds.values())), **NEXT_TO)
+    parent = losses(at(lines, "parent", (0, None)))
+    axes.plot([times[8]], [statistics.mean(parent.values())], "d", color=MUTED, label="the parent")
+    axes.annotate(NAMES[8], (times[8], statistics.mean(parent.values())), **NEXT_TO)
+    axes.set_title(f"Loss after uptraining for 5 %, and time to decode (batch {batch}, context {context})")
     axes.set_xlabel("milliseconds per step")
     axes.set_ylabel("nats per token")
-    axes.set_xlim(left=0, right=1.15 * milliseconds(times[8]))
-    axes.legend(loc="center left")
+    axes.set_xlim(left=0, right=1.15 * times[8])
+    axes.legend(loc="upper right")
     return figure
+
+
+def rates(results: Path) -> Figure:
+    """Draw what each peak of the learning rate comes to, with each schedule, for the default and for the mean."""
+    lines = read(results / "rates.jsonl")
+    figure = Figure(figsize=(8.2, 3.4), dpi=150, layout="constrained")
+    for axes, (arm, loss, label, *_) in zip(figure.subplots(1, 2), (CURVES[2], CURVES[0]), strict=True):
+        for schedule, colour, marker in SCHEDULES:
+            own = [line for line in lines if (line["arm"], line["loss"], line["schedule"]) == (arm, loss, schedule)]
+            points = {lr: losses([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
+            draw_points(axes, points, schedule, colour, f"{marker}-")
+        axes.set_title(label)
+        axes.set_xlabel("peak of the learning rate")
+        axes.set_ylabel("nats per token")
+        axes.set_xscale("log")
+        axes.legend()
+    return figure
+
+
+def draw_points(axes: Axes, points: dict[float, Seeds], label: str, colour: str, form: str) -> None:
+    """Draw means over seeds, with their spread."""
+    values = [list(seeds.values()) for seeds in points.values()]
+    spread = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
+    axes.errorbar(
+        list(points), [statistics.mean(v) for v in values], spread, fmt=form, color=colour, label=label, markersize=5,
+        capsize=2, elinewidth=1,
+    )  # fmt: skip
 
 
 def milliseconds(row: dict[str, Any]) -> float:
@@ -132,15 +172,12 @@ def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
     """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
     axes.set_title(f"8 → {groups}: held-out loss against uptraining")
     for arm, loss, label, colour, marker in CURVES:
-        points = curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss)
-        if points:
-            values = [list(seeds.values()) for seeds in points.values()]
-            spread = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
-            means = [statistics.mean(v) for v in values]
-            axes.errorbar(
-                [100 * alpha for alpha in points], means, spread, fmt=f"{marker}-", color=colour, label=label,
-                markersize=5, capsize=2, elinewidth=1,
-            )  # fmt: skip
+        if points := curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss):
+            percent = {100 * alpha: seeds for alpha, seeds in points.items()}
+            draw_points(axes, percent, label, colour, f"{marker}-")
+    scratch = [line for line in lines if line["from_nothing"] and line["groups"] == groups]
+    if scratch:
+        axes.axhline(statistics.mean(losses(scratch).values()), color=INK, linewidth=1, linestyle=":", label=SCRATCH)
     axes.set_xlabel("tokens, % of the parent's pre-training")
     axes.set_ylabel("nats per token")
     axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)

@@ -2,8 +2,8 @@
 
     python scripts/study/page.py    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figures
 
-Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name, `trained`, `parents`,
-`savings`, `savings_longer` or `results`.
+Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name, `weak`, `better`,
+`savings_weak`, `savings_better`, `parents` or `results`.
 """
 
 import json
@@ -15,7 +15,7 @@ import click
 from arms import key_of_line
 from figures import draw
 from plan import PLANS, PlanError
-from results import Line, losses, of_seeds, read, read_lines, shares, trained, unique
+from results import BETTER, WEAK, Line, losses, of_seeds, read, read_lines, shares, unique, united
 from table import markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
@@ -69,7 +69,7 @@ def record_parents(work: Path, record: Path) -> None:
 
 
 def parents(work: Path) -> Iterator[Line]:
-    """Yield the held-out losses of the parents while they were trained, of those that are finished."""
+    """Yield the held-out losses of parents, and of what has fewer K/V heads, in trainings that are finished."""
     for metrics in sorted(work.glob("*/parent-*/metrics.jsonl")):
         run = json.loads((metrics.parent / "run.json").read_text())
         settings = run["settings"]
@@ -77,22 +77,30 @@ def parents(work: Path) -> Iterator[Line]:
         if settings["steps"] in found:
             tenths = {round(step / settings["steps"], 1): loss for step, loss in found.items()}
             for share, loss in tenths.items():
-                plan, seed = metrics.parts[-3], settings["seed"]
+                plan, name = metrics.parts[-3:-1]
                 yield {
-                    "plan": plan, "seed": seed, "steps": settings["steps"], "share": share, "held_out_loss": loss,
-                    "cache": run["cache_sha256"],
+                    "plan": plan, "groups": from_nothing(name), "seed": settings["seed"], "steps": settings["steps"],
+                    "share": share, "held_out_loss": loss, "cache": run["cache_sha256"],
                 }  # fmt: skip
+
+
+def from_nothing(run: str) -> int | None:
+    """Return the K/V heads that a run's model has had from the start; None for a parent's run (see prepare.py)."""
+    fewer = re.fullmatch(r"parent-\d+-g(\d+)", run)
+    return int(fewer[1]) if fewer else None
 
 
 def training_of_parents(results: Path) -> str:
     """Return the table of the parents' losses, tenth by tenth of their training."""
-    lines = read_lines(results / PARENTS)
-    plans = unique(line["plan"] for line in lines)
+    lines = [{"groups": None} | line for line in read_lines(results / PARENTS)]
+    models = unique((line["plan"], line["groups"]) for line in lines)
     rows = []
     for share in sorted({line["share"] for line in lines if line["share"] > 0}):
-        own = [[line for line in lines if (line["plan"], line["share"]) == (plan, share)] for plan in plans]
+        at_share = [line for line in lines if line["share"] == share]
+        own = [[line for line in at_share if (line["plan"], line["groups"]) == model] for model in models]
         rows.append([f"{share:.0%}", *(show(losses(found), "{:.3f}") for found in own)])
-    return markdown(["of its training", *plans], rows)
+    names = [f"{plan}, {groups} K/V heads" if groups else plan for plan, groups in models]
+    return markdown(["of its training", *names], rows)
 
 
 def renewed(page: str, results: Path) -> str:
@@ -101,9 +109,10 @@ def renewed(page: str, results: Path) -> str:
     def fill(match: re.Match[str]) -> str:
         parts: dict[str, Callable[[Path], str]] = {
             "results": headline, "parents": training_of_parents,
-            "trained": lambda found: "\n\n".join(tables(trained(found))),
-            "savings": lambda found: savings(trained(found), BEST),
-            "savings_longer": lambda found: savings(read(found / "longer.jsonl"), BEST),
+            "weak": lambda found: "\n\n".join(tables(united(found, WEAK))),
+            "better": lambda found: "\n\n".join(tables(united(found, BETTER))),
+            "savings_weak": lambda found: savings(united(found, WEAK), BEST),
+            "savings_better": lambda found: savings(united(found, BETTER), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda found: "\n\n".join(tables(read(found / f"{match[1]}.jsonl"))))
         return f"{match[1]}{match[2]}{part(results)}\n"

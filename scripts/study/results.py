@@ -25,11 +25,17 @@ def read(path: Path) -> list[Line]:
     return [{"schedule": "wsd" if line["loss"] else None, "from_nothing": False} | line for line in lines]
 
 
-def trained(results: Path) -> list[Line]:
-    """Return what is known of the arms of `paper`, with all settings that they were uptrained with."""
-    arms = {line["arm"] for line in read(results / "paper.jsonl")}
-    lines = [line for plan in ("paper", "recipe", "short") for line in read(results / f"{plan}.jsonl")]
-    return [line for line in lines if line["arm"] in arms]
+WEAK = ("paper", "recipe", "short")
+"""The plans that uptrain the three weak parents; the first has the arms that are followed at every length."""
+BETTER = ("longer", "recipe_longer", "from_nothing")
+"""Those of the better-trained parents."""
+
+
+def united(results: Path, plans: tuple[str, ...]) -> list[Line]:
+    """Return what several plans know of the arms of the first, with all settings that they were uptrained with."""
+    arms = {line["arm"] for line in read(results / f"{plans[0]}.jsonl")}
+    lines = [line for plan in plans for line in read(results / f"{plan}.jsonl")]
+    return [line for line in lines if line["arm"] in arms or line["from_nothing"]]
 
 
 def unique(values: Any) -> list[Any]:

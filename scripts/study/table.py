@@ -161,11 +161,12 @@ def savings(lines: list[Line], best: str) -> str:
     for name, own_stage in sorted(models(distilled), key=lambda model: model[0] == best):
         found = [at(lines, name, own_stage, n) for n in heads]
         (tokens,) = {line["tokens"] for own in found for line in own}
-        calibration = calibration_tokens(found[0][0])
+        known = next(line for own in found for line in own)
+        calibration = calibration_tokens(known)
         compute = tokens * FORWARDS.get(own_stage[1] or "", 0) + FORWARDS["calibration"] * calibration
         shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
         shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
-        batch = found[0][0]["global_batch_tokens"]
+        batch = known["global_batch_tokens"]
         label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
         rows.append([label, *(f"{share:.1%}" for share in shares_of_papers), *(show(losses(own)) for own in found)])
     headings = ["", "tokens trained on", "with calibration", "compute", *(f"{n} K/V heads" for n in heads)]

@@ -402,10 +402,13 @@ def test_table_of_savings(study):
 
 
 def test_table_of_parents(study, tmp_path):
-    """By tenths of their training; what is still being trained does not count, what lies elsewhere by now does."""
+    """By tenths of their training; what is still being trained does not count, what lies elsewhere by now does.
+
+    What was trained with fewer heads from nothing has a column of its own.
+    """
     import page
 
-    for name, seed, steps in (("parent-0", 0, 20), ("parent-1", 1, 20), ("parent-2", 2, 30)):
+    for name, seed, steps in (("parent-0", 0, 20), ("parent-1", 1, 20), ("parent-2", 2, 30), ("parent-0-g2", 7, 20)):
         run = tmp_path / "p" / name
         run.mkdir(parents=True)
         (run / "run.json").write_text(json.dumps({"settings": {"steps": steps, "seed": seed}, "cache_sha256": "c"}))
@@ -418,8 +421,8 @@ def test_table_of_parents(study, tmp_path):
     for _ in range(2):
         page.record_parents(tmp_path, record)
         assert page.training_of_parents(tmp_path).splitlines() == [
-            "| of its training | q | p |", "| --- | --- | --- |",
-            "| 50% | – | 6.500 ± 0.707 |", "| 100% | 9.000 | 5.500 ± 0.707 |",
+            "| of its training | q | p | p, 2 K/V heads |", "| --- | --- | --- | --- |",
+            "| 50% | – | 6.500 ± 0.707 | 13.000 |", "| 100% | 9.000 | 5.500 ± 0.707 | 12.000 |",
         ]  # fmt: skip
 
 
@@ -474,7 +477,7 @@ def test_the_pages_tables_are_the_recorded_results(study, name):
     assert page.renewed(changed, root / page.RESULTS) == written
 
 
-@pytest.mark.parametrize("name", ["headline.png", "speed.png"])
+@pytest.mark.parametrize("name", ["headline.png", "weak.png", "speed.png", "rates.png"])
 def test_the_figures_are_of_the_recorded_results(study, name):
     import figures as drawing
     import page
