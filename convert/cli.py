@@ -36,7 +36,7 @@ def cli() -> None:
 
     SOURCE is a Hugging Face folder (safetensors or .bin), a folder with Meta's consolidated.*.pth, a
     torch.distributed.checkpoint, a .gguf file, or the name of a model in the Hugging Face cache (org/name). OUT becomes
-    an ordinary Hugging Face folder. Merged models need uptraining before use.
+    an ordinary Hugging Face folder. Merging costs quality: `uptrain evaluate` says how much, `uptrain run` restores it.
     """
 
 
@@ -63,7 +63,8 @@ def _conversion_options(command: Command) -> Command:
                          help="How heads are merged: their mean (the paper's method), the first, or random ones. With "
                          "queries and output projections changed to fit: the mean of aligned heads, or shared "
                          "principal components (pca), both for 17 families; or these fitted to what attention computes "
-                         "(fit: llama, mistral, qwen2). auto tries these three on some of the text, fit with --refit.  "
+                         "(fit: llama, mistral, qwen2). auto tries these three on some of the text, fit with --refit, "
+                         "and with similar heads grouped too.  "
                          "[default: fit with --refit; where the model does not allow it, mean]"),
             click.option("--renorm", type=click.Choice(RENORMS),
                          help="Give merged heads back their length (norm), or queries the spread of their logits "
@@ -74,7 +75,7 @@ def _conversion_options(command: Command) -> Command:
                          "alike; queries move with them."),
             click.option("--refit", is_flag=True,
                          help="Fit output projections to what the layers gave before, where that holds on text that "
-                         "was held out."),
+                         "was held out.  [default: only where no --method is given]"),
             click.option("--calibration", metavar="TEXT",
                          help="What aligned, pca and fit see layers at work on: a .txt or .jsonl file (also .gz, .xz), "
                          "a folder of them, hub:NAME[:[CONFIG:]SPLIT], or none.  "

@@ -13,6 +13,7 @@ from convert.plan import Plan, fingerprint
 from model import terminal
 from model.checkpoint import Checkpoint
 from model.checkpoint.folder import INDEX, json_text
+from model.checkpoint.hub import origin_of
 from model.checkpoint.writer import index_text
 from model.errors import CheckpointError, InputError
 from model.staging import Staging, sync_file, sync_folder, write_file
@@ -154,7 +155,7 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
         write_file(folder / INDEX, index)
     record = provenance.build(checkpoint, plan, staging)
     write_file(folder / provenance.FILE, json_text(record))
-    write_file(folder / "README.md", provenance.model_card(checkpoint, plan, provenance.base_model(checkpoint)))
+    write_file(folder / "README.md", provenance.model_card(checkpoint, plan, origin_of(checkpoint.path)))
     for path in folder.rglob("*"):  # all written first, so that they reach the disk together
         if path.is_dir():
             sync_folder(path)

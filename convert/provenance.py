@@ -4,7 +4,6 @@ Neither holds times or paths, so that the same conversion gives the same bytes.
 """
 
 import json
-import re
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +13,7 @@ from convert.execute import checksum_key, merge_reports, merged_digests
 from convert.methods import REPEAT
 from convert.plan import Plan
 from model.checkpoint import Checkpoint
+from model.checkpoint.hub import Origin, origin_of
 from model.errors import CheckpointError
 from model.staging import Staging
 
@@ -24,7 +24,7 @@ CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
 def build(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
     """Return the content of `groupwise.json`."""
-    name, revision = base_model(checkpoint)
+    name, revision = origin_of(checkpoint.path)
     digests = merged_digests(plan, staging)
     checksums = {path.name: staging.finished[checksum_key(path)] for path in checkpoint.weight_files}
     source: dict[str, Any] = {
@@ -69,19 +69,6 @@ def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
         }
         for heads in plan.reported
     ]
-
-
-Origin = tuple[str, str | None]
-"""The source's name and revision."""
-
-
-def base_model(checkpoint: Checkpoint) -> Origin:
-    """Return where a source comes from: from the hub, where the folder is a Hugging Face cache's snapshot."""
-    path = checkpoint.path.resolve()
-    cached = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", path.as_posix())
-    if cached:
-        return f"{cached[1]}/{cached[2]}", cached[3]
-    return path.name, None
 
 
 def earlier_conversion(checkpoint: Checkpoint) -> Any:
@@ -188,12 +175,12 @@ def _what_was_done(plan: Plan) -> str:
         return (
             "The K/V heads of each group were merged, and queries and output projections changed so that the group\n"
             f"can share them; all other weights are the base model's, {exactly}. Merging costs quality, which\n"
-            "*uptraining* restores: do not use this model before."
+            "*uptraining* restores: measure before you use it as it is."
         )
     return (
         "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all other\n"
-        f"weights are the base model's, {exactly}. Merging costs quality, which *uptraining* restores: do not use\n"
-        "this model before."
+        f"weights are the base model's, {exactly}. Merging costs much quality, which *uptraining* restores: do\n"
+        "not use this model before."
     )
 
 

@@ -11,14 +11,14 @@ from model.errors import InputError
 from uptrain import estimate
 from uptrain.budget import Budget, Request, make_budget, make_schedule, repetition_warning
 from uptrain.data.cache import Manifest
+from uptrain.data.texts import default_seq_len
 from uptrain.originals import Original
 from uptrain.recognise import merge_method, source_names
 from uptrain.schedule import Schedule, decay_start, learning_rate
 from uptrain.settings import default_micro_batch
 
-SEQ_LEN = 2048
 FIRST_LOSS = {
-    True: "above the parent's, by a twentieth to a seventh of what averaging the heads would cost (docs/study.md)",
+    True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",
     False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
 }
 """What to expect after `fit`, and after any other method."""
@@ -37,8 +37,8 @@ def make_plan(
 ) -> dict[str, Any]:
     """Return the plan, ready for JSON; everything not given follows from the model, the cache and the original."""
     manifest = Manifest.parse(data) if data is not None else None
-    length = _seq_len(seq_len, manifest)
     with open_checkpoint(model) as checkpoint:
+        length = _seq_len(seq_len, manifest, checkpoint.config)
         geometry = read_geometry(checkpoint)
         budget = make_budget(request, checkpoint.config, source_names(model), length)
         n_params = estimate.count_parameters(checkpoint.tensors.values())
@@ -78,9 +78,9 @@ def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
     return [{"step": step, "lr": learning_rate(schedule, step)} for step in sorted(steps)]
 
 
-def _seq_len(given: int | None, manifest: Manifest | None) -> int:
+def _seq_len(given: int | None, manifest: Manifest | None, config: Mapping[str, Any]) -> int:
     if manifest is None:
-        return given or SEQ_LEN
+        return given or default_seq_len(config)
     if given not in (None, manifest.seq_len):
         raise InputError(f"--seq-len {given}, but the cache has sequences of {manifest.seq_len}; leave the option out.")
     return manifest.seq_len

@@ -9,6 +9,19 @@ from model.errors import CheckpointError
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
 
+SNAPSHOT = re.compile(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$")
+"""Where the cache keeps a model."""
+Origin = tuple[str, str | None]
+"""The name of a model and its revision."""
+
+
+def origin_of(path: Path) -> Origin:
+    """Return where a checkpoint comes from: the hub's for a snapshot in the cache, else its own name and None."""
+    resolved = path.resolve()
+    cached = SNAPSHOT.search(resolved.as_posix())
+    return (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (resolved.name, None)
+
+
 def find_in_cache(path: Path) -> Path | None:
     """Return the folder of the model that `path` names, or None if that can be no model's name.
 

@@ -7,6 +7,7 @@ import tiny
 
 from uptrain import originals, recognise
 from uptrain.data.cache import MANIFEST, CacheShard, Manifest
+from uptrain.data.texts import seq_len_of
 from uptrain.schedule import Schedule, learning_rate
 
 SIZE = ("--global-batch-tokens", "64K", "--seq-len", "1000", "--lr", "1e-3")
@@ -51,6 +52,19 @@ def test_alpha_of_stated_tokens(uptrain, source):
     assert "uptrain evaluate" in found["first_loss"]
 
 
+@pytest.mark.parametrize(("context", "length"), [(64, 64), (131_072, 4096)])
+def test_windows_are_as_long_as_those_of_the_run(uptrain, source, context, length):
+    """Without --seq-len, `run` on texts takes the model's context, 4096 at most."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    assert seq_len_of(["texts"], source, None) == length
+    found = plan(uptrain, source, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "8192")
+    assert (found["seq_len"], found["sequences_per_step"]) == (length, 8192 // length)
+    del config["max_position_embeddings"]
+    (source / "config.json").write_text(json.dumps(config))
+    uptrain("plan", source, "--steps", 5, "--lr", 1e-3).refused("the model's context", "--seq-len")
+
+
 def test_learning_rates_are_those_of_the_run(uptrain, source):
     found = plan(uptrain, source, "--steps", 1000, "--warmup-steps", 30, *SIZE)
     assert found["schedule"] == {
@@ -80,6 +94,7 @@ def test_shortest_runs(uptrain, source, steps):
 
 def test_a_converted_model_finds_its_original_by_name(uptrain, convert, source, tmp_path, known):
     source = source.rename(tmp_path / "Tiny-2")
+    assert plan(uptrain, source, "--alpha", 0.05)["original"]["name"] == "tiny-2", "before it is converted, too"
     out = tmp_path / "gqa"
     assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", 2).code == 0
     found = plan(uptrain, out, "--alpha", 0.05)
@@ -148,7 +163,7 @@ def test_nothing_is_written(uptrain, source):
         (("--steps", 5, "--original", "gpt-5"), ("--original gpt-5: unknown; known are llama-1-7b",)),
         (("--steps", 5, "--schedule", "linear"), ("'wsd', 'cosine', 'constant', 'inverse-sqrt'",)),
         (("--steps", 5, "--warmup-steps", 6, *SIZE), ("6 warm-up steps do not fit", "room for 0 to 4")),
-        (("--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "4M"), ("3999744 or 4001792",)),
+        (("--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "4M", "--seq-len", 2048), ("3999744 or 4001792",)),
         (("--steps", 5, "--processes", 0, *SIZE), ("'--processes'",)),
         (("--steps", 5, "--data", "nowhere"), ("nowhere is not a token cache", "uptrain prepare")),
         (("--steps", 5, "--teacher", "nowhere", *SIZE), ("nowhere: no such file or folder",)),
@@ -171,7 +186,7 @@ def test_bad_models_and_caches(uptrain, source, cache, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"), [("mean", "far above the parent's"), ("fit", "above the parent's, by")]
+    ("method", "expected"), [("mean", "far above the parent's"), ("fit", "above the parent's; in docs")]
 )
 def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expected):
     record = {

@@ -198,7 +198,9 @@ def test_a_batch_is_whole_sequences(batch, choice):
 
 
 def test_source_names_follow_earlier_conversions(tmp_path):
-    assert source_names(tmp_path) == ()
+    assert source_names(tmp_path) == (tmp_path.name,), "not converted: its own name"
+    snapshot = tmp_path / "models--meta-llama--Llama-2-7b-hf/snapshots" / ("a" * 40)
+    assert source_names(snapshot) == ("meta-llama/Llama-2-7b-hf",)
     earlier = {"source": {"name": "meta-llama/Llama-2-7b-hf", "groupwise": None}}
     (tmp_path / "groupwise.json").write_text(json.dumps({"source": {"name": "llama-gqa-16", "groupwise": earlier}}))
     assert source_names(tmp_path) == ("llama-gqa-16", "meta-llama/Llama-2-7b-hf")

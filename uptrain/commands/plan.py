@@ -19,7 +19,7 @@ CURVE_WIDTH = 48
 @budget_options
 @schedule_options
 @click.option("--data", type=click.Path(path_type=Path), metavar="CACHE", help="The token cache to train on.")
-@count_option("--seq-len", "Tokens of a sequence.  [default: the cache's, or 2048]")
+@count_option("--seq-len", "Tokens of a sequence.  [default: the cache's, or the model's context, at most 4096]")
 @click.option("--teacher", type=click.Path(path_type=Path), metavar="FOLDER", help="The parent, to distil from.")
 @click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Devices to train on.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")

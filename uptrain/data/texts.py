@@ -1,8 +1,9 @@
 """Texts given to `uptrain run` itself: tokenised once into a cache beside the run, then trained on like any other."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -25,7 +26,7 @@ def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: 
     """
     if is_cache(data):
         return Path(data[0])
-    main_first(lambda: _build(data, tokenizer, seq_len or _context(tokenizer), beside), beside / MANIFEST)
+    main_first(lambda: _build(data, tokenizer, seq_len_of(data, tokenizer, seq_len), beside), beside / MANIFEST)
     return beside
 
 
@@ -37,7 +38,7 @@ def is_cache(data: Sequence[str]) -> bool:
 def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:
     """Return the length of the windows that `cache_of` gives. Raises InputError where a cache has another."""
     if not is_cache(data):
-        return seq_len or _context(tokenizer)
+        return seq_len or default_seq_len(read_config(tokenizer)[1])
     found = Cache.open(Path(data[0])).seq_len
     if seq_len not in (None, found):
         raise InputError(f"{data[0]} has windows of {found} tokens, not {seq_len}; leave --seq-len out.")
@@ -55,9 +56,9 @@ def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path) -> Non
     click.echo(f"Tokenised into {out}: {found['documents']:,} documents, {found['tokens']:,} tokens", err=True)
 
 
-def _context(folder: Path) -> int:
-    _, config = read_config(folder)
+def default_seq_len(config: Mapping[str, Any]) -> int:
+    """Return the length of windows where none is given: the model's context, 4096 at most."""
     context = config.get("max_position_embeddings")
     if not isinstance(context, int) or context < 2:
-        raise InputError(f"{folder}/config.json does not say the model's context; give --seq-len.")
+        raise InputError("config.json does not say the model's context; give --seq-len.")
     return min(context, LONGEST_DEFAULT)
