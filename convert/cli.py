@@ -203,7 +203,7 @@ def _estimate(plan: "Plan", quiet: bool) -> dict[str, Any]:
             "--method mean takes hardly longer than copying, and begins worse.",
             err=True,
         )
-    return {"calibration_seconds": seconds}
+    return {"calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}
 
 
 @cli.command()

@@ -73,7 +73,8 @@ def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
     sample = planned.get("calibration")
     if sample:
         n_tokens = sample["windows"] * sample["window"]
-        rows.append(("calibration", f"{n_tokens:,} tokens, estimate {duration(planned['calibration_seconds'])}"))
+        time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
+        rows.append(("calibration", f"{n_tokens:,} tokens, estimate {time}, with {room} on the disk for as long"))
     return rows
 
 

@@ -99,7 +99,7 @@ def training_of_parents(results: Path) -> str:
         at_share = [line for line in lines if line["share"] == share]
         own = [[line for line in at_share if (line["plan"], line["groups"]) == model] for model in models]
         rows.append([f"{share:.0%}", *(show(losses(found), "{:.3f}") for found in own)])
-    names = [f"{plan}, {groups} K/V heads" if groups else plan for plan, groups in models]
+    names = [f"{plan}, {groups} K/V head{'s' * (groups > 1)}" if groups else plan for plan, groups in models]
     return markdown(["of its training", *names], rows)
 
 

@@ -169,7 +169,7 @@ def savings(lines: list[Line], best: str) -> str:
         batch = known["global_batch_tokens"]
         label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
         rows.append([label, *(f"{share:.1%}" for share in shares_of_papers), *(show(losses(own)) for own in found)])
-    headings = ["", "tokens trained on", "with calibration", "compute", *(f"{n} K/V heads" for n in heads)]
+    headings = ["", "tokens trained on", "with calibration", "compute", *(f"{n} K/V head{'s' * (n > 1)}" for n in heads)]
     return markdown(headings, rows)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BESIDES = " --original-tokens 20k --lr 1e-3 --global-batch-tokens 512"
+BESIDES = " --original-tokens 400k --lr 1e-3 --global-batch-tokens 512"
 """The README's checkpoint is in the table of originals; a random one is not."""
 
 
@@ -31,10 +31,10 @@ def place(tmp_path):
     parent = tmp_path / "path/to/Llama-2-7b-hf"
     shape = {"num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 128}
     make_tokenizer(tiny.save(tiny.build(vocab_size=300, **shape), parent), 300)
-    texts = tmp_path / "texts"
-    texts.mkdir()
     lines = [json.dumps({"text": text}) + "\n" for text in SENTENCES * 8]
-    (texts / "some.jsonl").write_text("".join(lines))
+    for name in ("texts", "held-out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "some.jsonl").write_text("".join(lines))
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()
@@ -56,7 +56,9 @@ def test_the_whole_way(place):
     assert [line.split()[0] for line in whole_way] == [".", "convert", "uptrain", "uptrain"]
     run(whole_way, place)
     record = json.loads((place / "Llama-2-7b-gqa8/uptraining.json").read_text())
-    assert record["budget"]["alpha"] == 0.05
+    assert record["budget"]["alpha"] == 0.0025
+    assert record["settings"]["loss"] == "distill"
+    assert record["evaluations"]
     model, loading = AutoModelForCausalLM.from_pretrained(place / "Llama-2-7b-gqa8", output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.num_key_value_heads == 8

@@ -88,7 +88,7 @@ def _curve(schedule: Schedule) -> str:
 def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
     memory, time, n = plan["memory"], plan["time"], plan["processes"]
     hours = "\n".join(
-        f"{time['hours'][name]:,.3g} h on {n} {name} ({time['device_hours'][name]:,.3g} device hours)"
+        f"{_hours(time['hours'][name])} on {n} {name} ({_hours(time['device_hours'][name])} of a device)"
         for name in time["hours"]
     )
     return [
@@ -103,3 +103,7 @@ def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("time, estimate", f"{hours}\n= {time['formula']}"),
         ("loss at step 0", plan["first_loss"]),
     ]
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f} h" if value >= 100 else f"{value:.3g} h"
