@@ -16,7 +16,7 @@ from arms import key_of_line
 from figures import draw
 from plan import PLANS, PlanError
 from results import BETTER, WEAK, Line, losses, of_seeds, read, read_lines, shares, unique, united
-from table import markdown, savings, show, tables
+from table import kv_heads, markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), RESULTS / "tables.md")
@@ -99,7 +99,7 @@ def training_of_parents(results: Path) -> str:
         at_share = [line for line in lines if line["share"] == share]
         own = [[line for line in at_share if (line["plan"], line["groups"]) == model] for model in models]
         rows.append([f"{share:.0%}", *(show(losses(found), "{:.3f}") for found in own)])
-    names = [f"{plan}, {groups} K/V head{'s' * (groups > 1)}" if groups else plan for plan, groups in models]
+    names = [f"{plan}, {kv_heads(groups)}" if groups else plan for plan, groups in models]
     return markdown(["of its training", *names], rows)
 
 

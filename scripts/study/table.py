@@ -57,7 +57,7 @@ def tables(lines: list[Line]) -> Iterator[str]:
             # The parent, which nothing has merged, is the control of every table.
             chosen = [line for line in of_parent if is_parent(line) or line["groups"] == groups]
             whose = f"{parent}, " if len(parents) > 1 else ""
-            yield f"### {plans}: {whose}merged to {groups} K/V head{'s' * (groups > 1)}\n\n{table(chosen)}"
+            yield f"### {plans}: {whose}merged to {kv_heads(groups)}\n\n{table(chosen)}"
             yield from rates(chosen)
             if any(line["alpha"] for line in chosen):
                 yield measures(chosen)
@@ -79,6 +79,10 @@ def models(lines: list[Line]) -> list[tuple[str, Stage]]:
 def by_loss(stage: Stage) -> tuple[str, float]:
     """Return by what to sort uptrainings: none, then those of each loss by their length."""
     return stage[1] or "", stage[0]
+
+
+def kv_heads(n: int) -> str:
+    return f"{n} K/V head{'s' * (n > 1)}"
 
 
 def name_of(stage: Stage) -> str:
@@ -169,7 +173,7 @@ def savings(lines: list[Line], best: str) -> str:
         batch = known["global_batch_tokens"]
         label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
         rows.append([label, *(f"{share:.1%}" for share in shares_of_papers), *(show(losses(own)) for own in found)])
-    headings = ["", "tokens trained on", "with calibration", "compute", *(f"{n} K/V head{'s' * (n > 1)}" for n in heads)]
+    headings = ["", "tokens trained on", "with calibration", "compute", *map(kv_heads, heads)]
     return markdown(headings, rows)
 
 
