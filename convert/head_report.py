@@ -20,6 +20,7 @@ from convert.mixed_plan import Advice, advise
 from convert.moments import Maps, Moments, energies, lost_logits, lost_output, of_weights, split
 from convert.plan import make_plan
 from convert.recipe import Recipe
+from convert.regroup import ROTATING
 from model.checkpoint import Checkpoint
 from model.config import read_geometry
 from model.errors import CheckpointError
@@ -110,6 +111,11 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
     geometry = read_geometry(checkpoint)
     if geometry.n_kv_heads == 1:
         raise CheckpointError(f"{checkpoint.path} has one K/V head in each layer; --heads has nothing to compare.")
+    if geometry.n_planes is None:
+        raise CheckpointError(
+            "--heads turns heads to compare them, which is known to leave the model as it is for "
+            f"{', '.join(ROTATING)}, not for model_type {geometry.attention.family.model_type!r}; leave it out."
+        )
     return make_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
 
 

@@ -164,10 +164,11 @@ def _records(file: IO[str], path: Path) -> Iterator[str]:
 def _files(name: str) -> list[Path]:
     path = Path(name)
     names = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = [file for file in names if _kind(file) is not None and not file.is_dir()]
-    if not path.exists() or not files:
+    files = [file for file in names if _kind(file) is not None and file.is_file()]
+    if not files:
+        why = "it holds no text that is read here" if path.exists() else "there is no such text"
         raise CheckpointError(
-            f"--calibration {name}: there is no such text; give a .txt or .jsonl file (also .gz, .xz), a folder of "
+            f"--calibration {name}: {why}; give a .txt or .jsonl file (also .gz, .xz), a folder of "
             f"them, {HUB}NAME for a dataset of the hub, {SHIPPED}, or {NONE}."
         )
     return files

@@ -63,7 +63,10 @@ def decide(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> tu
             return recipe, tuple(
                 f"Merged by {recipe.method}; the default does not go: {error}" for error in refused[:1]
             )
-    raise refused[0]
+    raise NotFeasible(
+        f"The options ask for what the default method (fit) does, which does not go here: {refused[0]} "
+        "Without them, heads are merged by their mean."
+    )
 
 
 def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> Recipe:

@@ -37,14 +37,22 @@ def load_model(
 
 def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -> LlamaForCausalLM:
     """Load an open checkpoint into the native code."""
-    read_geometry(checkpoint)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(read_llama_config(checkpoint.config))
-    names = _match_names(checkpoint, model)
+    model, names = outline(checkpoint)
     dtype = dtype or _common_dtype(checkpoint, names)
     for name, parameter in list(model.named_parameters()):
         _put(model, name, _read_checked(checkpoint, names[name], parameter, dtype, device))
     return model.eval()
+
+
+def outline(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]]:
+    """Return the native model of an open checkpoint, without memory, and for each parameter the tensor it is read from.
+
+    Raises CheckpointError as `load_model`, but for shapes.
+    """
+    read_geometry(checkpoint)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(read_llama_config(checkpoint.config))
+    return model, _match_names(checkpoint, model)
 
 
 def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype | None:

@@ -35,9 +35,16 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     Version 4: `rope_theta`, and `rope_scaling` with `rope_type` (older: `type`); version 5: all in `rope_parameters`.
     Raises CheckpointError for a type or a partial rotation that is not implemented, by name.
     """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
+    new, old = (dict(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    if new and old and _apart(new, old):
+        raise CheckpointError(
+            f"config.json has both rope_parameters ({new}) and rope_scaling ({old}), and readers differ in which they "
+            "heed; make them say the same, or remove one."
+        )
+    scaling = new or old
+    kind = _kind(scaling)
+    for key in ("rope_type", "type"):
+        scaling.pop(key, None)
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     if kind not in TYPES:
         raise CheckpointError(f"the RoPE type {kind!r} is not implemented; implemented are: {', '.join(TYPES)}.")
@@ -47,6 +54,17 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     rope = Rope(kind, float(theta), head_dim, config.get("max_position_embeddings") or 2048, scaling)
     _check(rope)
     return rope
+
+
+def _kind(scaling: Mapping[str, Any]) -> str:
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def _apart(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Say whether two spellings contradict each other. (Base and partial rotation stand elsewhere in the old one.)"""
+    elsewhere = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    rest_of_new, rest_of_old = ({key: each[key] for key in each.keys() - elsewhere} for each in (new, old))
+    return _kind(new) != _kind(old) or rest_of_new != rest_of_old
 
 
 def _check(rope: Rope) -> None:

@@ -8,7 +8,7 @@ from model.errors import InputError
 from uptrain.budget import Request, make_budget
 from uptrain.metrics import read_metrics, write_metrics
 from uptrain.run import make_folder, schedule_of
-from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run, find_data
 from uptrain.schedule import decay_start
 from uptrain.training_checkpoint import complete, damage, folder_name
 
@@ -46,7 +46,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
         kept = [line for line in read_metrics(folder / METRICS) if line["step"] <= branch]
         write_metrics(unfinished / METRICS, kept)
 
-    make_folder(longer, budget, run.identities, folder / MODEL, out, parent, fill)
+    make_folder(find_data(longer, folder), budget, run.identities, folder / MODEL, out, parent, fill)
 
 
 def branch_step(folder: Path, run: Run) -> int:

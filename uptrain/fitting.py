@@ -21,11 +21,15 @@ def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
 
 
 def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
-    """Refuse data with ids that the model does not know."""
-    if cache.manifest.vocab_size > vocab_size:
+    """Refuse data with ids that the model does not know.
+
+    What counts is the ids that occur: many a tokenizer has been given tokens for padding that the model has no
+    embedding of, and texts never hold.
+    """
+    if cache.manifest.vocab_size > vocab_size and (highest := cache.highest_id()) >= vocab_size:
         raise InputError(
-            f"{name} was made with a tokenizer of {cache.manifest.vocab_size} tokens, but the model knows "
-            f"{vocab_size}; prepare the data with the model's own tokenizer."
+            f"{name} holds the id {highest}, but the model knows only those below {vocab_size}; prepare the data with "
+            "the model's own tokenizer, from texts without the tokens that were added to it."
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import click
 from accelerate import PartialState
 
-from model.checkpoint import open_checkpoint
 from model.checkpoint.folder import read_config
 from model.errors import InputError
 from uptrain.accelerator import check_launcher, has_accelerator
@@ -18,12 +17,13 @@ from uptrain.budget import Budget, Request, make_budget, make_schedule, repetiti
 from uptrain.data.cache import Cache
 from uptrain.data.texts import cache_of, seq_len_of
 from uptrain.extend import extend, extended_steps
-from uptrain.fitting import check_tokenizer
+from uptrain.fitting import check_names, check_packing, check_teacher, check_tokenizer
 from uptrain.losses import WITHOUT_TEACHER
+from uptrain.models import outline, parameter_names
 from uptrain.parallel import leave, main_first
 from uptrain.recognise import source_names
 from uptrain.run import refuse_existing, resume, start
-from uptrain.run_folder import RUN, Run
+from uptrain.run_folder import RUN, Run, beside
 from uptrain.settings import Settings, default_micro_batch
 from uptrain.show import Show, training_bar
 
@@ -53,13 +53,23 @@ def launch_new(
     # All that is refused for what the options say is refused before texts are tokenised, which may take hours.
     length = seq_len_of(data, folder, seq_len)
     settings, budget = make_settings(request, folder, is_new=init is not None, seq_len=length, **options)
-    if settings.teacher:
-        open_checkpoint(Path(settings.teacher)).close()
-    eval_cache = _cache([eval_data], folder, length, out.with_name(f"{out.name}.eval-data")) if eval_data else None
-    cache = _cache(data, folder, length, out.with_name(f"{out.name}.data"))
+    check_models(model, teacher=Path(settings.teacher) if settings.teacher else None, seq_len=length)
+    eval_cache = _cache([eval_data], folder, length, beside(out, "eval_data")) if eval_data else None
+    cache = _cache(data, folder, length, beside(out, "data"))
     settings = replace(settings, data=_text(cache), eval_data=_text(eval_cache))
-    warning = repetition_warning(settings.steps * settings.global_batch / Cache.open(cache).n_windows)
-    _watch(settings.steps, out, lambda show: start(settings, budget, folder, out, deadline, _after(warning, show)))
+    warnings = warnings_of(settings)
+    _watch(settings.steps, out, lambda show: start(settings, budget, folder, out, deadline, _after(warnings, show)))
+
+
+def check_models(model: Path | None, teacher: Path | None, seq_len: int) -> None:
+    """Refuse models that could not be trained, or taught by, whatever the data; `model` None is one from nothing."""
+    if model:
+        check_names(model, *parameter_names(model))
+    pair = [outline(folder) for folder in (model, teacher) if folder]
+    for each in pair:
+        check_packing(each, seq_len)
+    if len(pair) == 2:
+        check_teacher(pair[0].head_weight.shape[0], pair[1].head_weight.shape[0], str(teacher))
 
 
 def launch_resumed(run: Path, max_minutes: float | None) -> None:
@@ -105,11 +115,20 @@ def _text(path: Path | None) -> str:
     return str(path.resolve()) if path else ""
 
 
-def _after(warning: str | None, show: Show) -> Show:
+def warnings_of(s: Settings) -> list[str]:
+    """Return what is to be said of a run's data."""
+    cache = Cache.open(Path(s.data))
+    found = [repetition_warning(s.steps * s.global_batch / cache.n_windows)]
+    if s.eval_data and Cache.open(Path(s.eval_data)).manifest.sha256 == cache.manifest.sha256:
+        found.append("the held-out data are the training data, so held-out losses will not be those of new text.")
+    return [warning for warning in found if warning]
+
+
+def _after(warnings: list[str], show: Show) -> Show:
     """Say what is to be said of a run once it has begun, and show it."""
 
     def warn_and_show(record: dict[str, Any]) -> None:
-        if warning and record.get("event") == "started":
+        for warning in warnings if record.get("event") == "started" else ():
             click.echo(f"Warning: {warning}", err=True)
         show(record)
 

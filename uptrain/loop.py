@@ -192,9 +192,11 @@ def _halt_if_hopeless(t: Training, progress: Progress) -> None:
     recent = [step for step in progress.not_finite if step > progress.step - HALT_WINDOW]
     if progress.not_finite[-1:] == [progress.step] and len(recent) >= HALT_COUNT:
         _save(t, progress)
+        from_the_first = "The first was among them: is a weight NaN or infinite?"
+        hint = from_the_first if 1 in recent else "A lower --lr or cleaner data may help."
         raise Halted(
             f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))}); "
-            "halted with the last good weights saved. A lower --lr or cleaner data may help."
+            f"halted with the last good weights saved. {hint}"
         )
 
 

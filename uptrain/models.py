@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model import attention
+from model import attention, loading
+from model.checkpoint import open_checkpoint
 from model.checkpoint.folder import read_config
 from model.errors import InputError
 from model.foreign import ForeignModel, build_foreign, layer_class_names
@@ -48,6 +49,18 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
             model = LlamaForCausalLM(read_llama_config(config)).to(dtype)
         return model.to_empty(device="cpu").eval()
     return ForeignModel(build_foreign(folder, dtype)).eval()
+
+
+def outline(folder: Path) -> LanguageModel:
+    """Return the model of a folder without memory: what can be known of it before it is read.
+
+    Raises CheckpointError where the files of a native model do not hold its parameters.
+    """
+    with open_checkpoint(folder) as checkpoint:
+        if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+            return loading.outline(checkpoint)[0]
+    with torch.device("meta"):
+        return ForeignModel(build_foreign(folder, torch.float32))
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:

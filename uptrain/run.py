@@ -44,7 +44,7 @@ from uptrain.models import (
 )
 from uptrain.optimizer import make_optimizer
 from uptrain.parallel import is_lost_process, on_main
-from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
+from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, find_data, locked
 from uptrain.schedule import Schedule
 from uptrain.settings import Settings
 from uptrain.sharding import place_teacher, read_once, spread
@@ -75,10 +75,10 @@ def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, d
 def resume(folder: Path, deadline: float, show: Show) -> str:
     """Train on from the newest whole checkpoint, with any number of processes; from the beginning if there is none."""
     run = Run.read(folder)
-    s = run.settings
+    s = find_data(run.settings, folder)
     accelerator = make_accelerator(s.precision, block_names(folder / MODEL), s.track, folder)
     check_batch(s.global_batch, accelerator.num_processes)
-    check_same_data(run)
+    check_same_data(s.data, run.cache_sha256)
     with _alone(accelerator, folder):
         found = Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last).newest()
         on_main(accelerator, lambda: check_same(s, run.identities, with_model=found is None))
@@ -259,12 +259,12 @@ def first_student(s: Settings, config_folder: Path) -> LanguageModel:
     return load_student(model)
 
 
-def check_same_data(run: Run) -> None:
+def check_same_data(data: str, sha256: str) -> None:
     """Refuse to go on with other data than the run began with."""
-    data, found = run.settings.data, Cache.open(Path(run.settings.data)).manifest.sha256
-    if found != run.cache_sha256:
+    found = Cache.open(Path(data)).manifest.sha256
+    if found != sha256:
         raise InputError(
-            f"{data} holds other data than when the run began (sha256 {found[:12]}, then {run.cache_sha256[:12]}); "
+            f"{data} holds other data than when the run began (sha256 {found[:12]}, then {sha256[:12]}); "
             "bring that cache back, or start a new run."
         )
 

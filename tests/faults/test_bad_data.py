@@ -285,6 +285,10 @@ def test_tokenizer_that_is_none(uptrain, tmp_path):
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     uptrain(*arguments, folder).refused(f"transformers cannot load the tokenizer of {folder}")
     assert not list(tmp_path.glob(".out*"))
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "tokenizer.model").write_bytes(b"of sentencepiece")
+    uptrain(*arguments, folder).refused("no tokenizer.json", "pip install sentencepiece protobuf")
 
 
 # Changing sources

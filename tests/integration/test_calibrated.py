@@ -199,7 +199,7 @@ def test_dataset_without_texts(convert, source, tmp_path):
             "--group-heads similar moves queries, which --method mean leaves",
         ),
         (("--method", "pca", "--calibration", "/nowhere/text.txt"), "there is no such text"),
-        (("--method", "pca", "--calibration", "SOURCE"), "there is no such text"),
+        (("--method", "pca", "--calibration", "SOURCE"), "it holds no text that is read here"),
         (("--method", "pca", "--calibration", "hub:nobody/nothing"), "hub:nobody/nothing cannot be loaded ("),
         (("--method", "pca", "--calibration-tokens", "100"), "is too few; give at least 256"),
         (("--method", "pca", "--calibration", "TEXT", "--calibration-tokens", "999999"), "give a longer one"),
@@ -221,7 +221,7 @@ def test_refused(convert, source, tmp_path, text, options, words):
         ("bad.jsonl", b"[1", "line 1: not a JSON object"),
         ("bad.jsonl", b'{"text": null}\n', "line 1: what stands under text is no text"),
         ("bad.txt.gz", gzip.compress(b"words" * 99, mtime=0)[:-9], "cannot be read as text"),
-        ("bad.md", b"words", "there is no such text"),
+        ("bad.md", b"words", "it holds no text that is read here; give a .txt or .jsonl file"),
     ],
 )
 def test_texts_that_are_none(convert, source, tmp_path, name, content, words):

@@ -73,7 +73,9 @@ def test_what_the_model_does_not_allow(convert, tmp_path, family, changes, expec
 @pytest.mark.parametrize("wish", [("--refit",), TOKENS, ("--calibration", "shipped")])
 def test_what_is_asked_for_and_cannot_be_is_refused(convert, source, tmp_path, wish):
     (source / "tokenizer.json").unlink()
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *wish).refused("has no tokenizer.json")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *wish).refused(
+        "the default method (fit)", "has no tokenizer.json", "Without them, heads are merged by their mean."
+    )
 
 
 def test_choices_that_contradict_each_other(convert, source, tmp_path):

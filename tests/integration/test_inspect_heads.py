@@ -179,7 +179,9 @@ def test_figure_of_a_large_model():
 def test_refused_families_say_why(convert, tmp_path):
     for family in ("qwen3", "olmo2"):
         source = tiny.save(tiny.build(family), tmp_path / family)
-        convert("inspect", source, "--heads").refused("starcoder2, not for model_type", repr(family))
+        convert("inspect", source, "--heads").refused(
+            "--heads turns heads", "starcoder2, not for model_type", f"{family!r}; leave it out."
+        )
 
 
 def test_one_head_has_nothing_to_be_compared_with(convert, tmp_path):

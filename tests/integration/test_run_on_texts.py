@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny
 import training
+from safetensors.torch import save_file
 from tokenizers_ import SENTENCES, make_tokenizer
 
 VOCAB = 300
@@ -85,3 +86,68 @@ def test_nothing_is_tokenised_for_a_run_that_exists(uptrain, tmp_path, model, te
 
 def test_no_such_texts(uptrain, tmp_path, model):
     uptrain(*arguments(model, tmp_path / "nowhere", tmp_path / "run")).refused("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mixtral", {}, "under other names than the files do"),
+        ("mistral", {"lose": "lm_head.weight"}, "lacks the tensor lm_head.weight"),
+        ("starcoder2", {"sliding_window": 16}, "prepare data with --seq-len 16 at most"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_texts_are_tokenised(uptrain, tmp_path, texts, family, changes, words):
+    lost = changes.pop("lose", None)
+    model = make_tokenizer(tiny.save(tiny.build(family, vocab_size=VOCAB, **changes), tmp_path / "model"), VOCAB)
+    if lost:
+        tensors = tiny.tensors(model)
+        del tensors[lost]
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    uptrain(*arguments(model, texts, tmp_path / "run")).refused(words)
+    assert not list(tmp_path.glob("*run.data*"))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_texts_are_tokenised(uptrain, tmp_path, model, texts):
+    teacher = tiny.save(tiny.build(vocab_size=VOCAB + 1), tmp_path / "teacher")
+    uptrain(*arguments(model, texts, tmp_path / "run", "--teacher", teacher)).refused("has 301 tokens, the student 300")
+    assert not list(tmp_path.glob("*run.data*"))
+
+
+def test_a_token_for_padding_that_the_model_has_no_embedding_of(uptrain, tmp_path, model, texts):
+    """Many a Llama-2 has one: it matters only where a text holds it."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"].append({"id": VOCAB, "content": "<padding>", **special})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert uptrain(*arguments(model, texts, tmp_path / "run")).code == 0
+    texts.write_text(json.dumps({"text": f"{SENTENCES[0]} <padding> {SENTENCES[1]}"}) + "\n")
+    refused = uptrain(*arguments(model, texts, tmp_path / "other"))
+    assert refused.code == 2
+    assert "holds the id 300, but the model knows only those below 300" in refused.err.splitlines()[-1]
+
+
+def test_held_out_data_that_are_the_training_data(uptrain, tmp_path, model, texts):
+    warned = uptrain(*arguments(model, texts, tmp_path / "run", "--eval-data", texts))
+    assert warned.code == 0
+    assert "Warning: the held-out data are the training data" in warned.err
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(texts.read_text().splitlines(keepends=True)[:9]))
+    assert "Warning" not in uptrain(*arguments(model, texts, tmp_path / "run2", "--eval-data", other)).err
+
+
+def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):
+    """As to another machine, where nothing lies where it lay."""
+    away = tmp_path / "away"
+    away.mkdir()
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert uptrain(*arguments(model, texts, whole, "--eval-data", texts)).code == 0
+    assert uptrain(*arguments(model, texts, run, "--eval-data", texts, "--max-minutes", 0)).code == 0
+    run.rename(away / "moved")
+    for what in ("data", "eval-data"):
+        (tmp_path / f"run.{what}").rename(away / f"held.{what}")
+    gone = uptrain("resume", away / "moved")
+    gone.refused(f"the run's data, {tmp_path}/run.data, are not there any more", f"put them at {away}/moved.data")
+    for what in ("data", "eval-data"):
+        (away / f"held.{what}").rename(away / f"moved.{what}")
+    assert uptrain("resume", away / "moved").code == 0
+    training.assert_same_run(away / "moved", whole)

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from model import generate, load_model
 from model.cache import KVCache
@@ -240,6 +240,17 @@ def test_no_gradient_crosses_a_document_s_border(tmp_path):
     assert (embedded.grad[0, 8:].abs().sum(dim=1) > 0).all()
 
 
+def test_a_scaling_said_in_both_spellings(tmp_path):
+    """As converted models have it, so that transformers 4 heeds it too."""
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    folder = tiny.save(tiny.build(rope_parameters={**scaling, "rope_theta": 54321.0}), tmp_path / "model")
+    tiny.edit_config(folder, rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=54321.0)
+    ids = torch.arange(12).view(2, 6)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.model.rotary_emb.config.rope_parameters["factor"] == 4.0
+    assert (load_model(folder)(ids) - theirs(ids).logits).abs().max() < 1e-6
+
+
 # What is refused
 
 
@@ -250,6 +261,10 @@ def test_no_gradient_crosses_a_document_s_border(tmp_path):
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "RoPE type 'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "no low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            "both rope_parameters .* and rope_scaling ",
+        ),
         ({"intermediate_size": 41}, "has shape"),
         ({"tie_word_embeddings": True}, "ties head and embedding"),
         ({"attention_bias": True}, "lacks the tensor model.layers.0.self_attn.k_proj.bias and 7 more"),

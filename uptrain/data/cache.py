@@ -144,6 +144,10 @@ class Cache:
             )
         return ids, documents.cumsum()
 
+    def highest_id(self) -> int:
+        """Return the highest id that occurs. Reads all tokens."""
+        return max(int(tokens.max(initial=0)) for tokens in self._tokens)
+
     def n_targets(self, indices: Integers) -> int:
         """Return how many next tokens there are to predict in these windows: all but the first of each document."""
         begins = indices * self.seq_len

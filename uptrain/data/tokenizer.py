@@ -37,7 +37,9 @@ def tokenizer_sha256(folder: Path) -> str:
     """
     names = [WHOLE] if (folder / WHOLE).is_file() else [name for name in VOCABULARIES if (folder / name).is_file()]
     if not names:
-        raise InputError(f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); give a Hugging Face folder.")
+        raise InputError(
+            f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); put the tokenizer's files there."
+        )
     files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
     merged = {key: value for name in CONFIGS for key, value in _read_config(folder / name).items()}
     settings = {name: merged[name] for name in SETTINGS if merged.get(name) is not None}
@@ -78,7 +80,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(f"transformers cannot load the tokenizer of {folder}: {error}") from error
+        raise InputError(f"transformers cannot load the tokenizer of {folder}: {_why(error, folder)}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise InputError(
@@ -88,6 +90,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(
         backend.to_str(), bool(loaded.split_special_tokens), loaded.eos_token_id, max(vocabulary.values()) + 1, identity
     )
+
+
+def _why(error: Exception, folder: Path) -> str:
+    """Return what transformers stopped at. Without these packages it asks for a third, which does not help."""
+    if (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file():
+        return f"there is no {WHOLE}, and tokenizer.model needs `pip install sentencepiece protobuf` ({error})"
+    return str(error)
 
 
 class Encoder:
