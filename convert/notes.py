@@ -24,7 +24,10 @@ def of_recipe(recipe: Recipe) -> tuple[str, ...]:
 def find_notes(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
     """Return what the reader has to say, and what config.json holds that may mislead."""
     config = checkpoint.config
-    return (*checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_by_layers(config))
+    return (
+        *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_by_layers(config),
+        *_vocabulary(checkpoint),
+    )  # fmt: skip
 
 
 def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -68,3 +71,11 @@ def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
             f"config.json says the rotary embeddings of {' and '.join(kinds)} as transformers 5 does alone; version 4 "
             "would take its defaults, which may be others."
         )
+
+
+def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:
+    said = checkpoint.config.get("vocab_size")
+    for name, tensor in checkpoint.tensors.items():
+        n_rows = tensor.shape[0]
+        if name.endswith("embed_tokens.weight") and said not in (None, n_rows):
+            yield f"config.json has vocab_size = {said}, but {name} has {n_rows} rows; transformers refuses that."

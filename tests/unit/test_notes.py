@@ -54,8 +54,8 @@ def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monk
     [None, {}, [], "x", {"AutoTokenizer": ["tokenization_x.X", None]}, {"AutoModel": None}, {"AutoModel": 3}],
 )
 def test_no_note_where_no_model_s_code_is_named(auto_map):
-    assert find_notes(SimpleNamespace(config={"auto_map": auto_map}, notes=()), LLAMA) == ()
-    assert find_notes(SimpleNamespace(config={}, notes=()), LLAMA) == ()
+    assert find_notes(SimpleNamespace(config={"auto_map": auto_map}, notes=(), tensors={}), LLAMA) == ()
+    assert find_notes(SimpleNamespace(config={}, notes=(), tensors={}), LLAMA) == ()
 
 
 def test_no_note_where_that_code_is_needed(convert, tmp_path):
@@ -80,3 +80,11 @@ def test_a_note_of_numbers_that_stay(convert, source, tmp_path):
     ]  # fmt: skip
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["num_kv_heads"], config["num_key_value_heads"]) == (8, 2)
+
+
+def test_an_embedding_of_another_size_than_the_vocabulary(convert, source):
+    tiny.edit_config(source, vocab_size=66)
+    (note,) = json.loads(convert("inspect", source, "--json").out)["notes"]
+    assert note == (
+        "config.json has vocab_size = 66, but model.embed_tokens.weight has 67 rows; transformers refuses that."
+    )
