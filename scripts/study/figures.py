@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from results import BETTER, WEAK, Line, Seeds, at, at_best_setting, losses, read, shares, united
+from results import BETTER, WEAK, Line, Seeds, at, at_best_setting, gaps, read, shares, united
 
 HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
 SOURCES = {
@@ -49,6 +49,8 @@ CURVES = (
     ("fit-refit", "distill", "the default merge, distilled", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
+TOP = 0.55
+BEYOND = "nats per token beyond the parent"
 SCRATCH = "trained with so few heads from the start"
 SCHEDULES = (("wsd", BLUE, "o"), ("cosine", ORANGE, "s"), ("constant", GREEN, "^"))
 NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
@@ -102,17 +104,16 @@ def speed(results: Path) -> Figure:
     figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for arm, loss, label, colour, marker in CURVES[:3]:
-        found = {heads: losses(at(lines, arm, (0.05, loss), heads)) for heads in (4, 2, 1)}
+        found = {heads: gaps(at(lines, arm, (0.05, loss), heads)) for heads in (4, 2, 1)}
         points = {heads: seeds for heads, seeds in found.items() if seeds}
         draw_points(axes, {times[heads]: seeds for heads, seeds in points.items()}, label, colour, f"{marker}-")
         for heads, seeds in points.items():
             axes.annotate(NAMES[heads], (times[heads], statistics.mean(seeds.values())), **NEXT_TO)
-    parent = losses(at(lines, "parent", (0, None)))
-    axes.plot([times[8]], [statistics.mean(parent.values())], "d", color=MUTED, label="the parent")
-    axes.annotate(NAMES[8], (times[8], statistics.mean(parent.values())), **NEXT_TO)
-    axes.set_title(f"Loss after uptraining for 5 %, and time to decode (batch {batch}, context {context})")
-    axes.set_xlabel("milliseconds per step")
-    axes.set_ylabel("nats per token")
+    axes.plot([times[8]], [0], "d", color=MUTED, label="the parent")
+    axes.annotate(NAMES[8], (times[8], 0), **NEXT_TO)
+    axes.set_title("Loss after uptraining for 5 %, and time to decode")
+    axes.set_xlabel(f"milliseconds per step of decoding (batch {batch}, context {context})")
+    axes.set_ylabel(BEYOND)
     axes.set_xlim(left=0, right=1.15 * times[8])
     axes.legend(loc="upper right")
     return figure
@@ -125,11 +126,11 @@ def rates(results: Path) -> Figure:
     for axes, (arm, loss, label, *_) in zip(figure.subplots(1, 2), (CURVES[2], CURVES[0]), strict=True):
         for schedule, colour, marker in SCHEDULES:
             own = [line for line in lines if (line["arm"], line["loss"], line["schedule"]) == (arm, loss, schedule)]
-            points = {lr: losses([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
+            points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
             draw_points(axes, points, schedule, colour, f"{marker}-")
         axes.set_title(label)
         axes.set_xlabel("peak of the learning rate")
-        axes.set_ylabel("nats per token")
+        axes.set_ylabel(BEYOND)
         axes.set_xscale("log")
         axes.legend()
     return figure
@@ -170,23 +171,27 @@ def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
 
 def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
     """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
-    axes.set_title(f"8 → {groups}: held-out loss against uptraining")
+    axes.set_title(f"8 → {groups}: loss against uptraining")
     for arm, loss, label, colour, marker in CURVES:
         if points := curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss):
             percent = {100 * alpha: seeds for alpha, seeds in points.items()}
             draw_points(axes, percent, label, colour, f"{marker}-")
     scratch = [line for line in lines if line["from_nothing"] and line["groups"] == groups]
     if scratch:
-        axes.axhline(statistics.mean(losses(scratch).values()), color=INK, linewidth=1, linestyle=":", label=SCRATCH)
+        axes.axhline(statistics.mean(gaps(scratch).values()), color=INK, linewidth=1, linestyle=":", label=SCRATCH)
+    start = statistics.mean(gaps(at(lines, "mean", (0, None), groups)).values())
+    axes.annotate(f"mean: {start:.2f} ↑", (0, TOP), **{**NEXT_TO, "xytext": (-4, -10)})
+    axes.set_ylim(-0.03, TOP)  # where the mean begins is far above what matters
+    axes.set_xlim(-0.06, 12)
     axes.set_xlabel("tokens, % of the parent's pre-training")
-    axes.set_ylabel("nats per token")
+    axes.set_ylabel(BEYOND)
     axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)
     axes.set_xticks([0, 0.25, 0.5, 1, 2, 5, 10], ["0", "¼", "½", "1", "2", "5", "10"], minor=False)
     axes.xaxis.set_minor_locator(NullLocator())
 
 
 def curve(lines: list[Line], loss: str) -> dict[float, Seeds]:
-    """Return the losses by share of uptraining, from none on."""
+    """Return the gaps to the parent by share of uptraining, from none on."""
     alphas = sorted({line["alpha"] for line in lines if line["loss"] in (None, loss)})
     own = {alpha: [x for x in lines if x["alpha"] == alpha and x["loss"] in (None, loss)] for alpha in alphas}
-    return {alpha: losses(at_best_setting(found)) for alpha, found in own.items()}
+    return {alpha: gaps(at_best_setting(found)) for alpha, found in own.items()}

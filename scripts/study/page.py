@@ -125,7 +125,7 @@ def headline(results: Path) -> str:
     rows = ["| | K/V heads | parent | mean | default | of mean's gap |", "|---|---|---|---|---|---|"]
     for name, plan, before, after in (
         ("4.2 M parameters, 4 M tokens, 3 parents", "merges", 8, 4), ("", "merges", 8, 2), ("", "merges", 8, 1),
-        ("4.2 M parameters, 30 M tokens, 2 parents", "longer", 8, 2), ("", "longer", 8, 1),
+        ("4.2 M parameters, 30 M tokens, 2 parents", "longer", 8, 4), ("", "longer", 8, 2), ("", "longer", 8, 1),
         ("SmolLM2-135M-Instruct, 4 bit", "smollm2", 3, 1),
     ):  # fmt: skip
         lines = [line for line in read(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]]

@@ -102,5 +102,10 @@ def left_of(own: list[Line], losses_then: Seeds) -> Seeds:
     }
 
 
+def gaps(lines: list[Line]) -> Seeds:
+    """Return the loss of each seed beyond its parent's."""
+    return beyond(losses(lines), of_seeds(lines, "parent_loss"))
+
+
 def beyond(now: Seeds, control: Seeds) -> Seeds:
     return {s: x - control[s] for s, x in now.items() if s in control}

@@ -10,7 +10,7 @@ is named.
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -153,12 +153,15 @@ def savings(lines: list[Line], best: str) -> str:
     arm, stage = PAPERS
     recipe = [line for line in lines if (line["arm"], stage_of(line)) == PAPERS]
     heads = sorted({line["groups"] for line in recipe}, reverse=True)
-    (papers_tokens,) = {line["tokens"] for line in recipe}
+    # Whole steps of other batches make a few tokens more or less.
+    papers_tokens = max(recipe, key=lambda line: int(line["global_batch_tokens"]))["tokens"]
+    n_parents = len(losses(recipe))
     rows = []
     for batch in sorted({line["global_batch_tokens"] for line in recipe}, reverse=True):
         with_batch = [line for line in recipe if line["global_batch_tokens"] == batch]
         rows.append([f"{arm}, {name_of(stage)}, {batch:,} a step (the paper's)", "100%", "100%", "100%",
-                     *(uptrained([line for line in with_batch if line["groups"] == n]) for n in heads)])  # fmt: skip
+                     *(counted(uptrained, [line for line in with_batch if line["groups"] == n], n_parents)
+                       for n in heads)])  # fmt: skip
     distilled = [
         line for line in lines if (line["arm"], line["loss"]) in ((arm, "distill"), (best, "distill"), (best, None))
     ]
@@ -172,9 +175,16 @@ def savings(lines: list[Line], best: str) -> str:
         shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
         batch = known["global_batch_tokens"]
         label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
-        rows.append([label, *(f"{share:.1%}" for share in shares_of_papers), *(show(losses(own)) for own in found)])
+        rows.append([label, *(f"{share:.1%}" for share in shares_of_papers),
+                     *(counted(lambda own: show(losses(own)), own, n_parents) for own in found)])  # fmt: skip
     headings = ["", "tokens trained on", "with calibration", "compute", *map(kv_heads, heads)]
     return markdown(headings, rows)
+
+
+def counted(cell: Callable[[list[Line]], str], lines: list[Line], n_parents: int) -> str:
+    """Return a cell of the table, with a word where it is not of all parents."""
+    n = len(losses(at_best_setting(lines))) if lines else n_parents
+    return cell(lines) + (f" ({n} of {n_parents} parents)" if n < n_parents else "")
 
 
 def calibration_tokens(line: Line) -> int:
