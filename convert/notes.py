@@ -76,6 +76,6 @@ def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
 def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:
     said = checkpoint.config.get("vocab_size")
     for name, tensor in checkpoint.tensors.items():
-        n_rows = tensor.shape[0]
-        if name.endswith("embed_tokens.weight") and said not in (None, n_rows):
+        if name.endswith("embed_tokens.weight") and said not in (None, tensor.shape[0]):
+            n_rows = tensor.shape[0]
             yield f"config.json has vocab_size = {said}, but {name} has {n_rows} rows; transformers refuses that."

@@ -51,7 +51,7 @@ def inspection(found: dict[str, Any]) -> None:
 def plan(planned: dict[str, Any]) -> None:
     cache = planned["kv_cache_bytes_per_token"]
     what = "repeat" if planned["method"] == "repeat" else "merge"
-    how = f", method {planned['method']}{' with refit' * planned['refit']}" if planned["n_regrouped"] else ""
+    how = f", method {planned['method']}{' with refit' * bool(planned.get('refit'))}" if planned["n_regrouped"] else ""
     facts(
         f"{planned['source']} → {planned['out']}",
         [

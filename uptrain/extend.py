@@ -6,9 +6,10 @@ from pathlib import Path
 
 from model.errors import InputError
 from uptrain.budget import Request, make_budget
+from uptrain.data.texts import find_data
 from uptrain.metrics import read_metrics, write_metrics
 from uptrain.run import make_folder, schedule_of
-from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run, find_data
+from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.schedule import decay_start
 from uptrain.training_checkpoint import complete, damage, folder_name
 

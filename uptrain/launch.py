@@ -15,7 +15,7 @@ from model.errors import InputError
 from uptrain.accelerator import check_launcher, has_accelerator
 from uptrain.budget import Budget, Request, make_budget, make_schedule, repetition_warning
 from uptrain.data.cache import Cache
-from uptrain.data.texts import cache_of, seq_len_of
+from uptrain.data.texts import beside, cache_of, seq_len_of
 from uptrain.extend import extend, extended_steps
 from uptrain.fitting import check_names, check_packing, check_teacher, check_tokenizer
 from uptrain.losses import WITHOUT_TEACHER
@@ -23,7 +23,7 @@ from uptrain.models import outline, parameter_names
 from uptrain.parallel import leave, main_first
 from uptrain.recognise import source_names
 from uptrain.run import refuse_existing, resume, start
-from uptrain.run_folder import RUN, Run, beside
+from uptrain.run_folder import RUN, Run
 from uptrain.settings import Settings, default_micro_batch
 from uptrain.show import Show, training_bar
 

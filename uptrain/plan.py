@@ -11,11 +11,10 @@ from model.errors import InputError
 from uptrain import estimate
 from uptrain.budget import Budget, Request, make_budget, make_schedule, repetition_warning
 from uptrain.data.cache import Manifest
-from uptrain.data.texts import default_seq_len
 from uptrain.originals import Original
 from uptrain.recognise import merge_method, source_names
 from uptrain.schedule import Schedule, decay_start, learning_rate
-from uptrain.settings import default_micro_batch
+from uptrain.settings import default_micro_batch, default_seq_len
 
 FIRST_LOSS = {
     True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",

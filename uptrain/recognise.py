@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.hub import origin_of
 from model.errors import InputError
 from uptrain.originals import ORIGINALS, Original
 
@@ -38,6 +37,8 @@ def candidates(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[
 
 def source_names(folder: Path) -> tuple[str, ...]:
     """Return what the folder was converted from, and that from, as its `groupwise.json` tells; else its own name."""
+    from model.checkpoint.hub import origin_of  # brings numpy, without which the command line starts
+
     return tuple(name for name, _ in _conversions(folder)) or (origin_of(folder)[0],)
 
 

@@ -26,6 +26,7 @@ from model.errors import Failure, InputError, LoneFailure
 from model.staging import sync_file, sync_folder
 from uptrain.accelerator import make_accelerator
 from uptrain.data.cache import Cache
+from uptrain.data.texts import find_data
 from uptrain.fitting import check_batch, check_names, check_packing, check_teacher, check_vocabulary
 from uptrain.identity import check_same, identities
 from uptrain.language_model import LanguageModel
@@ -44,7 +45,7 @@ from uptrain.models import (
 )
 from uptrain.optimizer import make_optimizer
 from uptrain.parallel import is_lost_process, on_main
-from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, find_data, locked
+from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.schedule import Schedule
 from uptrain.settings import Settings
 from uptrain.sharding import place_teacher, read_once, spread

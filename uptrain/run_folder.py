@@ -4,12 +4,11 @@ import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.errors import InputError
-from uptrain.data.cache import MANIFEST
 from uptrain.settings import Settings
 
 RUN, MODEL, CHECKPOINTS, METRICS, STATE = "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json"
@@ -40,28 +39,6 @@ class Run:
             return cls(**found | {"settings": Settings(**settings | {"track": tuple(settings["track"])})})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} is damaged, or of another version of Groupwise ({error}).") from error
-
-
-def beside(run: Path, what: str) -> Path:
-    """Return where texts given to a run are tokenised into; `what` is `data` or `eval_data`."""
-    return run.with_name(f"{run.name}.{what.replace('_', '-')}")
-
-
-def find_data(s: Settings, run: Path) -> Settings:
-    """Return the settings with the data where they lie now, which may be beside a run that was moved.
-
-    Raises InputError where they are gone.
-    """
-    moved: dict[str, Any] = {}
-    for what, path in (("data", s.data), ("eval_data", s.eval_data)):
-        if path and not (Path(path) / MANIFEST).is_file():
-            if not (beside(run, what) / MANIFEST).is_file():
-                raise InputError(
-                    f"the run's data, {path}, are not there any more; bring them back, or put them at "
-                    f"{beside(run, what)}."
-                )
-            moved[what] = str(beside(run, what).resolve())
-    return replace(s, **moved)
 
 
 @contextmanager

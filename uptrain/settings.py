@@ -1,9 +1,23 @@
 """What a run was asked for. Written to RUN/run.json, from which it is resumed, extended and exported."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from model.errors import InputError
 
 MICRO_BATCH_TOKENS = 8192
 """Tokens that a process takes at a time, unless told otherwise."""
+LONGEST_DEFAULT = 4096
+"""Models of 100 000 tokens of context were pre-trained on shorter windows for most of their steps."""
+
+
+def default_seq_len(config: Mapping[str, Any]) -> int:
+    """Return the length of windows where none is given: the model's context, 4096 at most."""
+    context = config.get("max_position_embeddings")
+    if not isinstance(context, int) or context < 2:
+        raise InputError("config.json does not say the model's context; give --seq-len.")
+    return min(context, LONGEST_DEFAULT)
 
 
 def default_micro_batch(seq_len: int) -> int:

@@ -1,7 +1,8 @@
 """Texts given to `uptrain run` itself: tokenised once into a cache beside the run, then trained on like any other."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,8 @@ from model.errors import InputError
 from uptrain.data.cache import MANIFEST, Cache
 from uptrain.data.prepare import Request, prepare
 from uptrain.parallel import main_first
+from uptrain.settings import Settings, default_seq_len
 from uptrain.signals import interruptible
-
-LONGEST_DEFAULT = 4096
-"""Models of 100 000 tokens of context were pre-trained on shorter windows for most of their steps."""
 
 
 def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path) -> Path:
@@ -28,6 +27,28 @@ def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: 
         return Path(data[0])
     main_first(lambda: _build(data, tokenizer, seq_len_of(data, tokenizer, seq_len), beside), beside / MANIFEST)
     return beside
+
+
+def beside(run: Path, what: str) -> Path:
+    """Return where texts given to a run are tokenised into; `what` is `data` or `eval_data`."""
+    return run.with_name(f"{run.name}.{what.replace('_', '-')}")
+
+
+def find_data(s: Settings, run: Path) -> Settings:
+    """Return the settings with the data where they lie now, which may be beside a run that was moved.
+
+    Raises InputError where they are gone.
+    """
+    moved: dict[str, Any] = {}
+    for what, path in (("data", s.data), ("eval_data", s.eval_data)):
+        if path and not (Path(path) / MANIFEST).is_file():
+            if not (beside(run, what) / MANIFEST).is_file():
+                raise InputError(
+                    f"the run's data, {path}, are not there any more; bring them back, or put them at "
+                    f"{beside(run, what)}."
+                )
+            moved[what] = str(beside(run, what).resolve())
+    return replace(s, **moved)
 
 
 def is_cache(data: Sequence[str]) -> bool:
@@ -54,11 +75,3 @@ def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path) -> Non
     with interruptible():
         found = prepare(Request(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
     click.echo(f"Tokenised into {out}: {found['documents']:,} documents, {found['tokens']:,} tokens", err=True)
-
-
-def default_seq_len(config: Mapping[str, Any]) -> int:
-    """Return the length of windows where none is given: the model's context, 4096 at most."""
-    context = config.get("max_position_embeddings")
-    if not isinstance(context, int) or context < 2:
-        raise InputError("config.json does not say the model's context; give --seq-len.")
-    return min(context, LONGEST_DEFAULT)
