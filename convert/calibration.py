@@ -25,8 +25,8 @@ from convert.refit import is_held_out, refit_output, squared_error
 from convert.sample import Sample
 from model.attention import attend
 from model.checkpoint import Checkpoint
+from model.files import sync_folder
 from model.rope import rotate
-from model.staging import sync_folder
 
 KEY_QUERIES = 4096
 """Queries of a group from which its keys are looked at, over the whole text."""

@@ -4,6 +4,8 @@ Exit codes: 0 success; 1 reading or writing failed midway (the same command cont
 3 `verify` found a difference; 4 it found none, but could not compare everything.
 """
 
+import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -187,7 +189,12 @@ def _convert(
         if recipe.method != REPEAT:
             show.merges(record["merge_report"])
         show.plan(summary)
-        click.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
+        click.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}{_calibration_option(plan)}")
+
+
+def _calibration_option(plan: "Plan") -> str:
+    sample = plan.recipe.sample
+    return "" if sample is None or sample.is_shipped else f" --calibration {shlex.quote(sample.name)}"
 
 
 def _estimate(plan: "Plan", quiet: bool) -> dict[str, Any]:
@@ -251,20 +258,23 @@ def _look_at_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -
         report = report_heads(checkpoint, merges, progress)
     if figure is not None:
         from convert.head_figure import draw_png
+        from model.files import replace_file
 
-        figure_file.write(figure, draw_png(report, checkpoint.path.resolve().name))
+        replace_file(figure, draw_png(report, checkpoint.path.resolve().name))
     return report
 
 
 @cli.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
+@click.option("--calibration", metavar="TEXT",
+              help="The text that OUT was calibrated on, if not the one that comes with Groupwise.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
-def verify(source: Path, out: Path, as_json: bool) -> None:
+def verify(source: Path, out: Path, calibration: str | None, as_json: bool) -> None:
     """Check OUT against SOURCE.
 
     Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
-    anything differs, 4 if something could not be compared, such as what a text that is not at hand was needed for.
+    anything differs, 4 if something could not be compared, as where the calibration text is needed and not given.
     """
     from convert.verify import verify
     from model.checkpoint import open_checkpoint
@@ -272,7 +282,7 @@ def verify(source: Path, out: Path, as_json: bool) -> None:
     with open_checkpoint(source) as checkpoint:
         total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         with terminal.progress_bar("Verifying", total, quiet=as_json) as progress:
-            findings = verify(checkpoint, out, progress, WORKERS, as_json)
+            findings = verify(checkpoint, out, progress, WORKERS, as_json, calibration)
     if as_json:
         terminal.print_json({"ok": findings.ok, **vars(findings)})
         sys.exit(_exit_code(findings))
@@ -295,5 +305,6 @@ def _exit_code(findings: "Findings") -> int:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line. SIGTERM ends it as Ctrl-C does, so that temporary files are removed."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     terminal.run(cli)

@@ -16,7 +16,8 @@ from model.checkpoint.folder import INDEX, json_text
 from model.checkpoint.hub import origin_of
 from model.checkpoint.writer import index_text
 from model.errors import CheckpointError, InputError
-from model.staging import Staging, sync_file, sync_folder, write_file
+from model.files import check_name, copy_file, sync_file, sync_folder
+from model.staging import Staging, check_out
 
 if TYPE_CHECKING:
     from convert.choose import Choice
@@ -28,6 +29,8 @@ SPARE_BYTES = 16 << 20
 def check_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Path:
     """Return OUT's real path if a conversion may write there. Raises CheckpointError if not."""
     source = checkpoint.path.resolve()
+    check_name(Path(source.name), "SOURCE")
+    check_out(out)
     try:
         out = out.resolve()
     except (OSError, RuntimeError) as error:
@@ -73,7 +76,7 @@ def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
 
 def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Staging:
     """Raise CheckpointError for everything that can be known to be wrong before writing."""
-    staging = Staging(check_target(checkpoint, out, overwrite))
+    staging = Staging(check_target(checkpoint, out, overwrite), _is_replaceable if overwrite else None)
     check_space(plan, checkpoint, staging)
     provenance.earlier_conversion(checkpoint)
     return staging
@@ -106,8 +109,8 @@ def run(
 def _continued(staging: Staging, fingerprint: str) -> Iterator[None]:
     """Hold a staging area, with what was finished there. It is removed if the input proves to be at fault."""
     with staging:
-        staging.open(fingerprint)
         try:
+            staging.open(fingerprint)
             yield
         except OSError as error:
             kept = f"what is finished is kept in {staging.root}, and the same command continues from there"
@@ -147,15 +150,18 @@ def choose_recipe(
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
     """Write everything but the weights; return the content of `groupwise.json`."""
     folder = staging.folder
-    for name, content in side_files.copied(checkpoint, plan).items():
-        write_file(folder / name, content.read_bytes() if isinstance(content, Path) else content)
-    write_file(folder / "config.json", side_files.config_text(checkpoint, plan))
-    index = index_text(plan.shards, plan.tensors)
-    if index is not None:
-        write_file(folder / INDEX, index)
     record = provenance.build(checkpoint, plan, staging)
-    write_file(folder / provenance.FILE, json_text(record))
-    write_file(folder / "README.md", provenance.model_card(checkpoint, plan, origin_of(checkpoint.path)))
+    index = index_text(plan.shards, plan.tensors)
+    files: dict[str, Path | bytes] = {
+        **side_files.copied(checkpoint, plan),
+        "config.json": side_files.config_text(checkpoint, plan),
+        **({} if index is None else {INDEX: index}),
+        provenance.FILE: json_text(record),
+        "README.md": provenance.model_card(checkpoint, plan, origin_of(checkpoint.path)),
+    }
+    for name, content in files.items():
+        copy_file(content, folder / name)
+    staging.keep_only([*files, *(shard.name for shard in plan.shards)])  # a run before this one may have left others
     for path in folder.rglob("*"):  # all written first, so that they reach the disk together
         if path.is_dir():
             sync_folder(path)

@@ -17,10 +17,3 @@ def check(path: Path) -> None:
         raise InputError(f"there is no folder {path.parent} to write {path.name} into.")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"the folder {path.parent} cannot be written to, so {path.name} cannot be put there.")
-
-
-def write(path: Path, content: bytes) -> None:
-    """Replace a file at once, so that a reader never meets half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)

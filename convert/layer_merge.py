@@ -20,8 +20,8 @@ from convert.renorm import renorm
 from convert.rounding import round_once, widen
 from model.checkpoint import Array, Checkpoint
 from model.errors import CheckpointError
+from model.files import sync_file
 from model.layout import Sizes
-from model.staging import sync_file
 
 
 @dataclass(frozen=True)

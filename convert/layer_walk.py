@@ -24,12 +24,12 @@ from convert.sample import Sample
 from model.attention import Mask, attend
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
+from model.files import sync_file, sync_folder
 from model.llama import Block, Rotation
 from model.llama_config import LlamaConfig, read_llama_config
 from model.loading import embedding_name, load_block, load_embedding
 from model.masks import text_mask
 from model.rope import rotate, rotations
-from model.staging import sync_file, sync_folder
 
 _BATCH_TOKENS = 1024
 """Run together: more do not stay in a processor's cache."""

@@ -243,7 +243,8 @@ def _plan_shards(
 def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
     """Return a digest of everything the output depends on, cheap enough to take before and after the work.
 
-    Source files enter by name, size and time of change, tensors by their names, dtypes and shapes.
+    Source files enter by name, size and time of change, tensors by their names, dtypes and shapes. Inode numbers do
+    not: sshfs, s3fs and the like may change them while a file is read.
     """
     stats = {path.name: path.stat() for path in checkpoint.weight_files}
     facts = {
@@ -254,6 +255,6 @@ def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
         "tensors": [[t.name, t.dtype, t.shape] for t in plan.tensors.values()],
         "code": plan.code and plan.code.settings,
         "config": checkpoint.config_text.decode(errors="replace"),
-        "files": [[name, s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()],
+        "files": [[name, s.st_size, s.st_mtime_ns] for name, s in stats.items()],
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -53,9 +53,13 @@ class Sample:
         return self.n_windows * self.window
 
     @property
+    def is_shipped(self) -> bool:
+        return self.name == SHIPPED
+
+    @property
     def label(self) -> str:
         """What to call the text, without the folders it lies in."""
-        if self.name == SHIPPED:
+        if self.is_shipped:
             return "the text that ships with Groupwise"
         on_the_hub = self.name.startswith(HUB) and not Path(self.name.removeprefix(HUB)).is_absolute()
         return self.name if on_the_hub else Path(self.name).name

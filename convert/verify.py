@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,11 +26,12 @@ from convert.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.plan import Plan, make_plan
 from convert.recipe import GROUPINGS, NONE, RENORMS, Recipe
 from convert.rounding import BFLOAT16
-from convert.sample import NO_TORCH, Sample, read_sample
+from convert.sample import NO_TORCH, SHIPPED, Sample, read_sample
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.folder import INDEX
 from model.checkpoint.writer import index_text
 from model.errors import CheckpointError, InputError
+from model.files import has_content
 
 PIECE = 8 << 20
 ROUNDING = 1e-3
@@ -64,16 +65,24 @@ class Findings:
 
 
 def verify(
-    source: Checkpoint, out_path: Path, progress: Callable[[int], None], workers: int, quiet: bool = True
-) -> Findings:  # fmt: skip
+    source: Checkpoint,
+    out_path: Path,
+    progress: Callable[[int], None],
+    workers: int,
+    quiet: bool = True,
+    calibration: str | None = None,
+) -> Findings:
     """Compare the folder `out_path` with what converting `source` must give. Progress counts bytes of OUT's tensors.
+
+    `calibration` is the text that OUT was calibrated on, where that is not the one that ships with the project. OUT
+    names it too, but OUT may come from anybody: what it names is neither opened nor fetched.
 
     Raises CheckpointError if either cannot be read at all or OUT does not say how it was made.
     """
     record = provenance.read(out_path)
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
-        plan = make_plan(source, record["groups"], _recipe(source, out_path, record, findings), None)
+        plan = make_plan(source, record["groups"], _recipe(source, out_path, record, calibration, findings), None)
         same_names = _compare_names(plan, out, findings)
         layers = _layers(source, plan, Path(scratch), findings, workers, quiet)
         checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
@@ -98,7 +107,9 @@ def verify(
     return findings
 
 
-def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings: Findings) -> Recipe:
+def _recipe(
+    source: Checkpoint, out_path: Path, record: dict[str, Any], calibration: str | None, findings: Findings
+) -> Recipe:
     """Return how OUT says it was made; without the calibration text, with a remark, where that is not at hand."""
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT) or type(record["seed"]) is not int:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
@@ -106,26 +117,36 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
     grouping = record.get("grouping", GROUPINGS[0])
     if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
-    sample = None if record.get("calibration") is None else _sample(source, record["calibration"], findings)
+    recorded = record.get("calibration")
+    sample = None if recorded is None else _sample(source, recorded, calibration, findings)
     return Recipe(record["method"], record["seed"], renorm, refit, grouping, sample)
 
 
-def _sample(source: Checkpoint, recorded: dict[str, Any], findings: Findings) -> Sample:
-    """Return the recorded calibration text, with its tokens if it is at hand and the same."""
+def _sample(source: Checkpoint, recorded: dict[str, Any], given: str | None, findings: Findings) -> Sample:
+    """Return the recorded calibration text, with its tokens if it ships with the project or is given, and the same."""
     try:
         name, sha256 = recorded["text"], recorded["sha256_of_ids"]
         known = Sample(str(name), sha256, int(recorded["windows"]), int(recorded["window"]), None)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{provenance.FILE} says nothing sensible of the calibration text: {error!r}.") from error
+    text = SHIPPED if known.is_shipped else given
     try:
-        found = read_sample(source, known.name, known.n_tokens)
-        if found.record == known.record and find_spec("torch"):
-            return found
-        why = NO_TORCH if found.record == known.record else "it gives other tokens than at conversion"
+        if text is None:
+            why = "it is opened only if you give it with --calibration"
+        elif not _is_same(sample := read_sample(source, text, known.n_tokens), known):
+            why = "it gives other tokens than at conversion"
+        elif find_spec("torch") is None:
+            why = NO_TORCH
+        else:
+            return replace(sample, name=known.name)
     except (InputError, OSError) as error:
         why = str(error)
     findings.unchecked.append(f"the merged layers, since the calibration text {known.name} cannot be run again ({why})")
     return known
+
+
+def _is_same(sample: Sample, known: Sample) -> bool:
+    return (sample.sha256, sample.n_windows, sample.window) == (known.sha256, known.n_windows, known.window)
 
 
 def _layers(
@@ -273,11 +294,10 @@ def _compare_files(
     origin = record["source"]["name"], record["source"]["revision"]  # the same source may lie elsewhere now
     wanted = {**side_files.copied(source, plan), "README.md": provenance.model_card(source, plan, origin)}
     for name, content in wanted.items():
-        expected = content.read_bytes() if isinstance(content, Path) else content
         path = out.path / name
         if not path.is_file():
             findings.differences.append(f"the file {name} is missing")
-        elif path.read_bytes() != expected:
+        elif not has_content(path, content):
             findings.differences.append(f"the file {name} differs from what the conversion writes")
     findings.n_files = len(wanted)
     for name in [*sorted(out.side_files.keys() - wanted.keys()), *out.left_out]:

@@ -59,6 +59,11 @@ def _fail(message: str, code: int, alone: bool = False) -> None:
     sys.exit(code)
 
 
+def warn(message: str) -> None:
+    """Say on stderr what does not stop the work."""
+    click.echo(f"Warning: {' '.join(message.split())}", err=True)
+
+
 def print_json(result: Any) -> None:
     click.echo(json.dumps(finite(result), indent=2, ensure_ascii=False, allow_nan=False))
 

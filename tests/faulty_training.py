@@ -200,10 +200,9 @@ class _Saboteur:
             assert hasattr(loop, name)
             setattr(loop, name, value)
         self._wrap(training_checkpoint, "save_tensors", lambda *_: "")
-        self._wrap(training_checkpoint, "_checksum", lambda path: name_of(path))
+        self._wrap(training_checkpoint, "checksum", lambda path: name_of(path))
         self._wrap(training_checkpoint, "gather", self._note_gather)
         self._wrap(training_checkpoint.Checkpoints, "save", self._note_save)
-        self._wrap(training_checkpoint.Checkpoints, "_rotate", lambda *_: "")
         self._wrap(loop, "windows_of_step", self._note_step)
         self._wrap(loop, "_backward", lambda *_: str(self._step))
         self._wrap(evaluate, "micro_batches", lambda *_: "of evaluation")
@@ -217,6 +216,15 @@ class _Saboteur:
             return result * self._faults.losses.get(self._step, 1.0) if bad else result
 
         trainee.Trainee.forward = poisoned
+        rotate = training_checkpoint.Checkpoints.rotate
+
+        def rotating(me: Any, newest: int) -> str:
+            self._during = f"rotate {newest}: "
+            result = rotate(me, newest)
+            self._during = ""
+            return result
+
+        training_checkpoint.Checkpoints.rotate = rotating
 
     def _note_step(self, step: int, *_: Any) -> str:
         self._step, self._during = step, ""

@@ -117,10 +117,10 @@ def checkpoints(run: Path) -> list[str]:
 
 def assert_each_is_whole(run: Path) -> None:
     """Check that no checkpoint is there by its name whose files are not as they were written."""
-    from uptrain.training_checkpoint import complete, damage
+    from uptrain.checkpoint_files import find_damage, list_checkpoints
 
-    for folder in complete(run / "checkpoints"):
-        assert not damage(folder)
+    for folder in list_checkpoints(run / "checkpoints").values():
+        assert not find_damage(folder)
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -1,23 +1,25 @@
 """From a training checkpoint to an ordinary Hugging Face folder, a tensor at a time."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
 from model.checkpoint.dcp import DistributedFolder
 from model.checkpoint.folder import INDEX, SINGLE, json_text, list_files, read_config
 from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
 from model.errors import InputError
-from model.staging import Staging, sync_file, sync_folder, write_file
+from model.files import copy_file, sync_file, sync_folder, write_file
+from model.staging import Staging, check_out
 from uptrain.card import model_card
+from uptrain.checkpoint_files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.metrics import read_metrics
 from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.trainee import STUDENT
-from uptrain.training_checkpoint import STATE, TENSORS, complete, damage, folder_name
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 MAX_SHARD_SIZE = 5 * 10**9
@@ -34,6 +36,7 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: 
     run began with, byte for byte, but for the dtype's name. `progress` is told of bytes read, as `checkpoint_size`
     counts them. Raises InputError if `out` exists.
     """
+    check_out(out)
     if out.exists():
         raise InputError(f"{out} exists already; choose another OUT.")
     record = make_record(Run.read(run_folder), run_folder, checkpoint)
@@ -56,20 +59,16 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
     Raises InputError if the folder is no run, has no such checkpoint, or if it is damaged.
     """
     Run.read(run_folder)
-    folder = run_folder / CHECKPOINTS
-    found = sorted(complete(folder), reverse=True)
-    if step is not None:
-        wanted = folder / folder_name(step)
-        if wanted not in found:
-            steps = ", ".join(str(int(p.name.removeprefix("step-"))) for p in reversed(found)) or "none"
-            raise InputError(f"{run_folder} has no checkpoint of step {step}; it has those of: {steps}.")
-        found = [wanted]
-    if not found:
+    checkpoints = list_checkpoints(run_folder / CHECKPOINTS)
+    if step is not None and step not in checkpoints:
+        steps = ", ".join(map(str, checkpoints)) or "none"
+        raise InputError(f"{run_folder} has no checkpoint of step {step}; it has those of: {steps}.")
+    if not checkpoints:
         raise InputError(f"{run_folder} has no checkpoint yet; `uptrain resume {run_folder}` trains on.")
-    problem = damage(found[0])
-    if problem:
+    checkpoint = checkpoints[max(checkpoints) if step is None else step]
+    if problem := find_damage(checkpoint):
         raise InputError(f"{problem}; choose another checkpoint with --step.")
-    return found[0]
+    return checkpoint
 
 
 def checkpoint_size(checkpoint: Path) -> int:
@@ -84,7 +83,7 @@ def _open_weights(checkpoint: Path) -> Checkpoint:
 
 def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Return what is to be known of how a model was trained; no paths, so that the same run gives the same bytes."""
-    state = json.loads((checkpoint / STATE).read_bytes())
+    state = read_state(checkpoint)
     settings = vars(run.settings) | {"model": _name(run.settings.model), "teacher": _name(run.settings.teacher)}
     evaluations = [r for r in read_metrics(run_folder / METRICS) if "evaluation" in r and r["step"] <= state["step"]]
     return {
@@ -115,7 +114,13 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, progress: Progr
             for tensor in group:
                 for start, stop in tensor.row_blocks(_PIECE):
                     rows = source.rows(tensor.name, start, stop)
-                    file.write_rows(tensor.name, start, rows.astype(FLOAT_DTYPES[short], copy=False))
+                    converted = rows.astype(FLOAT_DTYPES[short], copy=False)
+                    if not np.isfinite(converted).all():
+                        raise InputError(
+                            f"{source.path.parent} holds values in {tensor.name} that are NaN or infinite in {dtype}; "
+                            "choose an earlier checkpoint with --step."
+                        )
+                    file.write_rows(tensor.name, start, converted)
                     progress(rows.nbytes)
         finally:
             file.finish()
@@ -132,7 +137,7 @@ def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str)
     if (source / "groupwise.json").is_file():
         files["groupwise.json"] = source / "groupwise.json"
     for name, content in files.items():
-        write_file(folder / name, content.read_bytes() if isinstance(content, Path) else content)
+        copy_file(content, folder / name)
     for path in folder.rglob("*"):
         if path.is_dir():
             sync_folder(path)

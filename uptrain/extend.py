@@ -1,17 +1,17 @@
 """A longer run made of one that is there: it goes on from the last checkpoint whose learning rate both share."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from model.errors import InputError
+from model.files import copy_file
 from uptrain.budget import Request, make_budget
+from uptrain.checkpoint_files import MANIFEST, find_damage, list_checkpoints, read_manifest
 from uptrain.data.texts import find_data
 from uptrain.metrics import read_metrics, write_metrics
 from uptrain.run import make_folder, schedule_of
 from uptrain.run_folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.schedule import decay_start
-from uptrain.training_checkpoint import complete, damage, folder_name
 
 
 def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
@@ -34,8 +34,8 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     branch = branch_step(folder, run)
     first_decay = decay_start(schedule_of(longer))
     assert first_decay is None or first_decay >= branch
-    source = folder / CHECKPOINTS / folder_name(branch)
-    if problem := damage(source):
+    source = list_checkpoints(folder / CHECKPOINTS)[branch]
+    if problem := find_damage(source):
         raise InputError(f"the checkpoint to go on from is not whole: {problem}.")
     parent = {"run": str(folder.resolve()), "step": branch}
     budget = {**run.budget, "steps": steps, "tokens": steps * run.budget["global_batch_tokens"], "alpha": None}
@@ -43,7 +43,8 @@ def extend(folder: Path, out: Path, steps: int) -> None:
         budget["alpha"] = budget["tokens"] / run.budget["original_tokens"]
 
     def fill(unfinished: Path) -> None:
-        shutil.copytree(source, unfinished / CHECKPOINTS / source.name)
+        for name in (MANIFEST, *read_manifest(source)):
+            copy_file(source / name, unfinished / CHECKPOINTS / source.name / name)
         kept = [line for line in read_metrics(folder / METRICS) if line["step"] <= branch]
         write_metrics(unfinished / METRICS, kept)
 
@@ -59,8 +60,7 @@ def branch_step(folder: Path, run: Run) -> int:
             "Start a new run, with --schedule wsd to extend it later."
         )
     decay = decay_start(schedule)
-    found = [int(path.name.removeprefix("step-")) for path in complete(folder / CHECKPOINTS)]
-    usable = [step for step in found if decay is None or step <= decay]
+    usable = [step for step in list_checkpoints(folder / CHECKPOINTS) if decay is None or step <= decay]
     if not usable:
         raise InputError(f"{folder} has no checkpoint from before its learning rate decays; `uptrain resume` it first.")
     return max(usable)

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from model.errors import Failure
+from uptrain.checkpoint_files import list_checkpoints
 from uptrain.data.batch import micro_batches
 from uptrain.data.cache import Cache, Integers
 from uptrain.data.order import windows_of_step
@@ -27,6 +28,7 @@ from uptrain.parallel import add_up, gather
 from uptrain.schedule import Schedule, decay_start, learning_rate
 from uptrain.sharding import is_sharded
 from uptrain.signals import StopRequest
+from uptrain.trainee import has_finite_weights
 from uptrain.training_checkpoint import Checkpoints, SaveError
 
 CLIP = 1.0
@@ -75,17 +77,19 @@ class Training:
     show: Callable[[dict[str, Any]], None]
     saved_step: int = -1
     """The step of the newest checkpoint."""
+    rotation_is_due: bool = False
+    """Whether older ones are there to be removed, once a gradient shows that the newest one's weights are good."""
 
 
 class Halted(Failure):
-    """Too many gradients were not finite."""
+    """Too many gradients were not finite, or weights are not."""
 
 
 def train(t: Training, progress: Progress) -> str:
     """Train from where `progress` stands; return "finished", or why the run stopped before.
 
-    Raises Halted when 3 gradients in 100 were not finite, with the last good state saved; SaveError if the last save
-    failed.
+    Raises Halted when 3 gradients in 100 were not finite, with the state saved; with nothing saved when it was 3 in a
+    row, or at once when weights are not finite. Raises SaveError if the last save failed.
     """
     rank, world = t.accelerator.process_index, t.accelerator.num_processes
     share = slice(rank * t.global_batch // world, (rank + 1) * t.global_batch // world)
@@ -104,6 +108,8 @@ def train(t: Training, progress: Progress) -> str:
         grad_norm = float(t.accelerator.clip_grad_norm_(t.trainee.parameters(), CLIP))
         loss_sum, stop = _agree(t, loss_sum)
         skip = _is_bad(t, progress, grad_norm)
+        if np.isfinite(grad_norm):
+            _rotate_if_due(t)
         if skip:
             progress.skipped.append(step + 1)
         else:
@@ -120,6 +126,7 @@ def train(t: Training, progress: Progress) -> str:
     if (reason := _evaluate_if_due(t, t.schedule.total_steps)) is not None:
         return _stop(t, progress, reason)
     _save(t, progress)
+    _rotate_if_due(t)
     return "finished"
 
 
@@ -189,15 +196,44 @@ def _n_tokens(cache: Cache, windows: Integers) -> int:
 
 
 def _halt_if_hopeless(t: Training, progress: Progress) -> None:
+    """Raise Halted if the last gradient was not finite, and that was not the first time or will not be the last."""
+    if not _last_was_not_finite(progress):
+        return
+    _halt_if_weights_are_not_finite(t, progress)
     recent = [step for step in progress.not_finite if step > progress.step - HALT_WINDOW]
-    if progress.not_finite[-1:] == [progress.step] and len(recent) >= HALT_COUNT:
-        _save(t, progress)
-        from_the_first = "The first was among them: is a weight NaN or infinite?"
-        hint = from_the_first if 1 in recent else "A lower --lr or cleaner data may help."
+    if len(recent) < HALT_COUNT:
+        return
+    text = f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))})"
+    if recent[-HALT_COUNT] == progress.step - HALT_COUNT + 1:  # on other data each, but with the same weights
+        raise Halted(f"{text}; the weights are taken to be broken, and were not saved: {_last_good(t, progress)}")
+    _save(t, progress)
+    raise Halted(f"{text}; halted with the last good weights saved. A lower --lr or cleaner data may help.")
+
+
+def _halt_if_weights_are_not_finite(t: Training, progress: Progress) -> None:
+    """Raise Halted if an update has broken the weights: no later gradient can be finite then."""
+    if not has_finite_weights(t.trainee, t.accelerator):
         raise Halted(
-            f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))}); "
-            f"halted with the last good weights saved. {hint}"
+            f"after step {progress.step}, weights are NaN or infinite, and were not saved: {_last_good(t, progress)}"
         )
+
+
+def _last_good(t: Training, progress: Progress) -> str:
+    """Say which checkpoint to begin anew from, where the last update has broken the weights."""
+    last_update = max(set(range(1, progress.step + 1)) - set(progress.skipped), default=0)
+    if not last_update:
+        return "they are those that the run began with. Is a weight of the model NaN or infinite?"
+    steps = [step for step in list_checkpoints(t.checkpoints.folder) if step < last_update]
+    if not steps:
+        return "no checkpoint is from before. Start a new run with a lower --lr or --weight-decay."
+    return (
+        f"the checkpoint of step {steps[-1]} is from before. Export it (--step {steps[-1]}), and start a new run from "
+        "there with a lower --lr or --weight-decay."
+    )
+
+
+def _last_was_not_finite(progress: Progress) -> bool:
+    return progress.not_finite[-1:] == [progress.step]
 
 
 def _evaluate_if_due(t: Training, step: int) -> str | None:
@@ -233,13 +269,19 @@ def _stop(t: Training, progress: Progress, reason: str) -> str:
 
 
 def _save(t: Training, progress: Progress) -> None:
-    """Write a checkpoint unless this very step has one."""
+    """Write a checkpoint unless this very step has one. Raises Halted, and writes none, if weights are not finite."""
     if t.saved_step != progress.step:
+        _halt_if_weights_are_not_finite(t, progress)
         keep = progress.step == decay_start(t.schedule)
-        problem = t.checkpoints.save(t.trainee, t.optimizer, asdict(progress), keep)
-        t.saved_step = progress.step
-        if problem:
-            _note(t, {"step": progress.step, "event": "old checkpoint not removed", "why": problem})
+        t.checkpoints.save(t.trainee, t.optimizer, asdict(progress), keep)
+        t.saved_step, t.rotation_is_due = progress.step, True
+
+
+def _rotate_if_due(t: Training) -> None:
+    """Remove old checkpoints once the weights of the newest one have proved good."""
+    if t.rotation_is_due and (problem := t.checkpoints.rotate(t.saved_step)):
+        _note(t, {"step": t.saved_step, "event": "old checkpoint not removed", "why": problem})
+    t.rotation_is_due = False
 
 
 def _try_to_save(t: Training, progress: Progress) -> None:

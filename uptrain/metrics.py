@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import InputError
-from model.staging import sync_file
+from model.files import replace_file
 from model.terminal import finite
 
 Record = dict[str, Any]
@@ -62,10 +62,7 @@ class Metrics:
             if "event" in record or record["step"] < step:
                 kept.append(lines[-1])
             lines.pop()
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join([*lines, *reversed(kept)]))
-        sync_file(temporary)
-        temporary.replace(self.path)
+        replace_file(self.path, "".join([*lines, *reversed(kept)]).encode())
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -1,10 +1,10 @@
 """A report of runs: a page and a picture, from nothing but their own metrics."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from model.errors import InputError
+from model.files import replace_file
 from uptrain.figures import draw_png, draw_svgs
 from uptrain.history import History
 from uptrain.page import make_page
@@ -24,8 +24,8 @@ def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]
             raise InputError(f"{history.folder} has no metrics yet; a report needs one step or evaluation.")
     names = _names(folders)
     picture = page.with_suffix(".png")
-    _write(picture, draw_png(histories, names))
-    _write(page, make_page(histories, names, draw_svgs(histories, names)).encode())
+    replace_file(picture, draw_png(histories, names))
+    replace_file(page, make_page(histories, names, draw_svgs(histories, names)).encode())
     return page, picture
 
 
@@ -45,10 +45,3 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """Return what to call the runs: their folders' names, or paths where those are the same."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file at once, so that a reader never meets half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)

@@ -8,7 +8,6 @@ RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "hal
 """
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,13 +16,15 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from accelerate import Accelerator
 
 from model.checkpoint.folder import json_text, list_files
 from model.errors import Failure, InputError, LoneFailure
-from model.staging import sync_file, sync_folder
+from model.files import copy_file, replace_file, sync_tree, write_file
+from model.staging import Staging, check_out
 from uptrain.accelerator import make_accelerator
 from uptrain.data.cache import Cache
 from uptrain.data.texts import find_data
@@ -51,7 +52,7 @@ from uptrain.settings import Settings
 from uptrain.sharding import place_teacher, read_once, spread
 from uptrain.show import Show
 from uptrain.signals import stop_request
-from uptrain.trainee import STUDENT, Trainee, blocks, choose_trainable
+from uptrain.trainee import STUDENT, Trainee, blocks, choose_trainable, has_finite_weights
 from uptrain.training_checkpoint import Checkpoints, Found, SaveError, load
 
 
@@ -88,8 +89,10 @@ def resume(folder: Path, deadline: float, show: Show) -> str:
             return execute(folder, s, training, Progress(), None)
         training = build(s, empty_student(folder / MODEL), accelerator, folder, deadline, show)
         load(found.folder, training.trainee, training.optimizer)
+        if not has_finite_weights(training.trainee, accelerator):
+            raise InputError(f"{found.folder} holds weights that are NaN or infinite; remove it to use an older one.")
         progress = Progress(**{name: found.state[name] for name in vars(Progress())})
-        training.saved_step = progress.step
+        training.saved_step, training.rotation_is_due = progress.step, True
         return execute(folder, s, training, progress, found)
 
 
@@ -112,18 +115,8 @@ def make_folder(
 ) -> None:
     """Write a run's folder, all at once; `fill` may add to it before it appears."""
     refuse_existing(out)
-    unfinished = out.parent / f".{out.name}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    (unfinished / MODEL).mkdir(parents=True)
     side_files, _ = list_files(config_folder)
-    for name, content in {
-        **side_files,
-        "config.json": config_folder / "config.json",
-        **_record_of(config_folder),
-    }.items():
-        target = unfinished / MODEL / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    files = {**side_files, "config.json": config_folder / "config.json", **_record_of(config_folder)}
     run = Run(
         settings=s,
         budget=budget,
@@ -132,16 +125,23 @@ def make_folder(
         versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
         parent=parent,
     )
-    fill(unfinished)
-    (unfinished / RUN).write_bytes(json_text(asdict(run)))
-    for path in (*unfinished.rglob("*"), unfinished):
-        (sync_folder if path.is_dir() else sync_file)(path)
-    unfinished.rename(out)
-    sync_folder(out.parent)
+    with Staging(out.resolve()) as staging:
+        staging.open(uuid4().hex)  # an interrupted start begins anew: this is soon done
+        try:
+            for name, content in files.items():
+                copy_file(content, staging.folder / MODEL / name)
+            fill(staging.folder)
+            write_file(staging.folder / RUN, json_text(asdict(run)))
+            sync_tree(staging.folder)
+            staging.publish()
+        except BaseException:
+            staging.discard()
+            raise
 
 
 def refuse_existing(out: Path) -> None:
-    """Raise InputError if there is something where a run is to be made."""
+    """Raise InputError if there is something where a run is to be made, or nothing can be."""
+    check_out(out)
     if out.exists():
         hint = f"`uptrain resume {out}` goes on with it" if (out / RUN).exists() else "choose another --out"
         raise InputError(f"{out} exists already; {hint}.")
@@ -284,8 +284,4 @@ def _announce(training: Training, progress: Progress, found: Found | None) -> No
 
 
 def _write_state(folder: Path, status: str, step: int, reason: str = "") -> None:
-    path = folder / STATE
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(json_text({"status": status, "step": step, "reason": reason, "pid": os.getpid()}))
-    sync_file(temporary)
-    temporary.replace(path)
+    replace_file(folder / STATE, json_text({"status": status, "step": step, "reason": reason, "pid": os.getpid()}))

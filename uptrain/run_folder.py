@@ -1,17 +1,19 @@
 """A run's folder: the names in it, and what `run.json` holds. Reading it needs no torch."""
 
-import fcntl
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.errors import InputError
+from model.files import FileLock, LockedError
 from uptrain.settings import Settings
 
-RUN, MODEL, CHECKPOINTS, METRICS, STATE = "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json"
+RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
+    "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json", ".lock",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,9 @@ class Run:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other trainings out of a run. Raises InputError if one is going on there."""
-    with (folder / RUN).open() as file:
+    with ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{folder} is being trained by another process; see `uptrain status {folder}`.") from error
-        except OSError:  # some file systems of clusters have no locks
-            pass
+            held.enter_context(FileLock(folder / LOCK))
+        except LockedError as error:
+            raise InputError(f"{folder} is being trained by {error}; see `uptrain status {folder}`.") from error
         yield

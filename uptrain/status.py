@@ -1,14 +1,14 @@
-"""Where a run stands. Only checking the checkpoints' files needs torch."""
+"""Report where a run stands, without torch."""
 
-import json
 import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+from model.errors import InputError
+from uptrain.checkpoint_files import find_damage, list_checkpoints, read_state
 from uptrain.history import History
-from uptrain.metrics import Record
 from uptrain.run_folder import CHECKPOINTS, METRICS
 
 SPEED_STEPS = 32
@@ -69,32 +69,29 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
     The run may remove one at any moment: what vanishes meanwhile is not listed.
     """
     listed = []
-    for path in sorted(folder.glob("step-*")):
+    for step, path in list_checkpoints(folder).items():
         try:
-            entry = _checkpoint(path)
+            entry = _checkpoint(step, path)
         except FileNotFoundError:
             if not path.exists():
                 continue
             raise
         if verify:
-            from uptrain.training_checkpoint import damage
-
-            entry["damage"] = damage(path)
+            entry["damage"] = find_damage(path)
             if not path.exists():
                 continue
         listed.append(entry)
     return listed
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
+def _checkpoint(step: int, path: Path) -> dict[str, Any]:
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-    return {"step": int(path.name.removeprefix("step-")), "bytes": size, "kept": _is_kept(path / "state.json")}
+    return {"step": step, "bytes": size, "kept": _is_kept(path)}
 
 
-def _is_kept(path: Path) -> bool | None:
+def _is_kept(checkpoint: Path) -> bool | None:
     """Say whether a checkpoint stays when newer ones come; None if its state cannot be read."""
     try:
-        state: Record = json.loads(path.read_bytes())
-        return bool(state["keep"])
-    except (ValueError, KeyError, TypeError):
+        return bool(read_state(checkpoint)["keep"])
+    except InputError:
         return None

@@ -4,13 +4,16 @@ Inside that forward the head's matrix is a whole tensor also where FSDP shards i
 """
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from model.errors import InputError
 from model.llama import LlamaForCausalLM
 from uptrain.data.batch import Batch
 from uptrain.language_model import LanguageModel
 from uptrain.losses import find_loss
+from uptrain.parallel import add_up
 
 STUDENT = "student."
 """What the names of the model's tensors begin with in a training checkpoint."""
@@ -46,6 +49,13 @@ def choose_trainable(student: LanguageModel, part: str) -> None:
         parameter.requires_grad_(any(word in name for word in wanted))
     if not any(parameter.requires_grad for parameter in student.parameters()):
         raise InputError(f"--trainable {part}: this model names no tensor {' or '.join(wanted)}; use --trainable all.")
+
+
+def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Say whether no weight is NaN or infinite. Every process looks at what it has of a sharded model."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in map(torch.Tensor.detach, model.parameters())]
+    n_broken = torch.stack([~part.isfinite().all() for part in local]).sum().double()
+    return not add_up(accelerator, n_broken.to(accelerator.device)).item()
 
 
 def blocks(student: LanguageModel) -> list[nn.Module]:

@@ -1,25 +1,22 @@
-"""Training checkpoints: complete or not there, verified before use, and the same whatever the number of processes.
-
-    RUN/checkpoints/step-00000120/
-        tensors/              weights and optimizer states, float32, sharded by torch.distributed.checkpoint
-        state.json            where the run stands
-        manifest.json         every other file's size and CRC-32, by blocks of 64 MB; written last
+"""Save, rotate, find and load training checkpoints, with any number of processes.
 
 Saving: all processes write into a folder of another name and see it to the disk; each says whether it could; then the
-main process alone writes the manifest and renames the folder. Only then do older checkpoints go. A kill at any moment
-leaves the last complete checkpoint, and what is left of an unfinished one is swept away by the next start.
+main process alone writes the manifest and renames the folder. A kill at any moment leaves the last complete checkpoint,
+and what is left of an unfinished one is swept away by the next start.
+
+Loading: the metadata is a pickle, and a RUN may come from anybody. The project's own reader reads it, and torch gets
+what came of it; so no code of a checkpoint runs. `uptrain.checkpoint_files` says what the files are.
 """
 
+import io
 import json
 import re
 import shutil
 import warnings
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,19 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -38,18 +46,27 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from model.checkpoint.dcp_metadata import FILE, Place, read_metadata
 from model.errors import InputError
-from model.staging import sync_file, sync_folder
+from model.files import sync_file, sync_folder
+from uptrain.checkpoint_files import (
+    MANIFEST,
+    STATE,
+    TENSORS,
+    Checksums,
+    State,
+    checksum,
+    find_damage,
+    folder_name,
+    list_checkpoints,
+    read_state,
+    step_of,
+)
 from uptrain.parallel import gather, on_main
 
-TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
 _SPARE = 1.2
 """Free space that a save asks for, over the size of the last one."""
-_BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
-State = dict[str, Any]
-Checksums = dict[str, dict[str, Any]]
-"""File → `size`, and `crc32` of each block."""
 
 
 class SaveError(OSError):
@@ -81,14 +98,14 @@ class Checkpoints:
     def _sweep(self) -> None:
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
-            if path.name.startswith((UNFINISHED, REMOVED)):
+            mark, name = path.name[: path.name.find("step-")], path.name[path.name.find("step-") :]
+            if mark in (UNFINISHED, REMOVED) and step_of(name) is not None:
                 shutil.rmtree(path)
 
-    def save(self, trainee: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> str:
+    def save(self, trainee: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> None:
         """Write the checkpoint of `state["step"]`; `keep` exempts it from rotation.
 
-        Return why an older one could not be removed, or an empty text. Raises SaveError on all processes if any of them
-        failed; then the checkpoints are what they were.
+        Raises SaveError on all processes if any of them failed; then the checkpoints are what they were.
         """
         final = self.folder / folder_name(state["step"])
         unfinished = self.folder / (UNFINISHED + final.name)
@@ -99,15 +116,22 @@ class Checkpoints:
         except SaveError:
             on_main(self._accelerator, lambda: shutil.rmtree(unfinished, ignore_errors=True))
             raise
-        return on_main(self._accelerator, lambda: self._rotate(final))
+
+    def rotate(self, newest: int) -> str:
+        """Remove older checkpoints than that of the step `newest`, but for the last few and those to be kept.
+
+        Return why one could not be removed, as where a network's file system does not let go of a file that somebody
+        reads, or an empty text; the next start sweeps it away.
+        """
+        return on_main(self._accelerator, lambda: self._rotate(newest))
 
     def _begin(self, unfinished: Path) -> str:
         if not self._accelerator.is_main_process:
             return ""
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
-            last = max(complete(self.folder), default=None)
-            wanted = _SPARE * sum(f.stat().st_size for f in last.rglob("*") if f.is_file()) if last else 0
+            last = list(list_checkpoints(self.folder).values())[-1:]
+            wanted = _SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
             free = shutil.disk_usage(self.folder).free
             if free < wanted:
                 return f"{free:,} bytes are free where a checkpoint wants {wanted:,.0f}"
@@ -145,7 +169,7 @@ class Checkpoints:
         ]  # fmt: skip
         with ThreadPoolExecutor(1) as pool:
             synced = pool.map(sync_file, paths)
-            sums = {path.relative_to(folder).as_posix(): _checksum(path) for path in paths}
+            sums = {path.relative_to(folder).as_posix(): checksum(path) for path in paths}
             list(synced)  # raises what went wrong there
         return sums
 
@@ -155,18 +179,14 @@ class Checkpoints:
         if errors:
             raise SaveError(errors[0])
 
-    def _rotate(self, newest: Path) -> str:
-        """Remove all but the last few, and those to be kept. First a rename, so that none is ever half there.
-
-        Later ones than the newest are damaged, and were passed over: they do not count. Return what failed, as where a
-        network's file system does not let go of a file that somebody reads; the next start sweeps it away.
-        """
+    def _rotate(self, newest: int) -> str:
+        # Later ones than the newest are damaged, and were passed over: they do not count.
         try:
-            for path in sorted(p for p in complete(self.folder) if p <= newest)[: -self._keep_last]:
+            steps = [step for step in list_checkpoints(self.folder) if step <= newest]
+            for step in steps[: -self._keep_last]:
+                path = self.folder / folder_name(step)
                 if not _is_kept(path):
-                    removed = path.with_name(REMOVED + path.name)
-                    path.rename(removed)
-                    shutil.rmtree(removed)
+                    _remove(path)
         except OSError as error:
             return str(error)
         return ""
@@ -177,11 +197,13 @@ class Checkpoints:
         Raises InputError if there are some and none is whole.
         """
         passed_over: list[str] = []
-        for folder in on_main(self._accelerator, lambda: sorted(complete(self.folder), reverse=True)):
+        for folder in on_main(self._accelerator, lambda: [*reversed(list_checkpoints(self.folder).values())]):
             problem = self.problem(folder)
             if not problem:
-                state = json.loads((folder / STATE).read_bytes())
-                return Found(folder, state, tuple(passed_over))
+                try:
+                    return Found(folder, read_state(folder), tuple(passed_over))
+                except InputError as error:
+                    problem = str(error)
             passed_over.append(problem)
         if passed_over:
             raise InputError(f"no checkpoint in {self.folder} is whole: {'; '.join(passed_over)}.")
@@ -190,73 +212,37 @@ class Checkpoints:
     def problem(self, folder: Path) -> str:
         """Say what is wrong with a checkpoint, or nothing. Every process checks its share of the files."""
         rank, world = self._accelerator.process_index, self._accelerator.num_processes
-        problems = [p for p in gather(self._accelerator, damage(folder, rank, world)) if p]
+        problems = [p for p in gather(self._accelerator, find_damage(folder, rank, world)) if p]
         return problems[0] if problems else ""
 
 
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def complete(folder: Path) -> list[Path]:
-    """Return the checkpoints that were finished, in no order."""
-    return [p for p in folder.glob("step-*") if p.is_dir()] if folder.is_dir() else []
-
-
-def _is_kept(folder: Path) -> bool:
+def _is_kept(checkpoint: Path) -> bool:
     """Say whether rotation must spare a checkpoint. One whose state cannot be read is of no use to anyone."""
     try:
-        return bool(json.loads((folder / STATE).read_bytes())["keep"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(read_state(checkpoint)["keep"])
+    except InputError:
         return False
 
 
-def damage(folder: Path, rank: int = 0, world: int = 1) -> str:
-    """Compare a share of a checkpoint's files with its manifest; return what differs, or an empty text."""
-    path = folder / MANIFEST
-    try:
-        files: Checksums = json.loads(path.read_bytes())["files"]
-        for name, wanted in sorted(files.items())[rank::world]:
-            path = folder / name
-            found = path.stat().st_size
-            if found != wanted["size"]:
-                return f"{path} has {found} bytes instead of {wanted['size']}"
-            if _checksum(path) != wanted:
-                return f"{path} has other content than was written"
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path} is damaged ({error!r})"
-    return ""
-
-
-def _checksum(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    with ThreadPoolExecutor(_SUMMING_THREADS) as pool:
-        return {"size": size, "crc32": list(pool.map(partial(_sum_block, path), range(0, size, _BLOCK)))}
-
-
-def _sum_block(path: Path, start: int) -> int:
-    crc, end = 0, start + _BLOCK
-    with path.open("rb") as file:
-        file.seek(start)
-        while piece := file.read(min(_PIECE, end - file.tell())):
-            crc = zlib.crc32(piece, crc)
-    return crc
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint. The rename makes it disappear as a whole."""
+    removed = checkpoint.with_name(REMOVED + checkpoint.name)
+    checkpoint.rename(removed)
+    shutil.rmtree(removed)
 
 
 def _publish(unfinished: Path, final: Path, files: Checksums, state: State) -> None:
     state_path = unfinished / STATE
     state_path.write_text(json.dumps(state, indent=2) + "\n")
     sync_file(state_path)
-    files[STATE] = _checksum(state_path)
+    files[STATE] = checksum(state_path)
     manifest = unfinished / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
     sync_file(manifest)
     sync_folder(unfinished / TENSORS)
     sync_folder(unfinished)
     if final.exists():  # damaged, or written again after going back
-        shutil.rmtree(final)
+        _remove(final)
     unfinished.rename(final)
     sync_folder(final.parent)
 
@@ -278,21 +264,59 @@ def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Opti
 
 
 def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's tensors into a model and optimizer, over any number of processes."""
-    reader = FileSystemReader(folder / TENSORS)
+    """Put a checkpoint's tensors into a model and optimizer, over any number of processes.
+
+    Raises InputError where they do not fit, or are not what torch.distributed.checkpoint writes.
+    """
+    reader = _Reader(folder / TENSORS)
     tensors: State = {"model": get_model_state_dict(trainee)}
     has_optimizer = any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata)
     if has_optimizer:
         tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
     try:
         with _quiet():
-            load_tensors(tensors, storage_reader=reader, no_dist=_is_alone())
+            load_tensors(tensors, storage_reader=reader, planner=_Planner(), no_dist=_is_alone())
     except CheckpointException as error:  # a BaseException
         reasons = "; ".join(dict.fromkeys(str(failure) for failure, _ in error.failures.values()))
         raise InputError(f"{folder} does not fit the run's model and optimizer: {reasons}") from error
     set_model_state_dict(trainee, tensors["model"])
     if has_optimizer:
         set_optimizer_state_dict(trainee, optimizer, tensors["optimizer"])
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, which would unpickle whatever the metadata are, with the metadata of the project's own."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata, made anew of names, numbers and dtypes. Raises CheckpointError if it holds more."""
+        path = Path(self.path) / FILE
+        found = read_metadata(path)
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name, entry in found.tensors.items():
+            dtype = getattr(torch, entry.dtype)
+            chunks = [ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.shape)) for c in entry.chunks]
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry.shape), chunks)
+            places |= {MetadataIndex(name, torch.Size(c.start)): _storage_info(c.place) for c in entry.chunks}
+        for name, place in found.others.items():
+            entries[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = _storage_info(place)
+        return Metadata(entries, storage_data=places)
+
+
+def _storage_info(place: Place) -> _StorageInfo:
+    return _StorageInfo(place.file, place.offset, place.length)
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's planner, which would unpickle whatever is no tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        set_element(
+            self.original_state_dict,
+            self.mappings[read_item.dest_index.fqn],
+            torch.load(value, weights_only=True),
+        )
 
 
 def _is_alone() -> bool:

@@ -15,12 +15,12 @@ from model.checkpoint import folder, rotary
 from model.checkpoint.blocks import Block, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.checkpoint import Checkpoint, Shard
 from model.checkpoint.dcp_home import find_home
-from model.checkpoint.dcp_metadata import FILE, Entry, read_metadata
+from model.checkpoint.dcp_metadata import FILE, Entry, Place, read_metadata
 from model.checkpoint.dcp_names import find_naming
 from model.checkpoint.dcp_tensors import own_names, renamed
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.checkpoint.tied import without_tied_head
-from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, read_piece
+from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, Stored, read_piece
 from model.errors import CheckpointError
 
 
@@ -41,7 +41,7 @@ class DistributedFolder(Checkpoint):
         home = find_home(path, naming, [Tensor(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()])
         self._home, self.config_text, self.config, self.notes = home.folder, home.config_text, home.config, home.notes
         model = renamed(path, parts, naming, self.config)
-        names = sorted({chunk.file for part in model.values() for chunk in part.entry.chunks})
+        names = sorted({chunk.place.file for part in model.values() for chunk in part.entry.chunks})
         self.weight_files = (path / FILE, *(path / name for name in names))
         files = {name: _map(path, name) for name in names}
         self._parts = model
@@ -74,7 +74,7 @@ class DistributedFolder(Checkpoint):
 def _read_metadata(path: Path) -> dict[str, Entry]:
     if not (path / FILE).is_file():
         raise CheckpointError(f"{path} has .distcp files but no {FILE}, which is written last: it is incomplete.")
-    return read_metadata(path / FILE)
+    return read_metadata(path / FILE).tensors
 
 
 def _map(path: Path, name: str) -> Array:
@@ -90,17 +90,21 @@ def _put_together(
     path: Path, name: str, entry: Entry, files: Mapping[str, Array]
 ) -> tuple[tuple[Block, ...], Span | None]:  # fmt: skip
     """Return the blocks of a tensor, and where its bytes lie if that is in one run."""
-    pieces = [read_piece(path / c.file, files[c.file], c.offset, c.length) for c in entry.chunks]
+    pieces = [_read(path, chunk.place, files) for chunk in entry.chunks]
     for chunk, piece in zip(entry.chunks, pieces, strict=True):
         if (piece.dtype, piece.shape) != (DTYPES[entry.dtype], chunk.shape):
             raise CheckpointError(
-                f"{path / chunk.file} holds {name} as {piece.dtype} {piece.shape}, where {FILE} says {entry.dtype} "
-                f"{chunk.shape}; they do not belong together."
+                f"{path / chunk.place.file} holds {name} as {piece.dtype} {piece.shape}, where {FILE} says "
+                f"{entry.dtype} {chunk.shape}; they do not belong together."
             )
     blocks = tuple(Block(chunk.start, piece.array) for chunk, piece in zip(entry.chunks, pieces, strict=True))
     if any(len(b.start) != len(entry.shape) for b in blocks) or not fill_exactly(blocks, entry.shape):
         raise CheckpointError(f"{path}: the pieces of {name} do not make up its shape {entry.shape}; it is damaged.")
     return blocks, pieces[0].span if len(pieces) == 1 else None
+
+
+def _read(path: Path, place: Place, files: Mapping[str, Array]) -> Stored:
+    return read_piece(path / place.file, files[place.file], place.offset, place.length)
 
 
 def recognises(path: Path) -> bool:

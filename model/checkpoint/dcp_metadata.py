@@ -10,22 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.folder import is_plain_name
 from model.checkpoint.torch_file import DTYPES
 from model.errors import CheckpointError
+from model.files import is_plain_name
 
 FILE = ".metadata"
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A piece of a tensor: where it belongs, and the bytes of the file that `torch.save` wrote of it."""
+class Place:
+    """Bytes of a file, in which `torch.save` wrote something."""
 
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
     file: str
     offset: int
     length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a tensor: where it belongs, and where it is stored."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,15 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds, by name."""
+
+    tensors: dict[str, Entry]
+    others: dict[str, Place]
+    """Anything else, as the numbers of an optimizer's parameter groups."""
 
 
 class _Record:
@@ -90,14 +106,14 @@ class _UnknownNameError(Exception):
     """A pickle names something that no such file needs."""
 
 
-def read_metadata(path: Path) -> dict[str, Entry]:
-    """Return the tensors by name; other things that were saved are passed over.
+def read_metadata(path: Path) -> Contents:
+    """Return what a checkpoint holds, and where.
 
     Raises CheckpointError if the file is damaged, or is a pickle of anything else.
     """
     try:
         with path.open("rb") as file:
-            return _entries(_Unpickler(file).load())
+            return _contents(_Unpickler(file).load())
     except _UnknownNameError as error:
         raise CheckpointError(
             f"{path} holds {error}, which no torch.distributed.checkpoint needs; nothing of it was run."
@@ -112,35 +128,42 @@ def read_metadata(path: Path) -> dict[str, Entry]:
         ) from error
 
 
-def _entries(metadata: _Record) -> dict[str, Entry]:
-    places = {
-        (index.fqn, tuple(index.offset)): info
-        for index, info in metadata.storage_data.items()  # type: ignore[attr-defined]
-        if getattr(index, "offset", None) is not None
-    }
-    return {
-        name: _entry(name, entry, places)
-        for name, entry in metadata.state_dict_metadata.items()  # type: ignore[attr-defined]
-        if isinstance(name, str) and isinstance(entry, _TensorEntry)
-    }
+def _contents(metadata: Any) -> Contents:
+    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for index, info in metadata.storage_data.items():
+        offset = getattr(index, "offset", None)
+        places[index.fqn, None if offset is None else tuple(offset)] = info
+    tensors, others = {}, {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(name, str):
+            raise TypeError("a name is no text")
+        if isinstance(entry, _TensorEntry):
+            tensors[name] = _entry(name, entry, places)
+        elif (name, None) in places:
+            others[name] = _place(name, places[name, None])
+    return Contents(tensors, others)
 
 
-def _entry(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...]], Any]) -> Entry:
+def _entry(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Entry:
     properties = entry.properties
     dtype = properties.values[0] if properties.values else properties.dtype
-    chunks = tuple(_chunk(name, chunk, places[name, tuple(chunk.offsets)]) for chunk in entry.chunks)
+    chunks = []
+    for chunk in entry.chunks:
+        start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+        _check_numbers(*start, *shape)
+        chunks.append(Chunk(start, shape, _place(name, places[name, start])))
     _check_numbers(*entry.size)
-    return Entry(str(dtype), tuple(entry.size), chunks)
+    return Entry(str(dtype), tuple(entry.size), tuple(chunks))
 
 
-def _chunk(name: str, chunk: Any, info: Any) -> Chunk:
+def _place(name: str, info: Any) -> Place:
     file, transforms = info.relative_path, getattr(info, "transform_descriptors", None)
     if transforms:
         raise CheckpointError(f"{name} was written compressed ({transforms}), which is not supported.")
-    if not is_plain_name(file):
+    if not isinstance(file, str) or not is_plain_name(file):
         raise CheckpointError(f"it names the file {file!r}, a path outside the folder or no file's name; refused.")
-    _check_numbers(*chunk.offsets, *chunk.sizes, info.offset, info.length)
-    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), file, info.offset, info.length)
+    _check_numbers(info.offset, info.length)
+    return Place(file, info.offset, info.length)
 
 
 def _check_numbers(*numbers: Any) -> None:

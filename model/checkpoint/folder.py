@@ -79,11 +79,6 @@ def _look_elsewhere(folder: Path) -> str:
     return ""
 
 
-def is_plain_name(name: str) -> bool:
-    """Say whether something can be the name of a file in a folder, and leads nowhere else."""
-    return Path(name).name == name and name not in (".", "..") and len(name.encode(errors="replace")) <= 255
-
-
 def refuse_lfs_pointer(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))

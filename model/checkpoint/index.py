@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint.folder import INDEX, SINGLE, is_plain_name
+from model.checkpoint.folder import INDEX, SINGLE
 from model.errors import CheckpointError
+from model.files import is_plain_name
 
 
 @dataclass(frozen=True)

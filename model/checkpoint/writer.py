@@ -18,8 +18,8 @@ from model.checkpoint.folder import SINGLE, json_text
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.errors import CheckpointError
 
-# What copy_file_range answers where it cannot do the job itself (other file system, old kernel): copy by hand then.
-_NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+# What copy_file_range answers where it cannot do the job (other file system, old kernel, sandbox): copy by hand then.
+_NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
 _PIECE = 8 << 20
 
 

@@ -653,9 +653,8 @@ def test_not_enough_disk(refuse, monkeypatch):
 def test_second_conversion_at_the_same_time(convert, source, tmp_path):
     from model.staging import Staging
 
-    with Staging(tmp_path / "out") as held:
-        convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused("something else is writing")
-    held.discard()
+    with Staging(tmp_path / "out"):
+        convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused("is being written by process")
 
 
 # GGUF

@@ -39,12 +39,12 @@ def killed_run(runs, folder, processes=1):
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "tensors/.metadata", "state.json", "manifest.json"])
 def test_is_seen_and_named(killed, tmp_path, name, kind):
-    from uptrain.training_checkpoint import damage
+    from uptrain.checkpoint_files import find_damage
 
     checkpoint = shutil.copytree(killed / "checkpoints/step-00000008", tmp_path / "step-00000008")
-    assert not damage(checkpoint)
+    assert not find_damage(checkpoint)
     DAMAGE[kind](checkpoint / name)
-    assert str(checkpoint / name) in damage(checkpoint)
+    assert str(checkpoint / name) in find_damage(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,7 @@ def test_all_damaged(killed, tmp_path, processes):
     out = shutil.copytree(killed, tmp_path / "run")
     for name in checkpoints(out):
         DAMAGE["empty"](out / "checkpoints" / name / "state.json")
+    (out / ".lock").unlink(missing_ok=True)  # of the run that was killed
     before = tiny.snapshot(out)
     error = error_of(run("resume", out, folder=tmp_path, processes=processes), 2)
     assert error.startswith(f"no checkpoint in {out}/checkpoints is whole: ")

@@ -1,6 +1,7 @@
 """What does not fit together is refused in one line, exit code 2, before anything is made or changed."""
 
 import json
+import re
 import shutil
 
 import caches
@@ -217,7 +218,7 @@ def test_resuming_where_another_trains(inputs, tmp_path, processes):
     before = tiny.snapshot(out)
     with locked(out):
         error = error_of(run("resume", out, folder=tmp_path, processes=processes), 2)
-    assert error == f"{out} is being trained by another process; see `uptrain status {out}`."
+    assert re.fullmatch(rf"{out} is being trained by process \d+ on \S+; see `uptrain status {out}`\.", error)
     assert tiny.snapshot(out) == before
     succeed(("resume", out), tmp_path, processes)
 

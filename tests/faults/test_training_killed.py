@@ -8,7 +8,7 @@ import time
 
 import pytest
 import training
-from faulty_runs import PUBLISHED, SAVE, UNFINISHED, only_error, succeed
+from faulty_runs import PUBLISHED, ROTATION, SAVE, UNFINISHED, only_error, succeed
 from faulty_training import Fault, Faults, launch, run, start
 from training import assert_each_is_whole, assert_same_run, checkpoints, events, records, status
 
@@ -45,8 +45,9 @@ class TestAtAMomentOfASave:
             assert steps.index(8) == moments.index(SAVE + PUBLISHED)
 
     def test_one_process(self, runs, tmp_path):
-        names = ("half of manifest.json written", PUBLISHED, "before rmtree .removed-step-00000004")
-        self.strike_at_all(runs, tmp_path, [SAVE + name for name in names], "kill", (1, False))
+        moments = [SAVE + "half of manifest.json written", SAVE + PUBLISHED]
+        moments.append(ROTATION + "before rmtree .removed-step-00000004")
+        self.strike_at_all(runs, tmp_path, moments, "kill", (1, False))
 
     @pytest.mark.parametrize("action", [pytest.param("kill", marks=pytest.mark.slow), "kill 1"])
     def test_one_of_two_processes(self, runs, tmp_path, action):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import caches
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import training
 from faulty_runs import error_of, succeed
 from faulty_training import Fault, Faults, run
-from training import assert_same_run, checkpoints, differing_tensors, records, status
+from training import assert_same_run, checkpoints, differing_tensors, records, status, tensors
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +100,18 @@ def test_the_third_ends_the_run(inputs, tmp_path, processes):
 
 
 def test_weights_that_are_no_numbers(inputs, tmp_path):
-    """A model that was broken before: its first evaluation is written as null, and it halts after three steps."""
+    """A model that was broken before: its first evaluation is written as null, and it halts at once, saving nothing."""
     model, out = tiny.build(vocab_size=training.VOCAB, num_key_value_heads=2), tmp_path / "run"
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight[0, 0] = math.nan
     inputs = {**inputs, "model": tiny.save(model, tmp_path / "broken")}
     arguments = training.arguments(inputs, out, "--eval-data", inputs["held_out"], "--eval-every", 7)
     error = error_of(run(*arguments, folder=tmp_path), 1)
-    assert error.startswith("3 of the last 100 gradients were not finite (steps 1, 2, 3);")
+    assert error.startswith("after step 1, weights are NaN or infinite, and were not saved: they are those that")
+    assert checkpoints(out) == []
     _, evaluation, *steps = records(out)
     assert evaluation["evaluation"]["loss"] is None
-    assert [(r["loss"], r["grad_norm"]) for r in steps] == [(None, None)] * 3
+    assert [(r["loss"], r["grad_norm"]) for r in steps] == [(None, None)]
 
 
 @pytest.mark.parametrize(
@@ -119,15 +121,17 @@ def test_a_hundred_are_a_hundred(not_finite, halts):
     """Steps are counted from 1; only the step just made can end the run."""
     from uptrain.loop import Halted, Progress, _halt_if_hopeless
 
-    class Saved:
-        saved_step = max(100, *not_finite)
-
-    progress = Progress(step=Saved.saved_step, skipped=[*range(1, 90)], not_finite=not_finite)
+    step = max(100, *not_finite)
+    training = SimpleNamespace(
+        saved_step=step, trainee=torch.nn.Linear(1, 1),
+        accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
+    )  # fmt: skip
+    progress = Progress(step=step, skipped=[*range(1, 90)], not_finite=not_finite)
     if halts:
         with pytest.raises(Halted):
-            _halt_if_hopeless(Saved, progress)
+            _halt_if_hopeless(training, progress)
     else:
-        _halt_if_hopeless(Saved, progress)
+        _halt_if_hopeless(training, progress)
 
 
 def test_spikes(inputs, tmp_path):
@@ -146,8 +150,6 @@ def test_spikes(inputs, tmp_path):
 @pytest.mark.parametrize("sigma", [3, 6, 20])
 def test_a_rise_that_lasts_is_no_spike(sigma):
     """Else all further updates would be left out. A single spike does not hide the next."""
-    from types import SimpleNamespace
-
     from uptrain.loop import SPIKE_WINDOW, Progress, _is_bad
 
     rng, progress, t = np.random.default_rng(0), Progress(), SimpleNamespace(spike_sigma=sigma)
@@ -168,3 +170,85 @@ def test_spikes_are_taken_without_the_rule_and_never_halt_with_it(inputs, tmp_pa
     assert left_out(taken) == []
     succeed(training.arguments(inputs, refused, "--spike-sigma", 20), tmp_path, faults=faults)
     assert left_out(refused) == [7, 8, 9, 10]
+
+
+class TestAnUpdateThatBreaksTheWeights:
+    """Its own gradient is finite, all later ones are not: what is saved must be from before."""
+
+    def broken(self, inputs, folder, processes=1, sharded=False):
+        out = folder / "run"
+        options = ("--lr", 1e38, "--schedule", "constant", "--warmup-steps", 0, "--save-every-steps", 1)
+        arguments = training.arguments(inputs, out, *options, "--weight-decay", 1e30, "--keep-last", 1)
+        return out, error_of(run(*arguments, folder=folder, processes=processes, sharded=sharded), 1)
+
+    @pytest.mark.parametrize(
+        ("processes", "sharded"), [(1, False), *(pytest.param(2, x, marks=pytest.mark.slow) for x in (False, True))]
+    )
+    def test_is_not_saved(self, inputs, tmp_path, uptrain, processes, sharded):
+        out, error = self.broken(inputs, tmp_path, processes, sharded)
+        assert "weights are NaN or infinite, and were not saved" in error
+        assert status(out)[0] == "halted"
+        for name in checkpoints(out):
+            assert all(t.isfinite().all() for n, t in tensors(out / "checkpoints" / name).items() if "model." in n)
+
+    def test_resuming_leaves_the_good_ones(self, inputs, tmp_path):
+        """Each resumed run breaks again, as it is the same run."""
+        out = tmp_path / "run"
+        succeed(training.arguments(inputs, out, "--keep-last", 1), tmp_path, faults=stop_before(5))
+        assert "step-00000006" in checkpoints(out)
+        settings = json.loads((out / "run.json").read_text())
+        settings["settings"] |= {"lr": 1e38, "weight_decay": 1e30, "schedule": "constant", "warmup_steps": 0}
+        (out / "run.json").write_text(json.dumps(settings))
+        for _ in range(3):
+            error = error_of(run("resume", out, folder=tmp_path), 1)
+            assert "not saved: the checkpoint of step 6 is from before. Export it (--step 6)" in error
+            good = tensors(out / "checkpoints/step-00000006")  # of an update later, weights are finite, and useless
+            assert max(t.abs().max() for n, t in good.items() if "model." in n) < 10
+
+    def test_a_checkpoint_of_an_earlier_version(self, inputs, tmp_path, uptrain):
+        """Neither trained on nor exported."""
+        out = tmp_path / "run"
+        succeed(training.arguments(inputs, out), tmp_path, faults=stop_before(5))
+        spoil(out / "checkpoints/step-00000006", math.nan)
+        error = error_of(run("resume", out, folder=tmp_path), 2)
+        assert error.endswith("step-00000006 holds weights that are NaN or infinite; remove it to use an older one.")
+        uptrain("export", out, tmp_path / "out").refused("NaN or infinite in bfloat16; choose an earlier checkpoint")
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / ".out.groupwise").exists()
+
+
+def test_halting_again_removes_no_checkpoint(inputs, tmp_path):
+    """With three bad gradients in a hundred behind it, each resumed run may halt at its first: that is no rotation."""
+    out = tmp_path / "run"
+    arguments = training.arguments(inputs, out, "--save-every-steps", 2, "--keep-last", 1)
+    bad = dict.fromkeys((1, 3, 6, 7), math.nan)
+    assert "halted with the last good weights saved" in error_of(
+        run(*arguments, folder=tmp_path, faults=Faults(losses=bad)), 1
+    )
+    found = [checkpoints(out)]
+    error_of(run("resume", out, folder=tmp_path, faults=Faults(losses=bad)), 1)
+    found.append(checkpoints(out))
+    first = ["step-00000004", "step-00000006", "step-00000007"]
+    assert found == [first, [*first, "step-00000008"]]
+    succeed(("resume", out), tmp_path)
+    assert checkpoints(out) == ["step-00000010", "step-00000012"]  # the last before the learning rate falls, the last
+
+
+def stop_before(step):
+    return Faults([Fault("SIGTERM", f"before _backward {step}")])
+
+
+def spoil(checkpoint, value):
+    """Write a number into a weight, as if the run had saved it so."""
+    from model.checkpoint.dcp import DistributedFolder
+    from uptrain.checkpoint_files import checksum
+
+    with DistributedFolder(checkpoint / "tensors", ("model.student.",)) as weights:
+        span = weights.span("model.norm.weight")
+    with span.path.open("r+b") as file:
+        file.seek(span.offset)
+        file.write(np.float32(value).tobytes())
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name in manifest["files"]:
+        manifest["files"][name] = checksum(checkpoint / name)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))

@@ -46,7 +46,7 @@ def test_what_is_recorded_and_verified(convert, source, tmp_path, text):
         assert {key: found[key] for key in expected} == expected
         assert found["calibration"]["text"] == str(text)
         assert (found["calibration"]["windows"], found["calibration"]["window"]) == (16, 64)
-    found = json.loads(convert("verify", source, out, "--json").out)
+    found = json.loads(convert("verify", source, out, "--calibration", text, "--json").out)
     assert (found["ok"], found["unchecked"], found["rounded"]) == (True, [], {})
     assert "calibrated on 1,024 tokens (text.txt)" in (out / "README.md").read_text()
 
@@ -62,12 +62,12 @@ def test_verify_says_what_it_cannot_check(convert, source, tmp_path, text):
     out = tmp_path / "out"
     assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
     text.write_text(TEXT.replace("folder", "house"))
-    result = convert("verify", source, out)
+    result = convert("verify", source, out, "--calibration", text)
     assert (result.code, "NOT CHECKED: the merged layers, since" in result.err) == (4, True)
     assert "all agree" not in result.out
     assert "it gives other tokens than at conversion" in result.err
     text.unlink()
-    found = json.loads(convert("verify", source, out, "--json").out)
+    found = json.loads(convert("verify", source, out, "--calibration", text, "--json").out)
     assert (found["ok"], found["n_regrouped"], len(found["unchecked"])) == (False, 0, 1)
     tensors = tiny.tensors(out)  # all the rest is checked nevertheless
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
@@ -107,6 +107,37 @@ def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, source, tmp_
     as_if_written_so(out, name)
     result = convert("verify", source, out)
     assert (result.code, f"{name} differs" in result.err, "has SHA-256" in result.err) == (3, True, False)
+
+
+@pytest.mark.parametrize("name", ["hub:evil/data", "text.txt", "../text.txt"])
+def test_verify_opens_no_text_that_only_out_names(convert, source, tmp_path, text, name, monkeypatch):
+    """It may come from anybody."""
+    import convert.sample as sample
+
+    out, opened = tmp_path / "out", []
+    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
+    named = record(out)
+    named["calibration"]["text"] = str(tmp_path / name) if name == "text.txt" else name
+    (out / "groupwise.json").write_text(json.dumps(named))
+    monkeypatch.setattr(sample, "hub_texts", lambda *given: opened.append(given))
+    monkeypatch.setattr(sample, "_open", lambda *given: opened.append(given))
+    result = convert("verify", source, out)
+    assert (result.code, opened) == (3 if "hub" in name else 4, [])  # 3: the card names the text, too
+    assert "it is opened only if you give it with --calibration" in result.err
+
+
+def test_terminated_verify_leaves_no_scratch(convert, source, tmp_path):
+    out, scratch = tmp_path / "out", tmp_path / "tmp"
+    scratch.mkdir()
+    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT).code == 0
+    code = "import os, signal, convert.verify as v\n"
+    code += "v.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\nfrom convert.cli import main\nmain()"
+    command = [sys.executable, "-c", code, "verify", str(source), str(out)]
+    result = subprocess.run(
+        command, env=os.environ | {"TMPDIR": str(scratch)}, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr.strip().count("\n")) == (1, 0), result.stderr
+    assert list(scratch.iterdir()) == []
 
 
 def test_verify_on_another_kind_of_processor(convert, source, tmp_path):
@@ -167,9 +198,10 @@ def test_verify_where_the_dataset_is_not_at_hand(convert, source, tmp_path):
     dataset.mkdir()
     (dataset / "train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", f"hub:{dataset}").code == 0
-    assert convert("verify", source, out).code == 0
+    verify = ("verify", source, out, "--calibration", f"hub:{dataset}")
+    assert convert(*verify).code == 0
     dataset.rename(tmp_path / "elsewhere")
-    result = convert("verify", source, out)
+    result = convert(*verify)
     assert (result.code, f"hub:{dataset} cannot be loaded (" in result.err) == (4, True)
 
 

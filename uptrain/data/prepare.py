@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import InputError
+from model.staging import check_out
 from uptrain.data import staged
 from uptrain.data.build import Build
 from uptrain.data.cache import MANIFEST, Manifest
@@ -65,6 +66,7 @@ def prepare(request: Request, quiet: bool = True) -> dict[str, Any]:
     Raises InputError for what the user can put right, and OSError if reading or writing fails midway. What is finished
     is kept in the staging folder, and the corrected command goes on from there.
     """
+    check_out(request.out)
     plan = _make_plan(request)
     if request.out.exists():
         return _summary(request.out, _already_complete(request.out, plan), plan, complete=True)

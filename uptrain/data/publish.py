@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from model import terminal
-from model.staging import Staging, sync_file, write_file
+from model.files import sync_file, write_file
+from model.staging import Staging
 from uptrain.data.build import Build, check_bad
 from uptrain.data.cache import MANIFEST, CacheShard, Manifest
 from uptrain.data.shares import Records, settle
@@ -119,10 +120,7 @@ def _describe(
 def _write(staging: Staging, manifest: Manifest, inputs: str) -> None:
     """Write what the cache holds beside its shards, and remove what it does not hold."""
     files = {MANIFEST: manifest.text(), INPUTS: f"{inputs}\n".encode()}
-    wanted = {*files, *(name for shard in manifest.shards for name in (shard.tokens, shard.documents))}
-    for path in staging.folder.iterdir():
-        if path.name not in wanted:
-            path.unlink()
+    staging.keep_only([*files, *(name for shard in manifest.shards for name in (shard.tokens, shard.documents))])
     for name, content in files.items():
         write_file(staging.folder / name, content)
         sync_file(staging.folder / name)

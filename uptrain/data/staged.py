@@ -1,6 +1,5 @@
 """The finished units of a staging folder, and those of other machines beside it."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,9 +21,9 @@ START_BYTES = 8
 def open_staging(out: Path, fingerprint: str) -> Iterator[Staging]:
     """Hold the staging folder of `out`. If the input is refused before anything is finished, the folder goes again."""
     with Staging(out.resolve()) as staging:
-        staging.open(fingerprint)
         kept = f"is finished is kept in {staging.root}, and the"
         try:
+            staging.open(fingerprint)
             yield staging
         except InputError as error:
             if not staging.finished:
@@ -86,9 +85,7 @@ def joined(staging: Staging, units: list[Unit], dtype: str, fingerprint: str) ->
 def _part(root: Path, fingerprint: str) -> Iterator[Staging]:
     """Hold the staging folder of a share."""
     with Staging(root.with_name(root.name.removeprefix(".").removesuffix(".groupwise"))) as part:
-        journal = root / "journal.jsonl"
-        begun = journal.read_text().splitlines()[:1] if journal.exists() else []
-        if begun and json.loads(begun[0]) != {"fingerprint": fingerprint}:
+        if part.begun_with not in (None, fingerprint):
             raise InputError(f"{root} was made with another tokenizer or --text-column; remove it, or use the same.")
         part.open(fingerprint)
         yield part

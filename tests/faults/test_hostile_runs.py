@@ -1,0 +1,158 @@
+"""A RUN that comes from somebody else: no code of it runs, and no file outside it is read or written."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import tiny
+import torch
+import training
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from model.checkpoint.dcp_metadata import read_metadata
+from uptrain.checkpoint_files import checksum
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Return a run of 6 steps that was stopped after the first, and could go on, or be made longer."""
+    folder = tmp_path_factory.mktemp("stopped")
+    arguments = training.arguments(training.make_inputs(folder), folder / "run", "--schedule", "constant", steps=6)
+    training.drive([{"arguments": [*arguments, "--max-minutes", "0"]}], on_cpu=True)
+    return folder / "run"
+
+
+@pytest.fixture
+def hostile(stopped, tmp_path):
+    """Return a copy of the run, to be changed, and its checkpoint."""
+    run = shutil.copytree(stopped, tmp_path / "run")
+    return run, run / "checkpoints/step-00000001"
+
+
+def sign(checkpoint):
+    """Make the manifest right: whoever changed the files can do that, too."""
+    names = [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()]
+    files = {name: checksum(checkpoint / name) for name in names if name != "manifest.json"}
+    (checkpoint / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+
+
+COMMANDS = {
+    "resume": lambda run: ("resume", run),
+    "extend": lambda run: ("extend", run, "--out", run.with_name("longer"), "--steps", 9),
+    "export": lambda run: ("export", run, run.with_name("out")),
+    "status": lambda run: ("status", run, "--verify"),
+    "report": lambda run: ("report", run),
+}
+
+
+@pytest.mark.parametrize("command", ["resume", "extend", "export"])
+def test_metadata_that_are_code_do_not_run(uptrain, hostile, payload, command):
+    run, checkpoint = hostile
+    (checkpoint / "tensors/.metadata").write_bytes(pickle.dumps(payload))
+    sign(checkpoint)
+    uptrain(*COMMANDS[command](run)).refused(".metadata", "nothing of it was run")
+    assert not payload.path.exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_numbers_that_are_code_do_not_run(uptrain, hostile, payload, command):
+    """What is no tensor, as the optimizer's settings, is a pickle of its own."""
+    run, checkpoint = hostile
+    tensors = checkpoint / "tensors"
+    metadata = FileSystemReader(tensors).read_metadata()
+    names = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
+    assert "optimizer.param_groups.0.weight_decay" in names or len(names) > 3
+    torch.save(payload, tensors / "__9_0.distcp")
+    for name in names:
+        size = (tensors / "__9_0.distcp").stat().st_size
+        metadata.storage_data[MetadataIndex(name)] = _StorageInfo("__9_0.distcp", 0, size)
+    (tensors / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(checkpoint)
+    result = uptrain(*COMMANDS[command](run))
+    assert not payload.path.exists()
+    if command in ("resume", "extend"):
+        assert (result.code, "does not fit the run's model and optimizer" in result.err) == (2, True), result.err
+        assert result.err.count("\n") == 1
+    else:
+        assert result.code == 0, result.err  # they read no such number
+
+
+@pytest.mark.parametrize("command", ["resume", "extend"])
+def test_a_tensor_that_is_code_does_not_run(uptrain, hostile, payload, command):
+    run, checkpoint = hostile
+    tensors = checkpoint / "tensors"
+    metadata = FileSystemReader(tensors).read_metadata()
+    torch.save(payload, tensors / "__9_0.distcp")
+    for index, place in metadata.storage_data.items():
+        if index.offset is not None:
+            place.relative_path, place.offset = "__9_0.distcp", 0
+            place.length = (tensors / "__9_0.distcp").stat().st_size
+    (tensors / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(checkpoint)
+    uptrain(*COMMANDS[command](run)).refused("does not fit the run's model and optimizer")
+    assert not payload.path.exists()
+
+
+@pytest.mark.parametrize("name", ["../../../precious", "/etc/passwd", "tensors/../../../../precious", "a/b/c", "", "."])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_manifest_leads_nowhere_else(uptrain, hostile, tmp_path, command, name):
+    run, checkpoint = hostile
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = checksum(precious)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    before = tiny.snapshot(tmp_path)
+    result = uptrain(*COMMANDS[command](run))
+    if command != "report":
+        assert result.code == (1 if command == "status" else 2)
+        assert "which no checkpoint has" in result.err
+        assert tiny.snapshot(tmp_path) == before
+
+
+def test_links_in_a_checkpoint_are_not_followed(uptrain, hostile, tmp_path):
+    run, checkpoint = hostile
+    (tmp_path / "secret").write_text("mine")
+    (checkpoint / "tensors/__7_0.distcp").symlink_to(tmp_path / "secret")
+    assert uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 9, "--max-minutes", 0).code == 0
+    assert not (tmp_path / "longer/checkpoints/step-00000001/tensors/__7_0.distcp").exists()
+    sign(checkpoint)
+    uptrain("extend", run, "--out", tmp_path / "another", "--steps", 9).refused("is a link")
+
+
+STATES = [
+    b"", b"[]", b"5", b"null", b'"x"', b"{}", b"{", b'{"step": 1}', b"\xff", b"[" * 100_000,
+    *(json.dumps({"step": 1, "tokens": 256, "skipped": [], "not_finite": [], "grad_norms": [], "keep": False, **change}
+                 ).encode()
+      for change in ({"step": "1"}, {"step": 2}, {"step": -1}, {"step": True}, {"tokens": 1.5}, {"skipped": 3},
+                     {"skipped": ["1"]}, {"not_finite": None}, {"grad_norms": {"a": 1}}, {"grad_norms": ["x"]},
+                     {"keep": 1})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
+@pytest.mark.parametrize("command", ["resume", "export", "status"])
+def test_states_that_are_none(uptrain, hostile, state, command):
+    run, checkpoint = hostile
+    (checkpoint / "state.json").write_bytes(state)
+    sign(checkpoint)
+    result = uptrain(*COMMANDS[command](run))
+    assert result.code == (0 if command == "status" else 2), result.err
+    assert command == "status" or ("state.json is damaged" in result.err and result.err.count("\n") == 1)
+
+
+def test_metadata_are_read_as_torch_reads_them(stopped):
+    """Names, dtypes, shapes and places, of tensors and of all else."""
+    from uptrain.training_checkpoint import _Reader
+
+    tensors = stopped / "checkpoints/step-00000001/tensors"
+    ours, theirs = _Reader(tensors).read_metadata(), FileSystemReader(tensors).read_metadata()
+    assert ours.storage_data == theirs.storage_data
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    found = read_metadata(tensors / ".metadata")
+    assert found.others
+    assert found.tensors
+    assert all(os.sep not in place.file for place in found.others.values())
