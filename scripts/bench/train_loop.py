@@ -1,4 +1,4 @@
-"""Tokens/s of `uptrain run` ÷ of the Hugging Face Trainer: whole loops, in turns, in this process.
+"""Tokens/s of `uptrain run` ÷ of the Hugging Face Trainer: whole loops, each in a process of its own, in turns.
 
     python scripts/bench/train_loop.py --json docs/bench/train_loop.json
 
@@ -6,21 +6,25 @@ full     windows of one document: same weights, windows, micro-batch, accumulati
          step does on either side (clipping, schedule, logging)
 short    documents of half a window on average: ours packs them, the Trainer pads to a batch's longest
 
-The loops take their steps in turns, and their tokens ÷ time are compared.
+The loops take their steps in turns, and their tokens ÷ time are compared. (Not in one process: both change the state
+that accelerate keeps for all of it.)
 """
 
 import argparse
 import json
 import math
+import multiprocessing
 import statistics
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from multiprocessing.context import SpawnContext
+from multiprocessing.queues import Queue
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
-import accelerate
 import torch
 from runs import (
     ACCUMULATION,
@@ -31,7 +35,6 @@ from runs import (
     make_cache,
     make_documents,
     make_model,
-    reset,
     settings,
     write_rows,
 )
@@ -43,36 +46,37 @@ from uptrain.run import start
 
 
 class Turns:
-    """Lets two loops in two threads take their steps in turns, so that a slow moment of the machine meets both."""
+    """Lets two processes take their steps in turns, so that a slow moment of the machine meets both."""
 
-    def __init__(self) -> None:
-        self.steps: dict[str, list[tuple[float, int]]] = {"ours": [], "theirs": []}
-        """Each step's seconds and tokens."""
-        self._changed = threading.Condition()
-        self._whose, self._ended = "ours", set[str]()
-        self._started = 0.0
-        self._tokens = {"ours": 0, "theirs": 0}
+    def __init__(self, context: SpawnContext) -> None:
+        self.steps: Queue[tuple[str, float, int]] = context.Queue()
+        """Whose step it was, its seconds and its tokens."""
+        self._may_go = {"ours": context.Semaphore(1), "theirs": context.Semaphore(0)}
+        self._started, self._tokens = 0.0, 0
 
     def begin(self, who: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._whose == who or self._ended)
-            self._started = time.perf_counter()
+        self._may_go[who].acquire()
+        self._started = time.perf_counter()
 
     def step_ended(self, who: str, tokens: int) -> None:
-        """Note a step, and wait for the other's."""
-        self.steps[who].append((time.perf_counter() - self._started, tokens - self._tokens[who]))
-        self._tokens[who] = tokens
-        self._pass_on(who)
+        """Note a step, after which so many tokens were trained on in all, and wait for the other's."""
+        self.steps.put((who, time.perf_counter() - self._started, tokens - self._tokens))
+        self._tokens = tokens
+        self._may_go[other(who)].release()
         self.begin(who)
 
     def end(self, who: str) -> None:
-        self._ended.add(who)
-        self._pass_on(who)
+        """Let the other one go on alone."""
+        for _ in range(MANY):
+            self._may_go[other(who)].release()
 
-    def _pass_on(self, who: str) -> None:
-        with self._changed:
-            self._whose = "theirs" if who == "ours" else "ours"
-            self._changed.notify_all()
+
+MANY = 1_000_000
+"""More steps than a loop has."""
+
+
+def other(who: str) -> str:
+    return "theirs" if who == "ours" else "ours"
 
 
 def our_loop(model: Path, data: Path, steps: int, precision: str, work: Path, turns: Turns) -> None:
@@ -155,35 +159,45 @@ def speed(steps: list[tuple[float, int]]) -> float:
     return sum(tokens for _, tokens in steps) / sum(min(seconds, 3 * typical) for seconds, _ in steps)
 
 
+def take_part(who: str, loop: Callable[..., None], turns: Turns, *arguments: Any) -> None:
+    """Run one of the loops, in its process."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        loop(*arguments, turns)
+    finally:
+        turns.end(who)
+
+
 def compare_loops(kind: str, precision: str, model: Path, work: Path, steps: int) -> Row:
     """Train with both, a step each in turn."""
-    reset()
     documents = make_documents(kind, SEQ_LEN * MICRO_BATCH * ACCUMULATION * 64)
     place = work / f"{kind}-{precision}"
     place.mkdir()
-    cache, turns = make_cache(place / "cache", documents), Turns()
-    loops: dict[str, Callable[[], None]] = {
-        "ours": lambda: our_loop(model, cache, steps, precision, place, turns),
-        "theirs": lambda: their_loop(model, documents, steps, precision, place, turns),
-    }
-    accelerate.Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16" if precision == "bf16" else "no")
-
-    def work_of(who: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    turns = Turns(context)
+    cache = make_cache(place / "cache", documents)
+    ours, theirs = ((model, data, steps, precision, place) for data in (cache, documents))
+    processes = [
+        context.Process(target=take_part, args=("ours", our_loop, turns, *ours)),
+        context.Process(target=take_part, args=("theirs", their_loop, turns, *theirs)),
+    ]
+    for process in processes:
+        process.start()
+    found: dict[str, list[tuple[float, int]]] = {"ours": [], "theirs": []}
+    while any(process.is_alive() for process in processes) or not turns.steps.empty():
         try:
-            loops[who]()
-        finally:
-            turns.end(who)
-
-    threads = [threading.Thread(target=work_of, args=(who,)) for who in loops]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(len(found) == steps for found in turns.steps.values())
-    ours, theirs = (speed(turns.steps[who][2:]) for who in ("ours", "theirs"))
+            who, seconds, tokens = turns.steps.get(timeout=1)
+            found[who].append((seconds, tokens))
+        except Empty:
+            continue
+    if any(process.exitcode for process in processes) or any(len(taken) != steps for taken in found.values()):
+        sys.exit("one of the loops ended with the error above.")
+    speeds = {who: speed(taken[2:]) for who, taken in found.items()}
     return {
         "documents": kind, "precision": precision, "steps": steps,
-        "ours_tokens_per_s": ours, "theirs_tokens_per_s": theirs, "ratio": ours / theirs,
+        "ours_tokens_per_s": speeds["ours"], "theirs_tokens_per_s": speeds["theirs"],
+        "ratio": speeds["ours"] / speeds["theirs"],
     }  # fmt: skip
 
 
@@ -195,8 +209,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to work; needs 1 GB")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         model = make_model(Path(name) / "model")
