@@ -117,7 +117,7 @@ def score(
         layer.attend(lambda heads: None)
     config = read_llama_config(checkpoint.config)
     norm, head_VM = load_last_norm(checkpoint, config), load_head(checkpoint, config).float()
-    return _loss(np.load(last_states(checkpoint, scratch), mmap_mode="r"), norm, head_VM, sample)
+    return _loss(np.load(last_states(checkpoint, scratch), mmap_mode="r", allow_pickle=False), norm, head_VM, sample)
 
 
 def _put(layer: Layer, checkpoint: Checkpoint, merge: LayerMerge, merged: Path) -> None:

@@ -149,7 +149,7 @@ def save_layer(layer: MergedLayer, merge: LayerMerge, folder: Path) -> None:
 
 def load_layer(checkpoint: Checkpoint, merge: LayerMerge, folder: Path) -> MergedLayer:
     """Read what `save_layer` kept."""
-    with np.load(folder / merge.file) as kept:
+    with np.load(folder / merge.file, allow_pickle=False) as kept:
         reports = json.loads(str(kept["reports"]))
         tensors = {}
         for name in (*merge.weights, *merge.biases):

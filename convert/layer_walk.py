@@ -108,7 +108,7 @@ class Layer:
     @property
     def attended_NTM(self) -> States:
         """What the layer's attention gave."""
-        attended_NTM: States = np.load(self._attended, mmap_mode="r")
+        attended_NTM: States = np.load(self._attended, mmap_mode="r", allow_pickle=False)
         return attended_NTM
 
     @property
@@ -145,7 +145,7 @@ def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progres
     first = _begin(checkpoint, sample, folder)
     progress(first * sample.n_tokens)
     for index in range(first, config.n_layers):
-        states_NTM = np.load(_states(folder, index), mmap_mode="r")
+        states_NTM = np.load(_states(folder, index), mmap_mode="r", allow_pickle=False)
         layer = Layer(text, index, load_block(checkpoint, config, index), states_NTM, folder)
         yield layer
         layer.advance(progress)

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.checkpoint.folder import read_config
 from model.errors import CheckpointError
 from model.loss import IGNORED
 from model.masks import document_mask, document_positions
+from model.reading import CONFIG_BYTES, check_size
 
 
 class ForeignModel(nn.Module):
@@ -99,6 +101,8 @@ def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> Foreig
 
     with torch.device("meta"):
         build_foreign(folder, dtype)
+    if (folder / "generation_config.json").exists():
+        check_size(folder / "generation_config.json", CONFIG_BYTES)
     try:
         with _without_warnings():
             opened: Any = AutoModelForCausalLM.from_pretrained(
@@ -148,6 +152,7 @@ def _read_config(folder: Path) -> Any:
     from model.custom_code.register import register
 
     register()
+    _refuse_kernels(folder, read_config(folder)[1])
     with _refusing(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.is_encoder_decoder:
@@ -161,6 +166,20 @@ def _read_config(folder: Path) -> Any:
             "the class that config.json names under architectures."
         )
     return config
+
+
+def _refuse_kernels(folder: Path, config: Any) -> None:
+    """Raise CheckpointError if config.json names a kernel of the hub, such as `attn_implementation: org/kernel`.
+
+    transformers would fetch it and run its code (`PreTrainedModel._check_and_adjust_attn_implementation`).
+    """
+    pairs = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for key, value in pairs:
+        if str(key).endswith(("_implementation", "_implementation_internal")) and "/" in str(value):
+            raise CheckpointError(
+                f"{folder}/config.json has {key} = {value!r}, code from the hub, which is never run; remove that key."
+            )
+        _refuse_kernels(folder, value)
 
 
 @contextmanager

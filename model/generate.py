@@ -20,6 +20,7 @@ from model.errors import CheckpointError, InputError
 from model.linear import linear
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
+from model.tokenizer import open_tokenizer
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -108,7 +109,7 @@ def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch
 
 def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
     """Print the prompt's continuation as it comes, then the speed of prefill and decode and the cache's size."""
-    model, tokenizer = load_model(folder), _open_tokenizer(folder)
+    model, tokenizer = load_model(folder), open_tokenizer(folder)
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")
     ids: list[int] = tokenizer(prompt).input_ids
@@ -128,16 +129,6 @@ def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top
             click.echo(longer[len(text) :], nl=False)
             text = longer
     click.echo("\n\n" + _report(model, len(ids), len(ids) + max_new_tokens, times), err=True)
-
-
-def _open_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = " ".join(str(error).split())
-        raise CheckpointError(f"{folder} has no tokenizer that transformers can open: {why}") from error
 
 
 def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[float]) -> str:

@@ -4,6 +4,7 @@ hub:NAME[:[CONFIG:]SPLIT] names one.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from model.errors import InputError
@@ -22,11 +23,16 @@ def hub_files(text: str) -> tuple[str, ...]:
         raise InputError(f"{text} is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")
     config, split = (None, *rest)[-2:] if rest else (None, None)
     try:
-        loaded: Any = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError) as error:
+        # Version 3 asks on the terminal whether to run a dataset's script unless told not to; 4 and later run none.
+        loaded: Any = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
+    except Exception as error:  # the library's readers of a dozen formats raise errors of all kinds
+        if _has_script(name):
+            raise InputError(
+                f"{text} is loaded by a script of its own, which is never run; give its data files themselves."
+            ) from error
         raise InputError(
-            f"{text} cannot be loaded ({str(error).splitlines()[0]}). Without a network here, run where there is "
-            f"one: hf download --repo-type dataset {name} --local-dir FOLDER, and give {HUB}FOLDER."
+            f"{text} cannot be loaded ({' '.join(str(error).split())[:300]}). Without a network here, run where there "
+            f"is one: hf download --repo-type dataset {name} --local-dir FOLDER, and give {HUB}FOLDER."
         ) from error
     if isinstance(loaded, dict):
         if len(loaded) > 1:
@@ -45,6 +51,12 @@ def hub_texts(text: str) -> Iterator[str]:
         if getattr(rows.features.get("text"), "dtype", None) not in ("string", "large_string"):
             raise InputError(f"{text} has no text in a column text; its columns are {', '.join(rows.column_names)}.")
         yield from (row["text"] or "" for row in rows.select_columns("text"))
+
+
+def _has_script(name: str) -> bool:
+    """Say whether a dataset on this machine is a script, or a folder with one of its own name."""
+    path = Path(name)
+    return path.suffix == ".py" or (path / f"{path.resolve().name}.py").is_file()
 
 
 def _library() -> Any:

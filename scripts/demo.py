@@ -134,10 +134,10 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True)
     assert not loading["missing_keys"], loading["missing_keys"]
     assert not loading["unexpected_keys"], loading["unexpected_keys"]
-    return model, AutoTokenizer.from_pretrained(folder)
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def loss_on_paragraph(model: Any, tokenizer: Any) -> float:

@@ -41,7 +41,7 @@ USUAL = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 source, out, groups = sys.argv[1], sys.argv[2], int(sys.argv[3])
-model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, dtype=torch.bfloat16)
 config = model.config
 for layer in model.model.layers:
     for name in ("k_proj", "v_proj"):

@@ -40,7 +40,7 @@ def theirs(source: Path, tokenizer: Path, out: Path) -> int:
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     end = [loaded.eos_token_id]
 
     def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -50,7 +50,9 @@ def theirs(source: Path, tokenizer: Path, out: Path) -> int:
         flat = list(chain.from_iterable(batch["input_ids"]))
         return {"input_ids": [flat[i : i + SEQ_LEN] for i in range(0, len(flat), SEQ_LEN)]}
 
-    data: Any = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(out))
+    data: Any = datasets.load_dataset(
+        "json", data_files=str(source), split="train", cache_dir=str(out), trust_remote_code=False
+    )
     windows = data.map(tokenise, batched=True, remove_columns="text").map(group, batched=True)
     return sum(map(len, windows["input_ids"]))
 

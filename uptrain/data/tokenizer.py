@@ -13,14 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from model.errors import InputError
+from model.reading import read_json
+from model.tokenizer import CONFIGS, VOCABULARIES, WHOLE, check_sizes, open_tokenizer
 
-WHOLE = "tokenizer.json"
-"""Holds a fast tokenizer entirely; where it is, the vocabularies of slow ones beside it are not read."""
-VOCABULARIES = (
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
-    "added_tokens.json",
-)  # fmt: skip
-CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 SETTINGS = (
     "tokenizer_class", "bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space",
     "legacy", "do_lower_case", "split_special_tokens", "added_tokens_decoder", "additional_special_tokens",
@@ -40,19 +35,20 @@ def tokenizer_sha256(folder: Path) -> str:
         raise InputError(
             f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); put the tokenizer's files there."
         )
-    files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    check_sizes(folder)
+    files = {name: _sha256(folder / name) for name in names}
     merged = {key: value for name in CONFIGS for key, value in _read_config(folder / name).items()}
     settings = {name: merged[name] for name in SETTINGS if merged.get(name) is not None}
     return hashlib.sha256(json.dumps([files, settings], sort_keys=True).encode()).hexdigest()
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON ({error}); fetch the tokenizer anew.") from error
+    config = read_json(path) if path.is_file() else {}
     if not isinstance(config, dict):
         raise InputError(f"{path} is not a JSON object; fetch the tokenizer anew.")
     return config
@@ -75,12 +71,7 @@ class Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read a folder's tokenizer with transformers, from local files alone. Raises InputError if it cannot be used."""
     identity = tokenizer_sha256(folder)
-    from transformers import AutoTokenizer
-
-    try:
-        loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(f"transformers cannot load the tokenizer of {folder}: {_why(error, folder)}") from error
+    loaded = open_tokenizer(folder)
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise InputError(
@@ -90,13 +81,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(
         backend.to_str(), bool(loaded.split_special_tokens), loaded.eos_token_id, max(vocabulary.values()) + 1, identity
     )
-
-
-def _why(error: Exception, folder: Path) -> str:
-    """Return what transformers stopped at. Without these packages it asks for a third, which does not help."""
-    if (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file():
-        return f"there is no {WHOLE}, and tokenizer.model needs `pip install sentencepiece protobuf` ({error})"
-    return str(error)
 
 
 class Encoder:

@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from model.errors import InputError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,6 +24,8 @@ WITHOUT_TEACHER = "next-token"
 
 
 def find_loss(name: str) -> "Callable[..., Tensor]":
-    """Return the function `loss_sum` of a loss."""
+    """Return the function `loss_sum` of a loss. Raises InputError for a name that is none of LOSSES."""
+    if name not in LOSSES:
+        raise InputError(f"there is no loss {name!r}; there are {', '.join(LOSSES)}.")
     module = importlib.import_module(f"uptrain.losses.{name.replace('-', '_')}")
     return cast("Callable[..., Tensor]", module.loss_sum)
