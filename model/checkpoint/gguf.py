@@ -8,6 +8,7 @@ halves); that permutation is undone (llama.cpp, `convert_hf_to_gguf.py`, `LlamaM
 import re
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +17,7 @@ import numpy as np
 from model.checkpoint import rotary
 from model.checkpoint.checkpoint import Checkpoint, Shard
 from model.checkpoint.folder import json_text, refuse_lfs_pointer
+from model.checkpoint.gguf_header import check_header
 from model.checkpoint.gguf_tokenizer import tokenizer_files
 from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, rope_settings
 from model.checkpoint.tensor import Array, Span, Tensor
@@ -157,7 +159,9 @@ class GGUFFile(Checkpoint):
         if kind == "yarn":
             original = meta.integer("rope.scaling.original_context_length")
             return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        raise CheckpointError(f"{self.path}: the RoPE scaling {kind!r} is not supported; none, linear and yarn are.")
+        raise CheckpointError(
+            f"{self.path}: the RoPE scaling {shortened(kind)} is not supported; none, linear and yarn are."
+        )
 
 
 class _Metadata:
@@ -167,24 +171,30 @@ class _Metadata:
         self.path, self.fields = path, fields
         architecture = fields.get("general.architecture")
         if architecture != "llama":
-            raise CheckpointError(f"{path} is a GGUF of architecture {architecture!r}; only 'llama' is supported.")
+            raise CheckpointError(
+                f"{path} is a GGUF of architecture {shortened(architecture)}; only 'llama' is supported."
+            )
         for key in fields:
             if key.startswith("llama.") and key.removeprefix("llama.") not in KEYS:
-                raise CheckpointError(f"{path} has the setting {key} = {fields[key]!r}, which is not supported.")
+                raise CheckpointError(
+                    f"{path} has the setting {key} = {shortened(fields[key])}, which is not supported."
+                )
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        if not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{self.path} has llama.{key} = {value!r}; it must be one positive whole number.")
+        if type(value) is not int or value < 1:
+            raise CheckpointError(
+                f"{self.path} has llama.{key} = {shortened(value)}; it must be one positive whole number."
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a float32 field as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise CheckpointError(f"{self.path} has llama.{key} = {value!r}; it must be a number.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
+            raise CheckpointError(f"{self.path} has llama.{key} = {shortened(value)}; it must be a positive number.")
         return float(str(np.float32(value)))
 
     def _get(self, key: str, default: Any) -> Any:
@@ -207,6 +217,7 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
     import gguf
 
     refuse_lfs_pointer(path)
+    check_header(path)
     try:
         reader = gguf.GGUFReader(path)
         return reader, {name: field.contents() for name, field in reader.fields.items()}
@@ -217,7 +228,7 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
 def _hf_name(path: Path, name: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if not match or match[2] not in NAMES:
-        raise CheckpointError(f"{path} holds the tensor {name}, which a Llama model does not have; refused.")
+        raise CheckpointError(f"{path} holds the tensor {name!r}, which a Llama model does not have; refused.")
     layer, part, kind = match.groups()
     return f"model.layers.{layer}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}"
 

@@ -5,11 +5,21 @@ and only names the pre-tokenizer. We know the ones below; a name we do not know 
 so it is refused (llama.cpp, `llama-vocab.cpp`, has the list).
 """
 
+from math import isfinite
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from model.checkpoint.folder import json_text
 from model.errors import CheckpointError
+
+MAX_TOKEN = 1024
+"""Characters of a token. The time to find merges grows with the square of a token's length."""
+KINDS: dict[str, type] = {
+    "tokenizer.ggml.add_bos_token": bool, "tokenizer.ggml.add_eos_token": bool,
+    "tokenizer.ggml.add_space_prefix": bool, "tokenizer.ggml.pre": str, "tokenizer.chat_template": str,
+    "general.name": str, "general.license": str,
+}  # fmt: skip
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 
@@ -39,7 +49,7 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
     model = fields.get("tokenizer.ggml.model")
     build = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}.get(str(model))
     if build is None:
-        raise CheckpointError(f"{path} has a tokenizer of kind {model!r}; 'gpt2' and 'llama' are supported.")
+        raise CheckpointError(f"{path} has a tokenizer of kind {shortened(model)}; 'gpt2' and 'llama' are supported.")
     for key in ("tokens", "token_type", "merges" if model == "gpt2" else "scores"):
         if not isinstance(fields.get(f"tokenizer.ggml.{key}"), list):
             raise CheckpointError(f"{path} lacks tokenizer.ggml.{key}; without it the tokenizer cannot be rebuilt.")
@@ -50,28 +60,44 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
     return {"tokenizer.json": json_text(tokenizer), "tokenizer_config.json": json_text(config)}
 
 
-def _check(path: Path, fields: dict[str, Any], vocabulary: list[str]) -> None:
+def _check(path: Path, fields: dict[str, Any], vocabulary: list[Any]) -> None:
     """Refuse metadata from which a wrong tokenizer would be built."""
-    size, types = len(vocabulary), fields["tokenizer.ggml.token_type"]
-    ids = {key: fields[key] for key in fields if key.startswith("tokenizer.ggml.") and key.endswith("_token_id")}
-    problem = None
-    if len({token for token in vocabulary if isinstance(token, str)}) != size:
-        problem = "tokens that are not text, or occur twice"
-    elif len(types) != size or not all(isinstance(kind, int) for kind in types):
-        problem = "token types that do not fit its tokens"
-    elif not all(isinstance(merge, str) and " " in merge for merge in fields.get("tokenizer.ggml.merges", ())):
-        problem = "merges that are not pairs"
-    elif wrong := [key for key, i in ids.items() if not isinstance(i, int) or not 0 <= i < size]:
-        problem = f"{wrong[0]} = {ids[wrong[0]]!r}, outside its vocabulary"
+    problem = _tokens_problem(fields, vocabulary) or _settings_problem(fields, len(vocabulary))
     if problem:
         raise CheckpointError(f"{path} has {problem}; the tokenizer cannot be rebuilt.")
+
+
+def _tokens_problem(fields: dict[str, Any], vocabulary: list[Any]) -> str:
+    size, types = len(vocabulary), fields["tokenizer.ggml.token_type"]
+    if not size or len({token for token in vocabulary if isinstance(token, str)}) != size:
+        return "no tokens, or tokens that are not text or occur twice"
+    if max(map(len, vocabulary)) > MAX_TOKEN:
+        return f"a token of {max(map(len, vocabulary)):,} characters, where {MAX_TOKEN:,} are possible"
+    if len(types) != size or not all(type(kind) is int for kind in types):
+        return "token types that do not fit its tokens"
+    if fields["tokenizer.ggml.model"] == "llama":
+        scores = fields["tokenizer.ggml.scores"]
+        fit = len(scores) == size and all(type(score) is float and isfinite(score) for score in scores)
+        return "" if fit else "scores that do not fit its tokens"
+    pairs = all(isinstance(merge, str) and " " in merge for merge in fields["tokenizer.ggml.merges"])
+    return "" if pairs else "merges that are not pairs"
+
+
+def _settings_problem(fields: dict[str, Any], size: int) -> str:
+    for key, value in fields.items():
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+            if type(value) is not int or not 0 <= value < size:
+                return f"{key} = {shortened(value)}, outside its vocabulary"
+        elif type(value) is not KINDS.get(key, type(value)):
+            return f"{key} = {shortened(value)}, which is no {KINDS[key].__name__}"
+    return ""
 
 
 def _byte_level_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]) -> dict[str, Any]:
     name = fields.get("tokenizer.ggml.pre")
     if name not in _PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{path} names the pre-tokenizer {name!r}; supported are {', '.join(_PRE_TOKENIZERS)}. "
+            f"{path} names the pre-tokenizer {shortened(name)}; supported are {', '.join(_PRE_TOKENIZERS)}. "
             "Convert from the original Hugging Face folder instead."
         )
     return {

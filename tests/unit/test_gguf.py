@@ -205,7 +205,7 @@ def test_unknown_tokenizers_are_refused(convert, tmp_path):
 
     with pytest.raises(CheckpointError, match="tokenizer of kind 'bert'"):
         tokenizer_files(tmp_path, {"tokenizer.ggml.model": "bert"})
-    gpt2 = {"model": "gpt2", "pre": "mystery", "tokens": [], "token_type": [], "merges": []}
+    gpt2 = {"model": "gpt2", "pre": "mystery", "tokens": ["a"], "token_type": [1], "merges": []}
     with pytest.raises(CheckpointError, match="pre-tokenizer 'mystery'; supported are gpt-2"):
         tokenizer_files(tmp_path, {f"tokenizer.ggml.{key}": value for key, value in gpt2.items()})
     for missing in ("tokens", "token_type", "scores"):
