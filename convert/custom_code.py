@@ -8,6 +8,7 @@ from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 from model.families import Family
 from model.families.family import CustomCode
+from model.reading import CONFIG_BYTES, read_bytes_up_to
 
 
 @dataclass(frozen=True)
@@ -58,5 +59,5 @@ def _check_own_code(checkpoint: Checkpoint, word: str) -> None:
     if elsewhere:
         raise CheckpointError(f"{why}'s own code is elsewhere ({elsewhere[0]}); put those files into its folder.")
     files = {n: c for n, c in checkpoint.side_files.items() if n.endswith(".py") and isinstance(c, Path)}
-    if not any(word.encode() in file.read_bytes() for file in files.values()):
+    if not any(word.encode() in read_bytes_up_to(file, CONFIG_BYTES) for file in files.values()):
         raise CheckpointError(f"{why}'s own code ({', '.join(files) or 'no file'}) does not know {word} either.")

@@ -15,6 +15,7 @@ from convert.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin, origin_of
 from model.errors import CheckpointError
+from model.reading import CONFIG_BYTES, read_bytes_up_to
 from model.staging import Staging
 
 FILE = "groupwise.json"
@@ -81,8 +82,9 @@ def read(folder: Path) -> dict[str, Any]:
     path = folder / FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {FILE}, so it was not made by convert and cannot be verified.")
+    text = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(text)
         schema = content["schema"]
         _ = content["method"], content["seed"]
         if type(content["groups"]) is not int or type(schema) is not int:
@@ -103,7 +105,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     """Return `README.md`: the source's own card, whole, and a section on the conversion after it."""
     source = checkpoint.side_files.get("README.md")
     if isinstance(source, Path):
-        source = source.read_bytes()
+        source = read_bytes_up_to(source, CONFIG_BYTES)
     card = source or _front_matter(origin).encode()
     return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
 

@@ -22,6 +22,7 @@ from convert.recipe import NONE, NotFeasible
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 from model.hub_dataset import HUB, hub_texts
+from model.reading import TOKENIZER_BYTES, read_bytes_up_to
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,7 +113,7 @@ def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], 
         from tokenizers import Tokenizer
     except ImportError as error:
         raise NotFeasible(NO_TORCH) from error
-    text = content.read_bytes() if isinstance(content, Path) else content
+    text = read_bytes_up_to(content, TOKENIZER_BYTES) if isinstance(content, Path) else content
     try:
         tokenizer = Tokenizer.from_str(text.decode())
     except Exception as error:  # the library raises nothing more special

@@ -3,7 +3,6 @@
 python -m model.generate FOLDER --prompt "Once upon a time"
 """
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from model.errors import CheckpointError, InputError
 from model.linear import linear
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
+from model.reading import read_json
 from model.tokenizer import open_tokenizer
 
 
@@ -146,9 +146,11 @@ def stop_ids(folder: Path) -> set[int]:
     """Return the end-of-text tokens of `generation_config.json`, or else of `config.json`."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
-        if found is not None:
-            return {found} if isinstance(found, int) else set(found)
+        config = read_json(path) if path.exists() else None
+        found = config.get("eos_token_id") if isinstance(config, dict) else None
+        ids = found if isinstance(found, list) else [found]
+        if all(type(token) is int for token in ids):
+            return set(ids)
     return set()
 
 

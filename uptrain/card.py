@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from model.reading import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from uptrain.counts import show_count
 from uptrain.history import recovered_fraction
 from uptrain.losses import LOSSES
@@ -13,7 +14,12 @@ BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining:
 def model_card(source: Path, record: dict[str, Any]) -> bytes:
     """Return `README.md`. `source` is the folder the run began with, `record` what uptraining.json holds."""
     path = source / "README.md"
-    card = path.read_bytes() if path.is_file() else b"---\nlibrary_name: transformers\ntags: [groupwise]\n---"
+    is_its_own = path.is_file() and not leads_outside(path, source)
+    card = (
+        read_bytes_up_to(path, CONFIG_BYTES)
+        if is_its_own
+        else b"---\nlibrary_name: transformers\ntags: [groupwise]\n---"
+    )
     return card.strip() + b"\n\n" + _section(record).encode()
 
 

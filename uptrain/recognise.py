@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import InputError
+from model.reading import CONFIG_BYTES, read_bytes_up_to
 from uptrain.originals import ORIGINALS, Original
 
 PROVENANCE = "groupwise.json"
@@ -52,8 +53,9 @@ def _conversions(folder: Path) -> list[tuple[str, str]]:
     path = folder / PROVENANCE
     if not path.is_file():
         return []
+    content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        record: Any = json.loads(path.read_bytes())
+        record: Any = json.loads(content)
         found = []
         while record is not None:
             found.append((str(record["source"]["name"]), str(record.get("method"))))

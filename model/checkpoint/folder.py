@@ -5,11 +5,13 @@ Shared by every reader whose source is such a folder (reference: Hugging Face Hu
 
 import json
 import os
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
 
 from model.errors import CheckpointError
+from model.reading import CONFIG_BYTES, check_regular, leads_outside, read_bytes_up_to, refuse_outside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -39,7 +41,7 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
-    text = path.read_bytes()
+    text = read_bytes_up_to(path, CONFIG_BYTES)
     try:
         config = json.loads(text)
         text.decode()
@@ -59,6 +61,13 @@ def refuse_without_weights(folder: Path) -> NoReturn:
         raise CheckpointError(f"{folder} itself holds no weights.{elsewhere}")
     read_config(folder)
     others = sorted({f.name for pattern in WEIGHTS for f in folder.glob(pattern)})
+    for name in others:
+        if shard := re.fullmatch(r"(.+)-\d+-of-\d+(\.safetensors|\.bin)", name):
+            index = f"{shard[1]}{shard[2]}.index.json"
+            raise CheckpointError(
+                f"{folder} holds {name} but no {index}, which says which tensor is in which file; fetch it from where "
+                "the model is from, or save the model again."
+            )
     if others:
         raise CheckpointError(
             f"{folder} holds no weights that can be read, only {', '.join(others[:3])}; "
@@ -80,6 +89,8 @@ def _look_elsewhere(folder: Path) -> str:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError if a file is only git-lfs's note of where its content is, or no regular file."""
+    check_regular(path)
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
     if start == LFS_POINTER:
@@ -103,33 +114,57 @@ def refuse_adapter(folder: Path) -> None:
 def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
     """Return the files to copy (by their name relative to the folder) and the names of those left out.
 
-    Symlinks are followed, as in the Hugging Face cache; one that points nowhere is refused. Without `deep`, folders
-    inside are none of the model's.
+    Symlinks are followed where they lead to something in the folder, or, in a snapshot of the Hugging Face cache, to
+    that model's blobs. Others are left out, so that nothing else of this machine travels along, as are FIFOs, sockets
+    and devices, which are not opened; the reason follows such a name in brackets. Without `deep`, folders inside are
+    none of the model's.
+
+    Raises CheckpointError for a link that leads nowhere or back, for an unreadable file, and where config.json or
+    groupwise.json, whose contents the output repeats, is a link out of the folder.
     """
     side_files: dict[str, Path | bytes] = {}
-    left_out = []
+    left_out: list[str] = []
     seen = set()
     for root, subfolders, names in os.walk(folder, followlinks=True):
         here = Path(root)
         if here.resolve() in seen:
             raise CheckpointError(f"{here} is a symlink back into {folder}; a checkpoint folder cannot contain itself.")
         seen.add(here.resolve())
-        subfolders[:] = sorted(subfolders) if deep else []
-        for name in [s for s in subfolders if _matches(s, LEFT_OUT_FOLDERS)]:
-            subfolders.remove(name)
-            left_out.append((here / name).relative_to(folder).as_posix() + "/")
-        for name in sorted(names):
-            path, relative = here / name, (here / name).relative_to(folder).as_posix()
-            if not path.exists():
-                raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
-            if _matches(name, LEFT_OUT_FILES):
-                left_out.append(relative)
-            elif not path.is_file() or not os.access(path, os.R_OK):
-                raise CheckpointError(f"{path} cannot be read; check its permissions, or move it away.")
+        entries = [*(sorted(subfolders) if deep else []), *sorted(names)]
+        subfolders.clear()
+        for path in (here / name for name in entries):
+            why = _reason_to_leave(path, folder)
+            relative = path.relative_to(folder).as_posix()
+            if why is not None:
+                left_out.append(f"{relative}{'/' * path.is_dir()}{why}")
+            elif path.is_dir():
+                subfolders.append(path.name)
             elif relative not in OWN_FILES:
                 refuse_lfs_pointer(path)
                 side_files[relative] = path
     return side_files, tuple(left_out)
+
+
+def _reason_to_leave(path: Path, folder: Path) -> str | None:
+    """Return None for a file to copy or a folder to look into, else what is said after the name of one left out.
+
+    That is nothing where the name tells. Raises CheckpointError as `list_files`.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
+    if _matches(path.name, LEFT_OUT_FOLDERS if path.is_dir() else LEFT_OUT_FILES):
+        return ""
+    if path.relative_to(folder).as_posix() in OWN_FILES:
+        refuse_outside(path, folder)
+    if leads_outside(path, folder):
+        return " (a link out of the folder)"
+    if path.is_dir():
+        return None
+    if not path.is_file():
+        return " (not a regular file)"
+    if not os.access(path, os.R_OK):
+        raise CheckpointError(f"{path} cannot be read; check its permissions, or move it away.")
+    return None
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from model.checkpoint.folder import INDEX, SINGLE
 from model.errors import CheckpointError
 from model.files import is_plain_name
+from model.reading import CONFIG_BYTES, check_regular, read_bytes_up_to
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,10 @@ def weight_file_names(folder: Path, naming: Naming) -> tuple[list[str], dict[str
     """
     single, index = folder / naming.single, folder / naming.index
     if not index.is_file():
-        refuse_dangling(index)
-        refuse_dangling(single)
+        for path in (index, single):
+            refuse_dangling(path)
+            if path.exists():
+                check_regular(path)
         return [naming.single], None
     table = _read_index(index)
     names = sorted(set(table.values()))
@@ -61,8 +64,9 @@ def refuse_dangling(path: Path) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
+    content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        table = json.loads(path.read_bytes())["weight_map"]
+        table = json.loads(content)["weight_map"]
         if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
             raise TypeError("weight_map does not map tensor names to file names")
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -21,6 +21,7 @@ from model.checkpoint.meta_params import Params
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 from model.errors import CheckpointError
+from model.reading import leads_outside
 
 
 class MetaFolder(Checkpoint):
@@ -95,8 +96,9 @@ class MetaFolder(Checkpoint):
     def _find_tokenizer(self) -> list[str]:
         """Add the tokenizer, which Meta's downloads have beside the models' folders; return what is missing."""
         name = "tokenizer.model"
-        if name not in self.side_files and (self.path / ".." / name).is_file():
-            self.side_files[name] = self.path / ".." / name
+        above = self.path.resolve().parent
+        if name not in self.side_files and (above / name).is_file() and not leads_outside(above / name, above):
+            self.side_files[name] = above / name
         if "tokenizer.json" in self.side_files:
             return []
         has = f"only Meta's {name} travels along" if name in self.side_files else f"nor is there a {name}"

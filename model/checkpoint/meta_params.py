@@ -9,6 +9,7 @@ from typing import Any
 
 from model.checkpoint.llama_config import llama3_scaling
 from model.errors import CheckpointError
+from model.reading import CONFIG_BYTES, read_bytes_up_to
 
 FILE = "params.json"
 
@@ -113,8 +114,9 @@ class Params:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} has consolidated.*.pth but no {FILE}, which says what the model is.")
+    content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(values, dict):

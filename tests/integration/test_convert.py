@@ -123,9 +123,8 @@ def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path)
     ):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("stale")
-    linked = tmp_path / "blob"
-    linked.write_text("linked licence")
-    (source / "NOTICE").symlink_to(linked)
+    (source / "original/NOTICE").write_text("linked licence")
+    (source / "NOTICE").symlink_to("original/NOTICE")
     result = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--json")
     after = tiny.snapshot(tmp_path / "out")
     for name, text in tiny.SIDE_FILES.items():

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from model.errors import InputError
+from model.reading import CONFIG_BYTES, read_bytes_up_to
 
 MANIFEST, FORMAT = "manifest.json", 1
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -76,7 +77,7 @@ class Manifest:
         if not path.is_file():
             raise InputError(f"{folder} is not a token cache: it has no {MANIFEST}; make one with `uptrain prepare`.")
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_bytes_up_to(path, CONFIG_BYTES))
             if found["format"] != FORMAT:
                 raise InputError(f"{path} has format {found['format']}; this version reads {FORMAT}. Prepare it anew.")
             derived = {name: found.pop(name) for name in ("n_tokens", "n_documents", "sha256")}

@@ -12,8 +12,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.folder import is_plain_name
 from model.errors import InputError
 from model.hub_dataset import HUB, hub_files
+from model.reading import CONFIG_BYTES, read_bytes_up_to
 from uptrain.data.readers import READERS, compression, find_reader, format_of
 
 ARROW = "arrow"
@@ -78,7 +80,10 @@ def _find_in_folder(folder: Path, weight: Fraction | None) -> Source:
         raise InputError(f"--data {folder}: a DatasetDict of {len(splits)} splits; name one: {one}.")
     if (folder / "state.json").is_file():
         listed = _listed(folder / "state.json", "_data_files")
-        files = _readable(tuple(str(folder / entry["filename"]) for entry in listed))
+        names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
+        if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
+            raise InputError(f"{folder / 'state.json'} is damaged (_data_files); save the dataset anew.")
+        files = _readable(tuple(str(folder / str(name)) for name in names))
         return Source(str(folder), ARROW, files, weight)
     formats: dict[str | None, list[str]] = {}
     for path in sorted(folder.rglob("*")):
@@ -97,8 +102,11 @@ def _find_in_folder(folder: Path, weight: Fraction | None) -> Source:
 
 def _listed(path: Path, key: str) -> list[Any]:
     """Return a list that `datasets` wrote into one of its JSON files."""
+    content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        found: list[Any] = json.loads(path.read_bytes())[key]
+        found = json.loads(content)[key]
+        if not isinstance(found, list):
+            raise TypeError(f"{key} is no list")
     except (ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error!r}); save the dataset anew.") from error
     return found
@@ -108,6 +116,8 @@ def _readable(files: tuple[str, ...]) -> tuple[str, ...]:
     for file in files:
         if not os.access(file, os.R_OK):
             raise InputError(f"{file} cannot be read: {'no permission' if Path(file).exists() else 'it is missing'}.")
+        if not Path(file).is_file():
+            raise InputError(f"{file} is not a regular file (a pipe or a device); write the data to a file first.")
         if compression.is_compressed(file):
             compression.check(file)
     return files
