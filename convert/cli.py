@@ -16,6 +16,7 @@ import click
 from convert.methods import AUTO, LAYER_METHODS, METHODS, REPEAT
 from convert.recipe import GROUPINGS, RENORMS
 from model import terminal
+from model.printable import printable
 
 if TYPE_CHECKING:
     from convert.head_report import HeadReport
@@ -189,7 +190,7 @@ def _convert(
         if recipe.method != REPEAT:
             show.merges(record["merge_report"])
         show.plan(summary)
-        click.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}{_calibration_option(plan)}")
+        terminal.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}{_calibration_option(plan)}")
 
 
 def _calibration_option(plan: "Plan") -> str:
@@ -205,7 +206,7 @@ def _estimate(plan: "Plan", quiet: bool) -> dict[str, Any]:
 
     seconds = round(calibration_seconds(plan))
     if not quiet and seconds > WORTH_SAYING:
-        click.echo(
+        terminal.echo(
             f"Calibrating takes about {terminal.duration(seconds)} here; "
             "--method mean takes hardly longer than copying, and begins worse.",
             err=True,
@@ -244,7 +245,7 @@ def inspect(source: Path, heads: bool, figure: Path | None, as_json: bool) -> No
 
         show_heads.heads(report)
     if figure is not None:
-        click.echo(f"\nWrote {figure}.")
+        terminal.echo(f"\nWrote {figure}.")
 
 
 def _look_at_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -> "HeadReport":
@@ -260,7 +261,7 @@ def _look_at_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -
         from convert.head_figure import draw_png
         from model.files import replace_file
 
-        replace_file(figure, draw_png(report, checkpoint.path.resolve().name))
+        replace_file(figure, draw_png(report, printable(checkpoint.path.resolve().name)))
     return report
 
 
@@ -287,16 +288,16 @@ def verify(source: Path, out: Path, calibration: str | None, as_json: bool) -> N
         terminal.print_json({"ok": findings.ok, **vars(findings)})
         sys.exit(_exit_code(findings))
     for remark in findings.unchecked:
-        click.echo(f"NOT CHECKED: {remark}", err=True)
+        terminal.echo_line(f"NOT CHECKED: {remark}")
     if findings.ok:
         apart = findings.rounded
         rounded = f", {len(apart)} of them but for rounding (at most {max(apart.values()):.2g} of 1)" if apart else ""
-        click.echo(
+        terminal.echo(
             f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
             f"config and {findings.n_files} other files compared; all agree{rounded}."
         )
     for difference in findings.differences:
-        click.echo(f"DIFFERENT: {difference}", err=True)
+        terminal.echo_line(f"DIFFERENT: {difference}")
     sys.exit(_exit_code(findings))
 
 

@@ -15,6 +15,7 @@ from convert.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin, origin_of
 from model.errors import CheckpointError
+from model.printable import markdown
 from model.reading import CONFIG_BYTES, read_bytes_up_to
 from model.staging import Staging
 
@@ -118,12 +119,12 @@ def _front_matter(origin: Origin) -> str:
 
 def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:
     name, revision = origin
-    rows = [("Base model", f"{name}{f' (revision {revision})' if revision else ''}"), *_facts(plan)]
+    rows = [("Base model", f"{markdown(name)}{f' (revision {revision})' if revision else ''}"), *_facts(plan)]
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     quantised = " The source is a GGUF file; where its weights were quantised, so are the values here." * (
         checkpoint.format == "gguf"
     )
-    notes = "".join(f"- {note}\n" for note in plan.notes)
+    notes = "".join(f"- {markdown(note)}\n" for note in plan.notes)
     return f"""{CARD_BEGIN}
 ## Conversion by Groupwise
 
@@ -160,7 +161,7 @@ def _method(plan: Plan) -> str:
     if recipe.refit:
         parts.append("output projections refitted")
     if recipe.sample:
-        parts.append(f"calibrated on {recipe.sample.n_tokens:,} tokens ({recipe.sample.label})")
+        parts.append(f"calibrated on {recipe.sample.n_tokens:,} tokens ({markdown(recipe.sample.label)})")
     return ", ".join(parts)
 
 

@@ -20,6 +20,7 @@ from model.linear import linear
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
 from model.reading import read_json
+from model.terminal import echo, echo_line
 from model.tokenizer import open_tokenizer
 
 
@@ -117,7 +118,7 @@ def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top
         raise CheckpointError("the prompt is empty; write at least one word.")
     stop, out, text = stop_ids(folder), list[int](), ""
     times = [time.perf_counter()]
-    click.echo(prompt, nl=False)
+    echo(prompt, nl=False)
     for (token,) in stream(model, [ids], max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
         times.append(time.perf_counter())
         if token in stop:
@@ -126,9 +127,9 @@ def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top
         out.append(token)
         longer = str(tokenizer.decode(out))
         if not longer.endswith("\ufffd"):
-            click.echo(longer[len(text) :], nl=False)
+            echo(longer[len(text) :], nl=False)
             text = longer
-    click.echo("\n\n" + _report(model, len(ids), len(ids) + max_new_tokens, times), err=True)
+    echo("\n\n" + _report(model, len(ids), len(ids) + max_new_tokens, times), err=True)
 
 
 def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[float]) -> str:
@@ -166,7 +167,7 @@ def main(folder: Path, **options: Any) -> None:
     try:
         show(folder, **options)
     except (InputError, OSError) as error:
-        click.echo(f"Error: {error}", err=True)
+        echo_line(f"Error: {error}")
         raise SystemExit(2) from error
 
 

@@ -24,8 +24,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from model.errors import Failure, InputError, LoneFailure
+from model.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -37,7 +39,7 @@ def run(cli: click.Group) -> None:
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
         _fail(error.format_message(), BAD_INPUT)
@@ -54,18 +56,27 @@ def run(cli: click.Group) -> None:
 def _fail(message: str, code: int, alone: bool = False) -> None:
     # Of many processes, which mostly meet the same error, one says it on each machine.
     if alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        text = message.encode(errors="backslashreplace").decode()  # a file's name may hold half a letter
-        click.echo(f"Error: {' '.join(text.split())}", err=True)
+        echo_line(f"Error: {message}")
     sys.exit(code)
 
 
 def warn(message: str) -> None:
     """Say on stderr what does not stop the work."""
-    click.echo(f"Warning: {' '.join(message.split())}", err=True)
+    echo_line(f"Warning: {message}")
+
+
+def echo(text: str, err: bool = False, nl: bool = True) -> None:
+    """Print text on stdout, or on stderr. Control characters in it, as names of files may have, are spelt out."""
+    click.echo(printable(text), err=err, nl=nl)
+
+
+def echo_line(text: str) -> None:
+    """Print one line on stderr, whatever line breaks the names in it hold."""
+    click.echo(one_line(text), err=True)
 
 
 def print_json(result: Any) -> None:
-    click.echo(json.dumps(finite(result), indent=2, ensure_ascii=False, allow_nan=False))
+    click.echo(printable_json(json.dumps(finite(result), indent=2, ensure_ascii=False, allow_nan=False)))
 
 
 def finite(value: Any) -> Any:
@@ -93,9 +104,16 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
+class _Console(Console):
+    """Prints every string, also those in tables, without control characters."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
 def console(stderr: bool = False) -> Console:
     """Return where tables are printed: names in [brackets] are names, not rich's markup."""
-    return Console(stderr=stderr, markup=False, emoji=False)
+    return _Console(stderr=stderr, markup=False, emoji=False)
 
 
 @contextmanager

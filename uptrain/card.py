@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from model.printable import markdown, markdown_code
 from model.reading import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from uptrain.counts import show_count
 from uptrain.history import recovered_fraction
@@ -25,7 +26,7 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
 
 def _section(record: dict[str, Any]) -> str:
     s, budget = record["settings"], record["budget"]
-    begun = f"from `{s['model']}`" if s["model"] else "from nothing"
+    begun = f"from {markdown_code(s['model'])}" if s["model"] else "from nothing"
     done = record["step"] / s["steps"]
     alpha = (
         f"{budget['alpha'] * done:.4g} of the original pre-training" if budget["alpha"] else "original size not given"
@@ -34,9 +35,9 @@ def _section(record: dict[str, Any]) -> str:
         ("Trained", f"{begun}, {record['step']:,} of {s['steps']:,} steps, {show_count(record['tokens'])} tokens"),
         *([("α", alpha)] if s["model"] else []),
         ("Loss", LOSSES[s["loss"]]),
-        *([("Teacher", f"`{s['teacher']}`")] if s["teacher"] else []),
-        ("Learning rate", f"{s['schedule']}, peak {s['lr']:.3g}, {s['optimizer']}, {s['precision']}"),
-        ("Data", f"token cache {record['data_sha256'][:16]}…"),
+        *([("Teacher", markdown_code(s["teacher"]))] if s["teacher"] else []),
+        ("Learning rate", markdown(f"{s['schedule']}, peak {s['lr']:.3g}, {s['optimizer']}, {s['precision']}")),
+        ("Data", markdown(f"token cache {record['data_sha256'][:16]}…")),
         *_losses(record["evaluations"]),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)

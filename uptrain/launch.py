@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import click
 from accelerate import PartialState
 
 from model.checkpoint.folder import read_config
 from model.errors import InputError
+from model.terminal import echo, echo_line
 from uptrain.accelerator import check_launcher, has_accelerator
 from uptrain.budget import Budget, Request, make_budget, make_schedule, repetition_warning
 from uptrain.data.cache import Cache
@@ -95,9 +95,9 @@ def _watch(steps: int, out: Path, work: Callable[[Show], str]) -> None:
     leave()
     if PartialState().is_main_process:
         if status == "finished":
-            click.echo(f"Finished {out}. Export it with: uptrain export {out} FOLDER")
+            echo(f"Finished {out}. Export it with: uptrain export {out} FOLDER")
         else:
-            click.echo(f"Saved and stopped. Go on with: uptrain resume {out}")
+            echo(f"Saved and stopped. Go on with: uptrain resume {out}")
 
 
 def _deadline(max_minutes: float | None) -> float:
@@ -129,7 +129,7 @@ def _after(warnings: list[str], show: Show) -> Show:
 
     def warn_and_show(record: dict[str, Any]) -> None:
         for warning in warnings if record.get("event") == "started" else ():
-            click.echo(f"Warning: {warning}", err=True)
+            echo_line(f"Warning: {warning}")
         show(record)
 
     return warn_and_show

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from html import escape
+from html import escape as escape_html
 from pathlib import Path
 from typing import Any
 
+from model.printable import printable
 from uptrain.counts import show_count
 from uptrain.history import History
 
@@ -35,6 +36,10 @@ tbody th { font-weight: 500; white-space: nowrap; }
 @media print { body { max-width: none; padding: 0; } .panels { grid-template-columns: 1fr 1fr; }
   .wide { overflow: visible; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
 """
+
+
+def escape(text: str) -> str:
+    return escape_html(printable(text))
 
 
 def make_page(histories: Sequence[History], names: Sequence[str], drawings: Iterable[str]) -> str:

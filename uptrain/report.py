@@ -5,6 +5,7 @@ from pathlib import Path
 
 from model.errors import InputError
 from model.files import replace_file
+from model.printable import printable
 from uptrain.figures import draw_png, draw_svgs
 from uptrain.history import History
 from uptrain.page import make_page
@@ -44,4 +45,4 @@ def _where(folders: Sequence[Path], out: Path | None) -> Path:
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return what to call the runs: their folders' names, or paths where those are the same."""
     names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    return list(map(printable, names if len(set(names)) == len(names) else map(str, folders)))

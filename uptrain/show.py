@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from model.terminal import console
+from model.terminal import console, echo
 
 _LINE_EVERY_SECONDS = 30.0
 Show = Callable[[dict[str, Any]], None]
@@ -47,7 +46,7 @@ class _Lines:
             if now - self._last < _LINE_EVERY_SECONDS and record["step"] < self._steps:
                 return
             self._last = now
-        click.echo(_line(record), err=True)
+        echo(_line(record), err=True)
 
 
 def _short(record: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ llama.cpp stores the rows of Q and K in the order its rotary embedding wants (pa
 halves); that permutation is undone (llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`).
 """
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from model.checkpoint.gguf_tokenizer import tokenizer_files
 from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, rope_settings
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.errors import CheckpointError
+from model.printable import markdown
 
 NOT_QUANTISED = ("F32", "F16", "BF16")
 
@@ -260,6 +262,6 @@ def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> 
 def _card(fields: dict[str, Any]) -> bytes:
     """Return a model card that says what the file says of itself: its name and its licence."""
     name = fields.get("general.name", "A GGUF model")
-    licence = [f"license: {fields['general.license']}"] if "general.license" in fields else []
+    licence = [f"license: {json.dumps(fields['general.license'])}"] if "general.license" in fields else []
     header = ["---", *licence, "library_name: transformers", "tags: [groupwise, gqa]", "---"]
-    return "\n".join([*header, "", f"# {name}", ""]).encode()
+    return "\n".join([*header, "", f"# {markdown(name)}", ""]).encode()

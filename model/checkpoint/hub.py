@@ -9,7 +9,7 @@ from model.errors import CheckpointError
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
 
-SNAPSHOT = re.compile(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$")
+SNAPSHOT = re.compile(r"/models--([\w.-]+)--([\w.-]+)/snapshots/([0-9a-f]{40})$")
 """Where the cache keeps a model."""
 Origin = tuple[str, str | None]
 """The name of a model and its revision."""

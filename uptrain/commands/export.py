@@ -29,4 +29,4 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
     if as_json:
         terminal.print_json(record)
     else:
-        click.echo(f"Wrote {out}: the model after step {record['step']:,}, in {dtype}.")
+        terminal.echo(f"Wrote {out}: the model after step {record['step']:,}, in {dtype}.")

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from model.terminal import facts, print_json, size
+from model.terminal import echo_line, facts, print_json, size
 from uptrain.commands.options import budget_options, count_option, request_from, schedule_options
 from uptrain.counts import show_count
 from uptrain.schedule import Schedule, learning_rate
@@ -40,7 +40,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
 def _show(plan: dict[str, Any]) -> None:
     facts(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
     for warning in plan["warnings"]:
-        click.echo(f"Warning: {warning}", err=True)
+        echo_line(f"Warning: {warning}")
 
 
 def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:

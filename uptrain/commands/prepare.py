@@ -97,13 +97,13 @@ def _share(text: str) -> "Share":
 
 def _show(result: dict[str, Any]) -> None:
     if "share" in result:
-        click.echo(
+        terminal.echo(
             f"Share {result['share']} is done: {result['units']:,} units, {result['documents']:,} documents, "
             f"{result['tokens']:,} tokens. When all are, the same command without --shard joins them."
         )
         return
     if result["was_complete"]:
-        click.echo(f"{result['out']} was complete already, with the same data and options.\n")
+        terminal.echo(f"{result['out']} was complete already, with the same data and options.\n")
     rows = [
         ("documents", f"{result['documents']:,}"),
         ("tokens", f"{result['tokens']:,}, {result['dtype']}, of a vocabulary of {result['vocab_size']:,}"),

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from model.terminal import echo
+
 FILE = click.Path(path_type=Path)
 
 
@@ -24,4 +26,4 @@ def command(runs: tuple[Path, ...], out: Path | None) -> None:
     from uptrain.report import write_report
 
     page, picture = write_report(runs, out)
-    click.echo(f"Wrote {page} and {picture}.")
+    echo(f"Wrote {page} and {picture}.")

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 from model.checkpoint.folder import read_config
 from model.errors import InputError
+from model.terminal import echo
 from uptrain.data.cache import MANIFEST, Cache
 from uptrain.data.prepare import Request, prepare
 from uptrain.parallel import main_first
@@ -74,4 +73,4 @@ def n_cores() -> int:
 def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path) -> None:
     with interruptible():
         found = prepare(Request(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
-    click.echo(f"Tokenised into {out}: {found['documents']:,} documents, {found['tokens']:,} tokens", err=True)
+    echo(f"Tokenised into {out}: {found['documents']:,} documents, {found['tokens']:,} tokens", err=True)

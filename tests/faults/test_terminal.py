@@ -1,0 +1,156 @@
+"""Names of files and tensors reach no terminal raw, and make nothing of their own in Markdown and HTML."""
+
+import ast
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+from safetensors.torch import save_file
+
+from model.printable import markdown, markdown_code, printable, printable_json
+
+ROOT = Path(__file__).parents[2]
+EVIL = "a\x1b]0;pwned\x07\x1b[2J\x9b31m\x7f\u202egnp.\u2066z"
+SPELT = r"a\x1b]0;pwned\x07\x1b[2J\x9b31m\x7f\u202egnp.\u2066z"
+RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def test_what_is_printable():
+    assert printable(EVIL) == SPELT
+    assert printable("tab\tand\nnewline, é 日本 🙂") == "tab\tand\nnewline, é 日本 🙂"
+    assert printable("\r\ud800\u2028") == r"\x0d\ud800\u2028".replace(r"\x0d", r"\r")
+    everything = "".join(map(chr, range(0x11_000)))
+    assert RAW.search(everything)
+    assert not RAW.search(printable(everything))
+
+
+def test_json_means_the_same():
+    values = [EVIL, "\ud800", "\r\n\t", "é"]
+    text = printable_json(json.dumps(values, ensure_ascii=False))
+    assert not RAW.search(text)
+    assert json.loads(text) == values
+    assert "é" in text
+
+
+def test_markdown_shows_text_as_it_stands():
+    assert markdown("a|b\n<script>[x](y) `c` *d*") == r"a\|b \<script\>\[x\](y) \`c\` \*d\*"
+    assert markdown_code("a`b|c\nd") == r"`a'b\|c d`"
+    assert markdown("SmolLM2-135M_x.y") == "SmolLM2-135M_x.y"
+
+
+def clean(result, *words, code=0):
+    assert result.code == code, result.err
+    assert not RAW.search(result.out + result.err)
+    for word in words:
+        assert word in result.out + result.err
+
+
+def test_a_tensor_s_name_in_an_error(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    tensors = tiny.tensors(source)
+    name = f"model.layers.0.self_attn.{EVIL}x_proj.weight"
+    save_file({**tensors, name: tensors["lm_head.weight"].clone()}, source / "model.safetensors", {"format": "pt"})
+    result = convert("inspect", source)
+    result.refused(SPELT)
+    clean(result, code=2)
+
+
+@pytest.fixture
+def named(tmp_path):
+    """Return a model with files of evil names, in a folder of such a name."""
+    source = tiny.save(tiny.build(), tmp_path / EVIL)
+    (source / f"{EVIL}.bin").write_text("left out")
+    (source / f"{EVIL}.md").write_text("copied")
+    return source
+
+
+def test_names_of_files_in_tables(convert, named, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("TERM", "dumb")
+    clean(convert("inspect", named), SPELT, f"{SPELT}.bin")
+    clean(convert("inspect", named, "--json"))
+    out = tmp_path / f"{EVIL}.out"
+    clean(convert("mha-to-gqa", named, out, "--groups", 2, "--method", "mean"), f"{SPELT}.out", f"{SPELT}.bin")
+    clean(convert("verify", named, out), "OK")
+    (out / f"{EVIL}.md").unlink()
+    clean(convert("verify", named, out), f"the file {SPELT}.md is missing", code=3)
+
+
+def test_a_name_makes_no_second_line(convert, named, tmp_path):
+    out = tmp_path / "out"
+    convert("mha-to-gqa", named, out, "--groups", 2, "--method", "mean")
+    (out / "x\nOK: all agree").write_text("")
+    result = convert("verify", named, out)
+    assert (result.code, result.err.count("\n")) == (3, 1)
+
+
+def test_the_status_of_a_run(uptrain, distilled, tmp_path):
+    run = tmp_path / EVIL
+    shutil.copytree(distilled, run)
+    state = run / "run_state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "status": "failed", "reason": EVIL}))
+    clean(uptrain("status", run), SPELT)
+    clean(uptrain("status", run, "--json"))
+    assert json.loads(uptrain("status", run, "--json").out)["reason"] == EVIL
+    clean(uptrain("report", run), SPELT)
+    assert not RAW.search((run / "report.html").read_text())
+
+
+def test_generated_text(capsys):
+    from model.terminal import echo
+
+    echo(f"one\n\ttwo {EVIL}", nl=False)
+    assert capsys.readouterr().out == f"one\n\ttwo {SPELT}"
+
+
+def test_the_card_of_a_conversion(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "x|<img src=y>[z](w)")
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "n_head_kv": "|<script>\n# [a](b)"}))
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").code == 0
+    section = (tmp_path / "out/README.md").read_text().partition("<!-- groupwise: begin -->")[2]
+    assert r"| Base model | x\|\<img src=y\>\[z\](w) |" in section
+    assert r"\<script\>" in section
+    assert not re.search(r"(?<!\\)<(script|img)", section)
+    assert "\n#" not in section.partition("\n## Conversion")[2]
+
+
+def test_the_card_of_a_gguf():
+    import yaml
+
+    from model.checkpoint.gguf import _card
+
+    text = _card({"general.name": "x\n---\n# <b>y", "general.license": "mit\nbase_model: evil"}).decode()
+    _, front, body = text.split("---\n", 2)
+    assert yaml.safe_load(front)["license"] == "mit\nbase_model: evil"
+    assert "base_model" not in yaml.safe_load(front)
+    assert body.strip() == r"# x --- # \<b\>y"
+
+
+def test_the_card_of_an_export(tmp_path):
+    from uptrain.card import model_card
+
+    record = {
+        "settings": {"model": "m`|<b>", "steps": 2, "loss": "mix", "teacher": "t|`", "schedule": "<i>", "lr": 1e-3,
+                     "optimizer": "a|b", "precision": "fp32"},
+        "budget": {"alpha": None}, "step": 1, "tokens": 10, "data_sha256": "|" * 64, "evaluations": [],
+    }  # fmt: skip
+    card = model_card(tmp_path, record).decode()
+    assert r"from `m'\|<b>`, 1 of 2 steps" in card
+    assert r"| Teacher | `t\|'` |" in card
+    assert r"\<i\>, peak 0.001, a\|b, fp32" in card
+
+
+def test_text_leaves_through_one_door():
+    """`terminal.echo`, `echo_line`, `print_json` and `console`: whatever prints otherwise prints raw."""
+    for folder in ("convert", "model", "uptrain"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path == ROOT / "model/terminal.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call):
+                    name = ast.unparse(node.func)
+                    assert name not in ("print", "click.echo", "click.secho", "sys.stdout.write", "Console"), path
