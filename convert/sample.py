@@ -4,14 +4,12 @@ The text that ships with the project are speeches of presidents of the United St
 (`scripts/make_sample_text.py` says which).
 """
 
-import gzip
 import hashlib
 import json
-import lzma
-import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -19,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.recipe import NONE, NotFeasible
+from model import compression
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 from model.hub_dataset import HUB, hub_texts
@@ -151,7 +150,7 @@ def _pieces(name: str) -> Iterator[str]:
         try:
             with _open(path) as file:
                 yield from _cut(file) if _kind(path) == ".txt" else _records(file, path)
-        except (UnicodeDecodeError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        except (UnicodeDecodeError, EOFError) as error:
             raise CheckpointError(f"{path} cannot be read as text ({error}).") from error
 
 
@@ -161,7 +160,11 @@ def _cut(file: IO[str]) -> Iterator[str]:
 
 
 def _records(file: IO[str], path: Path) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
+    number = 0
+    while line := file.readline(compression.MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > compression.MAX_LINE_BYTES:
+            compression.refuse_long_line(str(path), number)
         if line.strip():
             yield from _cut(StringIO(_text_of(line, f"{path}, line {number}")))
 
@@ -184,18 +187,18 @@ def _kind(path: Path) -> str | None:
     return stem.suffix if stem.suffix in (".txt", ".jsonl") else None
 
 
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8-sig")
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig")
-    return path.open(encoding="utf-8-sig")
+@contextmanager
+def _open(path: Path) -> Iterator[IO[str]]:
+    with path.open("rb") as raw:
+        content = compression.open_compressed(raw, str(path)) if compression.is_compressed(str(path)) else raw
+        with TextIOWrapper(content, encoding="utf-8-sig") as file:
+            yield file
 
 
 def _text_of(line: str, where: str) -> str:
     try:
         found = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{where}: not a JSON object with a key text.") from error
     if not isinstance(found, str):
         raise CheckpointError(f"{where}: what stands under text is no text.")

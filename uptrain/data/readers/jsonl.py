@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from uptrain.data.readers import compression
+from model import compression
 from uptrain.data.readers.record import BLANK, Document, Piece, Problem, Read, document
 
 SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in compression.SUFFIXES))
@@ -39,9 +39,11 @@ def place(piece: Piece, row: int) -> str:
 
 def _plain_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
     with Path(piece.path).open("rb", buffering=COUNT_BYTES) as file:
-        position = _seek_to_first_line(file, piece)
+        position, row = _seek_to_first_line(file, piece), 0
         while position < piece.end:
-            line = file.readline()
+            line, row = file.readline(compression.MAX_LINE_BYTES + 1), row + 1
+            if len(line) > compression.MAX_LINE_BYTES:
+                compression.refuse_long_line(piece.path, _lines_before(piece) + row)
             position += len(line)
             if not line:  # the file has become shorter, which the planner notices
                 return
@@ -52,7 +54,9 @@ def _seek_to_first_line(file: Any, piece: Piece) -> int:
     """Go to the first line that begins in the piece, and return its offset."""
     if piece.begin:
         file.seek(piece.begin - 1)
-        file.readline()
+        while (line := file.readline(COUNT_BYTES)) and not line.endswith(b"\n"):
+            if file.tell() >= piece.end:  # the whole piece is part of a line that begins before it
+                break
     return int(file.tell())
 
 

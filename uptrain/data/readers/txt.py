@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from model import compression
+from model.errors import InputError
 from uptrain.data.readers.record import EMPTY, Piece, Problem, Read
 
 SUFFIXES = (".txt",)
@@ -14,6 +16,12 @@ def split(path: str, piece_bytes: int) -> list[Piece]:
 
 
 def read(piece: Piece, text_column: str) -> Iterator[Read]:
+    limit = compression.MAX_LINE_BYTES
+    if piece.nbytes > limit:
+        raise InputError(
+            f"{piece.path} has {piece.nbytes:,} bytes, and a .txt file is one document, of {limit:,} bytes at most; "
+            "divide it, or make it a .jsonl file of documents."
+        )
     try:
         document = Path(piece.path).read_bytes().decode("utf-8-sig") or EMPTY
     except UnicodeDecodeError as error:
