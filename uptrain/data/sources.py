@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from model import compression
-from model.checkpoint.folder import is_plain_name
 from model.errors import InputError
+from model.files import is_plain_name
 from model.hub_dataset import HUB, hub_files
 from model.reading import CONFIG_BYTES, read_bytes_up_to
 from uptrain.data.readers import READERS, find_reader, format_of
