@@ -59,7 +59,7 @@ class Text:
     def __init__(self, config: LlamaConfig, sample: Sample) -> None:
         self.config, self.n_windows, self.length = config, sample.n_windows, sample.window
         positions_1T = torch.arange(self.length)[None]
-        self.rotation: Rotation = rotations(config.rope, positions_1T, self.length, torch.float32)
+        self.rotation: Rotation = rotations(config.rope, positions_1T, torch.tensor([[self.length]]), torch.float32)
         self._batch = max(1, _BATCH_TOKENS // self.length)
 
     def mask(self, index: int, n_rows: int) -> Mask:

@@ -59,7 +59,8 @@ class ForeignModel(nn.Module):
         """Raise CheckpointError where documents packed into rows of so many tokens cannot be kept apart.
 
         That takes a mask, and some families make their own of it: where keys are seen up to some distance only, or
-        where scores depend on distance (ALiBi).
+        where scores depend on distance (ALiBi). Nor can they where transformers chooses the rotary frequencies of all
+        documents by the longest.
         """
         config: Any = self.theirs.config
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
@@ -76,6 +77,13 @@ class ForeignModel(nn.Module):
                 f"model_type {config.model_type!r} cannot be trained or evaluated here: its attention counts distances "
                 "(ALiBi) across the documents of a row."
             )
+        for context in _contexts_of_lengthening_rope(config):
+            if seq_len > context:
+                raise CheckpointError(
+                    f"model_type {config.model_type!r} cannot be trained or evaluated on rows of {seq_len} tokens "
+                    f"here: beyond {context} tokens its rotary frequencies depend on the longest document of a batch; "
+                    f"prepare data with --seq-len {context} at most."
+                )
 
     def _packing(self, documents_BT: Tensor | None) -> dict[str, Tensor]:
         """Return the arguments that make transformers keep packed documents apart."""
@@ -90,6 +98,19 @@ class ForeignModel(nn.Module):
             "attention_mask": hidden.masked_fill(~allowed, torch.finfo(dtype).min),
             "position_ids": document_positions(documents_BT),
         }
+
+
+def _contexts_of_lengthening_rope(config: Any) -> Iterator[int]:
+    """Yield the length from which on the frequencies depend on a text's length, for each rotary embedding of the kind.
+
+    (transformers, `modeling_rope_utils.dynamic_rope_update`.)
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if rope.get("rope_type") == "longrope":
+            yield rope["original_max_position_embeddings"]
+        elif rope.get("rope_type") == "dynamic":
+            yield config.max_position_embeddings
 
 
 def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> ForeignModel:

@@ -13,7 +13,7 @@ from model.cache import KVCache, LayerCache
 from model.linear import Linear, linear, product_dtype
 from model.llama_config import LlamaConfig
 from model.loss import IGNORED, chunked_cross_entropy
-from model.masks import document_mask, document_positions, text_mask
+from model.masks import document_lengths, document_mask, document_positions, text_mask
 from model.rope import rotate, rotations
 
 Rotation = tuple[Tensor, Tensor]
@@ -121,14 +121,14 @@ class Decoder(nn.Module):
     ) -> Rotation:
         rope = self.config.rope
         if documents_BT is not None:
-            positions_BT = document_positions(documents_BT)
-        else:
-            old = cache.length if cache else 0
-            positions_BT = torch.arange(old, old + ids_BT.shape[1], device=ids_BT.device)[None]
-            if cache is not None and cache.padding_B is not None:
-                positions_BT = (positions_BT - cache.padding_B[:, None]).clamp(min=0)
-        longest = int(positions_BT.max()) + 1 if rope.kind == "dynamic" else 0
-        return rotations(rope, positions_BT, longest, dtype)
+            lengths_BT = document_lengths(documents_BT) if rope.needs_lengths else None
+            return rotations(rope, document_positions(documents_BT), lengths_BT, dtype)
+        old = cache.length if cache else 0
+        positions_BT = torch.arange(old, old + ids_BT.shape[1], device=ids_BT.device)[None]
+        if cache is not None and cache.padding_B is not None:
+            positions_BT = (positions_BT - cache.padding_B[:, None]).clamp(min=0)
+        # The last token's position tells the length of a row's text; padding is on the left.
+        return rotations(rope, positions_BT, positions_BT[:, -1:] + 1 if rope.needs_lengths else None, dtype)
 
     def _mask(self, ids_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None, window: int | None) -> Mask:
         if documents_BT is not None:

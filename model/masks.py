@@ -16,6 +16,18 @@ def document_positions(documents_BT: Tensor) -> Tensor:
     return index_T - starts_BT.cummax(dim=1).values
 
 
+def document_lengths(documents_BT: Tensor) -> Tensor:
+    """Return for each token the number of tokens in its document, [B, T]."""
+    runs_BT = _runs(documents_BT)
+    counts_BT = torch.zeros_like(runs_BT).scatter_add_(1, runs_BT, torch.ones_like(runs_BT))
+    return counts_BT.gather(1, runs_BT)
+
+
+def _runs(documents_BT: Tensor) -> Tensor:
+    """Number the documents of each row 0, 1, …, in order, [B, T]. The given numbers may repeat."""
+    return _begins(documents_BT).cumsum(dim=1) - 1
+
+
 def _begins(documents_BT: Tensor) -> Tensor:
     """Return True where a document begins."""
     changes = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -33,8 +45,8 @@ def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False
         end = torch.tensor([begins_BT.numel()], dtype=torch.int32, device=starts.device)
         return Mask(boundaries=torch.cat((starts, end)), window=window)
     if dense or window is not None:
-        positions_BT = document_positions(documents_BT)
-        same_B1TT = (documents_BT[:, :, None] == documents_BT[:, None, :])[:, None]
+        positions_BT, runs_BT = document_positions(documents_BT), _runs(documents_BT)
+        same_B1TT = (runs_BT[:, :, None] == runs_BT[:, None, :])[:, None]
         return Mask(allowed_B1TS=same_B1TT & _band(positions_BT, positions_BT, window))
     if not begins_BT[:, 1:].any():
         return Mask()  # each row is one document: all rows at once are faster

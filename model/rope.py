@@ -28,6 +28,11 @@ class Rope:
     """`max_position_embeddings`: where dynamic scaling begins."""
     scaling: Mapping[str, Any]
 
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the angles depend on how long a text is, and not on the position alone."""
+        return self.kind == "dynamic"
+
 
 def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     """Read the rotary embedding from `config.json`, in transformers 4's spelling or 5's.
@@ -80,24 +85,31 @@ def _check(rope: Rope) -> None:
             raise CheckpointError(f"config.json asks for RoPE of type {rope.kind}, but gives no {key}.")
 
 
-def inverse_frequencies(rope: Rope, n_positions: int) -> tuple[Tensor, float]:
-    """Return the frequencies [F] in float32 and the factor on cosines and sines, for texts up to `n_positions`.
+def inverse_frequencies(rope: Rope, lengths_BT: Tensor | None = None) -> tuple[Tensor, float]:
+    """Return the frequencies in float32 and the factor on cosines and sines.
 
-    Only `dynamic` depends on `n_positions`. Sources: linear, Chen et al. 2023; dynamic NTK, bloc97 and emozilla 2023;
-    yarn, Peng et al. 2023; llama3, Meta's `llama-models`, `apply_scaling`.
+    Frequencies are [F], for `dynamic` [B, T, F]: those depend on the length of each token's own text, `lengths_BT`,
+    which the other kinds ignore. Sources: linear, Chen et al. 2023; dynamic NTK, bloc97 and emozilla 2023; yarn, Peng
+    et al. 2023; llama3, Meta's `llama-models`, `apply_scaling`.
     """
-    dims = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
-    factor = rope.scaling.get("factor", 1.0)
+    dims_F = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
     if rope.kind == "linear":
-        return 1.0 / rope.theta**dims / factor, 1.0
+        return 1.0 / rope.theta**dims_F / rope.scaling["factor"], 1.0
     if rope.kind == "dynamic":
-        longer = max(n_positions, rope.max_positions) / rope.max_positions
-        stretch = (factor * longer - (factor - 1)) ** (rope.head_dim / (rope.head_dim - 2))
-        return 1.0 / (rope.theta * stretch) ** dims, 1.0
+        assert lengths_BT is not None, "dynamic frequencies depend on the texts' lengths"
+        return _dynamic(rope, dims_F.to(lengths_BT.device), lengths_BT), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, dims)
-    plain = 1.0 / rope.theta**dims
-    return (_llama3(rope, plain), 1.0) if rope.kind == "llama3" else (plain, 1.0)
+        return _yarn(rope, dims_F)
+    plain_F = 1.0 / rope.theta**dims_F
+    return (_llama3(rope, plain_F), 1.0) if rope.kind == "llama3" else (plain_F, 1.0)
+
+
+def _dynamic(rope: Rope, dims_F: Tensor, lengths_BT: Tensor) -> Tensor:
+    """Stretch all waves by how far a text is beyond the original context; a text within it keeps the plain ones."""
+    beyond_BT = (lengths_BT - rope.max_positions).clamp(min=0) / rope.max_positions
+    stretch_BT = (1 + rope.scaling["factor"] * beyond_BT) ** (rope.head_dim / (rope.head_dim - 2))
+    frequencies_BTF: Tensor = 1.0 / (rope.theta * stretch_BT[..., None]) ** dims_F
+    return frequencies_BTF
 
 
 def _llama3(rope: Rope, plain_F: Tensor) -> Tensor:
@@ -139,14 +151,15 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
-def rotations(rope: Rope, positions_BT: Tensor, n_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotations(rope: Rope, positions_BT: Tensor, lengths_BT: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [B, T, 1, D] for these positions, computed in float32 and given in `dtype`.
 
-    With `dynamic`, `n_positions` is the length so far, and a text that outgrows the original context turns its new
-    tokens more slowly than its old ones: what a cache holds stays as it was, as in transformers.
+    `lengths_BT` is the length so far of each token's text (1 for B or T where all are equal); None where `rope` does
+    not depend on it (`needs_lengths`). With `dynamic`, a text that outgrows the original context turns its new tokens
+    more slowly than its old ones: what a cache holds stays as it was, as in transformers.
     """
-    frequencies_F, scale = inverse_frequencies(rope, n_positions)
-    angles_BTF = positions_BT[..., None].float() * frequencies_F.to(positions_BT.device)
+    frequencies, scale = inverse_frequencies(rope, lengths_BT)
+    angles_BTF = positions_BT[..., None].float() * frequencies.to(positions_BT.device)
     angles_BT1D = torch.cat((angles_BTF, angles_BTF), dim=-1)[:, :, None]
     return (angles_BT1D.cos() * scale).to(dtype), (angles_BT1D.sin() * scale).to(dtype)
 

@@ -230,6 +230,42 @@ def test_packed_documents_equal_the_same_alone(tmp_path, family, layout, n_kv_he
     assert loss.item() == pytest.approx(total.item(), rel=1e-6)
 
 
+def stretched(tmp_path):
+    """Return transformers' model and ours, in float64, with dynamic RoPE whose original context is 8 tokens."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    theirs, ours = pair(tmp_path, num_key_value_heads=2, rope_parameters=rope, max_position_embeddings=8)
+    return theirs.double(), ours.double()
+
+
+def test_with_dynamic_rope_a_row_s_loss_is_its_own(tmp_path):
+    """Whatever the micro-batch: one document of 32 tokens beside eight of 4."""
+    _, ours = stretched(tmp_path)
+    ids, documents = random_ids(2, 32), torch.stack([numbered([32]), numbered([4] * 8)])
+    together, _ = ours(ids, ids, documents)
+    one_by_one = [ours(ids[i : i + 1], ids[i : i + 1], documents[i : i + 1])[0] for i in (0, 1)]
+    assert together.item() == pytest.approx(sum(one_by_one).item(), rel=1e-6)  # it is float32
+
+
+@pytest.mark.parametrize("lengths", [[4, 28], [28, 4], [16, 16], [5, 9, 18]])
+def test_with_dynamic_rope_a_packed_document_equals_transformers_alone(tmp_path, lengths):
+    theirs, ours = stretched(tmp_path)
+    ids = random_ids(1, 32)
+    packed = ours(ids, documents_BT=numbered(lengths)[None])
+    for alone, logits in zip(ids.split(lengths, 1), packed.split(lengths, 1), strict=True):
+        fresh = copy.deepcopy(theirs)  # it keeps the frequencies of the longest text so far
+        assert (logits - fresh(alone).logits).abs().max() <= 1e-5
+
+
+def test_with_dynamic_rope_left_padded_prompts_equal_single_ones(tmp_path):
+    """Each is turned by its own length: two are beyond the original context, two are not."""
+    _, ours = stretched(tmp_path)
+    prompts = [random_ids(n, seed=n).tolist() for n in (3, 11, 1, 20)]
+    ids, padding = pad_left(prompts)
+    batched = prefill(ours, ids, KVCache(ours.config, 4, 20, torch.float64, "cpu", padding))
+    for prompt, logits in zip(prompts, batched, strict=True):
+        assert (logits - ours(torch.tensor([prompt]))[0, -1]).abs().max() <= 1e-5
+
+
 def test_no_gradient_crosses_a_document_s_border(tmp_path):
     _, ours = pair(tmp_path, num_key_value_heads=2)
     ids, documents = random_ids(1, 20), numbered([8, 12])[None]
@@ -387,6 +423,14 @@ def test_every_family_keeps_packed_documents_apart(tmp_path, family):
     packed = ours(ids, documents_BT=documents)
     assert (packed[:, :8] - ours(ids[:, :8])).abs().max() <= 1e-5
     assert (packed[:, 8:] - ours(ids[:, 8:])).abs().max() <= 1e-5
+
+
+def test_other_families_whose_frequencies_depend_on_the_longest_document_are_refused(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    _, ours = foreign(tmp_path, rope_parameters=rope, rotary_pct=1.0)
+    ours(random_ids(1, 64), documents_BT=numbered([30, 34])[None])
+    with pytest.raises(CheckpointError, match=r"rows of 65 tokens here: beyond 64 tokens .* --seq-len 64 at most"):
+        ours(random_ids(1, 65), documents_BT=numbered([30, 35])[None])
 
 
 def test_other_families_with_missing_tensors_are_refused(tmp_path):
