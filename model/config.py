@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from model import checks
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 from model.families import Family, find_family
@@ -91,11 +92,13 @@ def _n_planes(config: Mapping[str, Any], family: Family, head_dim: int, n_layers
 def _share_rotated(config: Mapping[str, Any], family: Family) -> float:
     if family.rotated == 1.0:
         return 1.0
-    share = _get(config, "rope_parameters.partial_rotary_factor") or _get(config, "partial_rotary_factor")
-    share = family.rotated if share is None else share
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise CheckpointError(f"config.json has partial_rotary_factor = {share!r}; it must be between 0 and 1.")
-    return share
+    stated = (_get(config, key) for key in ("rope_parameters.partial_rotary_factor", "partial_rotary_factor"))
+    share = next((value for value in stated if value is not None), family.rotated)
+    if not checks.is_finite(share) or not 0 < share <= 1:  # type: ignore[operator]
+        raise CheckpointError(
+            f"config.json has partial_rotary_factor = {checks.show(share)}; it must be between 0 and 1."
+        )
+    return float(share)  # type: ignore[arg-type]
 
 
 def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:
@@ -107,7 +110,8 @@ def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -
         listed = [(layer + 1) % every != 0 for layer in range(n_layers)]
     if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
         raise CheckpointError(
-            f"config.json has no_rope_layers = {listed!r}; it must say of each of {n_layers} layers 1 (rotated) or 0."
+            f"config.json has no_rope_layers = {checks.show(listed)}; it must say of each of {n_layers} layers 1 "
+            "(rotated) or 0."
         )
     return [bool(value) for value in listed]
 
@@ -137,10 +141,7 @@ def _name(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
 
 def _positive(config: Mapping[str, Any], *keys: str) -> int:
     key = _name(config, keys)
-    value = _get(config, key)
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"config.json has {key} = {value!r}; it must be a positive whole number.")
-    return value
+    return checks.size(_get(config, key), f"config.json has {key}")
 
 
 def _gaps(layers: Mapping[int, object], n_layers: int) -> str:

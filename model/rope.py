@@ -5,16 +5,41 @@ Letters: B batch, T tokens, H heads, D head_dim; F = D/2 frequencies. Two number
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from model import checks
 from model.errors import CheckpointError
 
-TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+Check = Callable[[object, str], Any]
+_above_0: Check = partial(checks.number, above=0.0)
+
+SCALINGS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
+    "default": ({}, {}),
+    "linear": ({"factor": _above_0}, {}),
+    "dynamic": ({"factor": _above_0}, {}),
+    "yarn": (
+        {"factor": _above_0},
+        {
+            "original_max_position_embeddings": checks.whole_number, "attention_factor": checks.number,
+            "beta_fast": _above_0, "beta_slow": _above_0, "mscale": checks.number, "mscale_all_dim": checks.number,
+            "truncate": checks.flag,
+        },
+    ),
+    "llama3": (
+        {
+            "factor": _above_0, "low_freq_factor": _above_0, "high_freq_factor": _above_0,
+            "original_max_position_embeddings": checks.whole_number,
+        },
+        {},
+    ),
+}  # fmt: skip
+"""For each type that is implemented, its parameters: those it needs and those it may have, and how each is checked."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +63,9 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     """Read the rotary embedding from `config.json`, in transformers 4's spelling or 5's.
 
     Version 4: `rope_theta`, and `rope_scaling` with `rope_type` (older: `type`); version 5: all in `rope_parameters`.
-    Raises CheckpointError for a type or a partial rotation that is not implemented, by name.
+    Raises CheckpointError for a type or a partial rotation that is not implemented, and for impossible values, by name.
     """
-    new, old = (dict(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    new, old = (checks.table(config.get(key), f"config.json has {key}") for key in ("rope_parameters", "rope_scaling"))
     if new and old and _apart(new, old):
         raise CheckpointError(
             f"config.json has both rope_parameters ({new}) and rope_scaling ({old}), and readers differ in which they "
@@ -48,41 +73,69 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
         )
     scaling = new or old
     kind = _kind(scaling)
-    for key in ("rope_type", "type"):
-        scaling.pop(key, None)
-    theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    if kind not in TYPES:
-        raise CheckpointError(f"the RoPE type {kind!r} is not implemented; implemented are: {', '.join(TYPES)}.")
-    partial = scaling.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise CheckpointError(
+            f"the RoPE type {checks.show(kind)} is not implemented; implemented are: {', '.join(SCALINGS)}."
+        )
+    partial = _first(scaling.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
     if partial != 1.0:
-        raise CheckpointError(f"partial_rotary_factor = {partial} is not implemented; only a full rotation is.")
-    rope = Rope(kind, float(theta), head_dim, config.get("max_position_embeddings") or 2048, scaling)
+        raise CheckpointError(
+            f"partial_rotary_factor = {checks.show(partial)} is not implemented; only a full rotation is."
+        )
+    theta = _first(scaling.get("rope_theta"), config.get("rope_theta"), 10000.0)
+    rope = Rope(
+        kind,
+        checks.number(theta, "config.json has rope_theta", above=1.0),
+        head_dim,
+        checks.whole_number(config["max_position_embeddings"], "config.json has max_position_embeddings"),
+        _parameters(kind, scaling),
+    )
     _check(rope)
     return rope
 
 
-def _kind(scaling: Mapping[str, Any]) -> str:
-    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+def _parameters(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that a type of scaling heeds, checked. Null is absent."""
+    needed, optional = SCALINGS[kind]
+    for key in needed:
+        if scaling.get(key) is None:
+            raise CheckpointError(f"config.json asks for RoPE of type {kind}, but gives no {key}.")
+    return {
+        key: check(scaling[key], f"config.json has RoPE of type {kind} with {key}")
+        for key, check in {**needed, **optional}.items()
+        if scaling.get(key) is not None
+    }
+
+
+def _check(rope: Rope) -> None:
+    """Refuse what the formulas would divide by zero for, or turn no whole pairs."""
+    least = 4 if rope.kind == "dynamic" else 2
+    if rope.head_dim % 2 or rope.head_dim < least:
+        raise CheckpointError(
+            f"config.json means heads of {rope.head_dim} numbers; RoPE of type {rope.kind} turns pairs, and needs an "
+            f"even number from {least} on."
+        )
+    if rope.kind == "llama3" and rope.scaling["high_freq_factor"] <= rope.scaling["low_freq_factor"]:
+        raise CheckpointError(
+            f"config.json has high_freq_factor = {rope.scaling['high_freq_factor']:g}, which must be above "
+            f"low_freq_factor = {rope.scaling['low_freq_factor']:g}."
+        )
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not null."""
+    return next(value for value in values if value is not None)
+
+
+def _kind(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
 def _apart(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
     """Say whether two spellings contradict each other. (Base and partial rotation stand elsewhere in the old one.)"""
     elsewhere = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     rest_of_new, rest_of_old = ({key: each[key] for key in each.keys() - elsewhere} for each in (new, old))
-    return _kind(new) != _kind(old) or rest_of_new != rest_of_old
-
-
-def _check(rope: Rope) -> None:
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "yarn": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    for key in needed[rope.kind]:
-        if not isinstance(rope.scaling.get(key), int | float):
-            raise CheckpointError(f"config.json asks for RoPE of type {rope.kind}, but gives no {key}.")
+    return bool(_kind(new) != _kind(old) or rest_of_new != rest_of_old)
 
 
 def inverse_frequencies(rope: Rope, lengths_BT: Tensor | None = None) -> tuple[Tensor, float]:
