@@ -27,7 +27,7 @@ from model.errors import CheckpointError
 from model.files import sync_file, sync_folder
 from model.llama import Block, Rotation
 from model.llama_config import LlamaConfig, read_llama_config
-from model.loading import embedding_name, load_block, load_embedding
+from model.loading import check_runnable, embedding_name, load_block, load_embedding
 from model.masks import text_mask
 from model.rope import rotate, rotations
 
@@ -155,6 +155,7 @@ def check_can_walk(checkpoint: Checkpoint) -> None:
     """Raise NotFeasible where the project's own code cannot run the model."""
     try:
         read_llama_config(checkpoint.config)
+        check_runnable(checkpoint)
     except CheckpointError as error:
         raise NotFeasible(str(error)) from error
 

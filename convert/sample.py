@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.recipe import NONE, NotFeasible
-from model import compression
+from model import checks, compression
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError
 from model.hub_dataset import HUB, hub_texts
@@ -96,8 +96,11 @@ def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
 
 
 def _context(checkpoint: Checkpoint) -> int:
+    """Return the longest text that the model takes; a model that does not say takes any."""
     context = checkpoint.config.get("max_position_embeddings")
-    return context if isinstance(context, int) and context > 1 else LONGEST_WINDOW
+    if context is None:
+        return LONGEST_WINDOW
+    return checks.whole_number(context, "config.json has max_position_embeddings", least=2)
 
 
 def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], list[int]]:

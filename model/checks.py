@@ -4,7 +4,7 @@ Each takes the value, and its name as the message begins with it: `config.json h
 """
 
 import sys
-from typing import Any
+from typing import Any, TypeGuard
 
 import click
 
@@ -23,9 +23,9 @@ def show(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def is_finite(value: object) -> bool:
+def is_finite(value: object) -> TypeGuard[int | float]:
     """Say whether a value is a number that a float can hold. True and False are none."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def whole_number(value: object, name: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
@@ -45,10 +45,11 @@ def size(value: object, name: str) -> int:
 
 def number(value: object, name: str, above: float | None = None) -> float:
     """Return a finite number greater than `above`, or, where that is None, not below 0. Raises CheckpointError."""
-    if not is_finite(value) or (value < 0 if above is None else value <= above):  # type: ignore[operator]
-        bound = "not below 0" if above is None else f"above {above:g}"
-        raise CheckpointError(f"{name} = {show(value)}; it must be a finite number {bound}.")
-    return float(value)  # type: ignore[arg-type]
+    if not is_finite(value) or (value < 0 if above is None else value <= above):
+        kinds = {None: "a finite number from 0 on", 0.0: "a finite, positive number"}
+        kind = kinds.get(above, f"a finite number above {above}")
+        raise CheckpointError(f"{name} = {show(value)}; it must be {kind}.")
+    return float(value)
 
 
 def flag(value: object, name: str) -> bool:

@@ -94,11 +94,11 @@ def _share_rotated(config: Mapping[str, Any], family: Family) -> float:
         return 1.0
     stated = (_get(config, key) for key in ("rope_parameters.partial_rotary_factor", "partial_rotary_factor"))
     share = next((value for value in stated if value is not None), family.rotated)
-    if not checks.is_finite(share) or not 0 < share <= 1:  # type: ignore[operator]
+    if not checks.is_finite(share) or not 0 < share <= 1:
         raise CheckpointError(
             f"config.json has partial_rotary_factor = {checks.show(share)}; it must be between 0 and 1."
         )
-    return float(share)  # type: ignore[arg-type]
+    return float(share)
 
 
 def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:

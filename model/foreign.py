@@ -4,7 +4,7 @@ What only needs logits and losses (calibration, evaluation, a teacher) need not 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model import checks
 from model.checkpoint.folder import read_config
 from model.errors import CheckpointError
+from model.llama_config import MOST_LAYERS
 from model.loss import IGNORED
 from model.masks import document_mask, document_positions
 from model.reading import CONFIG_BYTES, check_size
@@ -113,28 +115,31 @@ def _contexts_of_lengthening_rope(config: Any) -> Iterator[int]:
             yield config.max_position_embeddings
 
 
-def load_foreign(folder: Path, dtype: torch.dtype | None, device: str) -> ForeignModel:
-    """Open a folder with transformers' auto class.
+def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device: str) -> ForeignModel:
+    """Open a folder with transformers' auto class; its tensors hold `n_stored` numbers.
 
     Raises CheckpointError where that makes no model of config.json, or tensors are missing, left over or misshapen.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        build_foreign(folder, dtype)
+        outline = build_foreign(folder, dtype)
+    n_parameters = sum(parameter.numel() for parameter in outline.parameters())
+    if n_parameters > 2 * n_stored:  # transformers would first make room for all; a tied head may count twice
+        raise CheckpointError(
+            f"{folder}: config.json describes a model of {n_parameters:,} parameters, but the files hold "
+            f"{n_stored:,}; they do not belong together."
+        )
     if (folder / "generation_config.json").exists():
         check_size(folder / "generation_config.json", CONFIG_BYTES)
-    try:
-        with _without_warnings():
-            opened: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                trust_remote_code=False,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{folder}: {' '.join(str(error).split())}") from error
+    with _refusing(folder):
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            trust_remote_code=False,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     theirs, loading = opened
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
@@ -174,6 +179,7 @@ def _read_config(folder: Path) -> Any:
 
     register()
     _refuse_kernels(folder, read_config(folder)[1])
+    _check_layers(folder, read_config(folder)[1])
     with _refusing(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.is_encoder_decoder:
@@ -203,12 +209,23 @@ def _refuse_kernels(folder: Path, config: Any) -> None:
         _refuse_kernels(folder, value)
 
 
+def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a number of layers that transformers would build one by one for hours."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_layers(folder, value)
+        elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > MOST_LAYERS:
+            raise CheckpointError(
+                f"{folder}/config.json has {key} = {checks.show(value)}; it must be at most {MOST_LAYERS}."
+            )
+
+
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """Say in one line what in config.json transformers stops at.
+    """Say in one line what of a folder transformers stops at.
 
     What is caught is broad, because a value of a wrong type or size makes its classes stop by whatever it breaks;
-    nothing but config.json goes in.
+    nothing but config.json and the weights goes in.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -216,11 +233,11 @@ def _refusing(folder: Path) -> Iterator[None]:
         with _without_warnings():
             yield
     except (
-        StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
-        RuntimeError, TypeError, ValueError,
+        StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+        MemoryError, OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"transformers can build no model from {folder}/config.json: {what}") from error
+        raise CheckpointError(f"transformers can build no model from {folder}/config.json: {what[:400]}") from error
 
 
 @contextmanager

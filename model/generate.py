@@ -14,14 +14,16 @@ import click
 import torch
 from torch import Tensor
 
+from model import checks
 from model.cache import KVCache
 from model.errors import CheckpointError, InputError
 from model.linear import linear
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
-from model.reading import read_json
+from model.reading import CONFIG_BYTES, read_bytes_up_to
 from model.terminal import echo, echo_line
 from model.tokenizer import open_tokenizer
+from model.typed_json import parse_object
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -145,23 +147,26 @@ def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[f
 
 def stop_ids(folder: Path) -> set[int]:
     """Return the end-of-text tokens of `generation_config.json`, or else of `config.json`."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        config = read_json(path) if path.exists() else None
-        found = config.get("eos_token_id") if isinstance(config, dict) else None
-        ids = found if isinstance(found, list) else [found]
-        if all(type(token) is int for token in ids):
-            return set(ids)
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if not path.exists():
+            continue
+        try:
+            found = parse_object(read_bytes_up_to(path, CONFIG_BYTES)).get("eos_token_id")
+        except InputError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; fetch it anew.") from error
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            return {checks.whole_number(token, f"{path} has an eos_token_id", least=0) for token in ids}
     return set()
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, help="What the text begins with.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True)
+@click.option("--temperature", type=checks.FiniteFloat(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=checks.FiniteFloat(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True)
 def main(folder: Path, **options: Any) -> None:
     """Generate text with the checkpoint in FOLDER, on the CPU."""
     try:

@@ -4,13 +4,15 @@ The model is built without memory (on the meta device), and every parameter is r
 """
 
 import functools
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint import Checkpoint, open_checkpoint
+from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
+from model.checkpoint import Tensor as Stored
 from model.config import read_geometry
 from model.errors import CheckpointError
 from model.foreign import ForeignModel, load_foreign
@@ -32,7 +34,8 @@ def load_model(
     with open_checkpoint(Path(folder)) as checkpoint:
         if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
             return load_llama(checkpoint, dtype, device)
-    return load_foreign(Path(folder), dtype, device)
+        n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    return load_foreign(Path(folder), n_stored, dtype, device)
 
 
 def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -> LlamaForCausalLM:
@@ -53,6 +56,26 @@ def outline(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]]:
     with torch.device("meta"):
         model = LlamaForCausalLM(read_llama_config(checkpoint.config))
     return model, _match_names(checkpoint, model)
+
+
+def check_runnable(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where tensors are of a dtype that the model cannot be run in; buffers aside."""
+    for name in checkpoint.tensors:
+        if not name.endswith("rotary_emb.inv_freq"):
+            _check_readable(checkpoint, name)
+
+
+def _check_readable(checkpoint: Checkpoint, name: str) -> Stored:
+    """Return a stored tensor's description. Raises CheckpointError where it is missing, a scalar, or not of floats."""
+    tensor = checkpoint.tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {name}.")
+    if tensor.dtype not in FLOAT_DTYPES or not tensor.shape:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {name} as {tensor.dtype} of shape {tensor.shape}, which the model cannot be run "
+            f"with; start from the original model in {', '.join(FLOAT_DTYPES)}."
+        )
+    return tensor
 
 
 def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype | None:
@@ -131,8 +154,11 @@ def _and_more(names: list[str]) -> str:
 
 def _check_tied(checkpoint: Checkpoint, embedding: str) -> None:
     """Old files hold a tied head too. It must then be the embedding."""
-    rows = checkpoint.tensors[embedding].shape[0]
-    if not np.array_equal(checkpoint.rows(HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)):
+    head, embedded = (_check_readable(checkpoint, name) for name in (HEAD, embedding))
+    rows = embedded.shape[0]
+    if head.shape != embedded.shape or not np.array_equal(
+        checkpoint.rows(HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)
+    ):
         raise CheckpointError(f"{checkpoint.path}: config.json ties head and embedding, but {HEAD} differs from it.")
 
 
@@ -155,10 +181,9 @@ def _read_checked(
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str) -> Tensor:
-    if name not in checkpoint.tensors:
-        raise CheckpointError(f"{checkpoint.path} lacks the tensor {name}.")
+    n_rows = _check_readable(checkpoint, name).shape[0]
     # A view of a mapped file would be a parameter that cannot be trained.
-    rows = np.require(checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0]), requirements=["C", "W"])
+    rows = np.require(checkpoint.rows(name, 0, n_rows), requirements=["C", "W"])
     if rows.dtype.name == "bfloat16":  # numpy and torch do not share this type; the bits are the same
         tensor = torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
     else:

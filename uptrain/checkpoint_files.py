@@ -18,6 +18,7 @@ from typing import Any
 
 from model.errors import InputError
 from model.files import is_plain_name
+from model.reading import CONFIG_BYTES, read_bytes_up_to
 
 TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")
@@ -47,7 +48,7 @@ def read_state(checkpoint: Path) -> State:
     """Return a checkpoint's state. Raises InputError where that is damaged, or another step's than the folder says."""
     path = checkpoint / STATE
     try:
-        state = json.loads(path.read_bytes())
+        state = json.loads(read_bytes_up_to(path, CONFIG_BYTES))
         numbers = [state["step"], state["tokens"], *state["skipped"], *state["not_finite"]]
         if not all(type(n) is int and n >= 0 for n in numbers) or type(state["keep"]) is not bool:
             raise TypeError("a number of it is none")
@@ -83,7 +84,7 @@ def find_damage(checkpoint: Path, rank: int = 0, world: int = 1) -> str:
 
 def read_manifest(checkpoint: Path) -> Checksums:
     """Return a checkpoint's files. Raises OSError, ValueError, LookupError, TypeError or AttributeError if damaged."""
-    files: Checksums = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
+    files: Checksums = json.loads(read_bytes_up_to(checkpoint / MANIFEST, CONFIG_BYTES))["files"]
     for name in files:
         parts = name.split("/")
         if not all(map(is_plain_name, parts)) or parts[:-1] not in ([], [TENSORS]):

@@ -3,9 +3,12 @@
 import re
 from fractions import Fraction
 
+from model.checks import LARGEST_COUNT, show
 from model.errors import InputError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+LONGEST = 40
+"""Digits and separators of the longest count that is read."""
 EXAMPLES = "2T, 50B, 1.5M, 512K or 4194304"
 
 
@@ -16,10 +19,14 @@ def parse_count(text: str) -> int:
     """
     match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
-        raise InputError(f"{text!r} is no count; write for example {EXAMPLES}.")
+        raise InputError(f"{show(text)} is no count; write for example {EXAMPLES}.")
+    if len(match[1]) > LONGEST:
+        raise InputError(f"{show(text)} is too long for a count; write for example {EXAMPLES}.")
     count = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2].upper()]
-    if count.denominator != 1 or count < 1:
-        raise InputError(f"{text!r} is no whole number from 1 on; write for example {EXAMPLES}.")
+    if count.denominator != 1 or not 1 <= count <= LARGEST_COUNT:
+        raise InputError(
+            f"{show(text)} is no whole number from 1 on, at most {LARGEST_COUNT}; write for example {EXAMPLES}."
+        )
     return count.numerator
 
 

@@ -1,13 +1,18 @@
 """What a run has done so far, as its folder tells; also while the run goes on, and without torch."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from model import checks
 from model.errors import InputError
+from model.reading import CONFIG_BYTES, read_bytes_up_to
+from model.typed_json import check_types, parse_object
 from uptrain.losses import LOSSES
 from uptrain.metrics import Record, read_metrics
 from uptrain.run_folder import METRICS, STATE, Run
+
+STATE_TYPES = {"status": str, "step": int, "reason": str, "pid": int}
+MOST_PID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,12 @@ def recovered_fraction(first: Record, now: Record) -> float | None:
 
 
 def _read_state(path: Path) -> Record:
+    if not path.exists():
+        return {}
     try:
-        state: Record = json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}); `uptrain resume {path.parent}` writes it anew.") from error
+        state = check_types(parse_object(read_bytes_up_to(path, CONFIG_BYTES)), STATE_TYPES)
+        checks.whole_number(state["pid"], "pid", most=MOST_PID)
+    except InputError as error:
+        why = str(error).rstrip(".")
+        raise InputError(f"{path} is damaged ({why}); `uptrain resume {path.parent}` writes it anew.") from error
     return state

@@ -13,11 +13,30 @@ import os
 from pathlib import Path
 from typing import Any
 
+from model import checks
 from model.errors import InputError
 from model.files import replace_file
+from model.reading import check_regular
 from model.terminal import finite
+from model.typed_json import check_types, parse_object
 
 Record = dict[str, Any]
+Number = float | None
+"""None for one that was not finite."""
+KINDS: dict[str, dict[str, Any]] = {
+    "loss": {
+        "step": int, "loss": Number, "learning_rate": float, "grad_norm": Number, "tokens": int, "windows": int,
+        "tokens_per_s": float,
+    },
+    "evaluation": {"step": int, "evaluation": dict[str, Number]},
+    "event": {"step": int, "event": str},
+}  # fmt: skip
+"""The keys of a record by the one that tells its kind, and their types."""
+EVALUATION = {"targets": int, "loss": Number}
+TEACHER = {"teacher_loss": Number, "kl": Number, "agreement": float}
+BEGINNING = {"time": float, "processes": int, "device": str}
+LATEST = 253_402_300_799
+"""The last second of the year 9999, beyond which there are no dates."""
 
 
 class Metrics:
@@ -76,16 +95,41 @@ def write_metrics(path: Path, records: list[Record]) -> None:
 
 def _whole_lines(path: Path) -> list[str]:
     """Return all lines but a last one that a kill has cut."""
-    lines = path.read_text(errors="replace").split("\n") if path.exists() else [""]
+    if not path.exists():
+        return []
+    check_regular(path)
+    lines = path.read_text(errors="replace").split("\n")
     return [line + "\n" for line in lines[:-1]]
 
 
 def _parse(path: Path, number: int, line: str) -> Record:
     try:
-        record: Record = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{path}:{number} is no line of JSON ({error}); take it out.") from error
+        record = parse_object(line)
+        _check(record)
+    except InputError as error:
+        why = str(error).rstrip(".")
+        raise InputError(f"{path}:{number} is damaged ({why}); take the line out.") from error
     return record
+
+
+def _check(record: Record) -> None:
+    """Raise InputError unless a record is of one of the kinds, its values of their types and possible."""
+    kind = next((key for key in KINDS if key in record), None)
+    if kind is None:
+        raise InputError(f"it has none of {', '.join(KINDS)}")
+    check_types(record, KINDS[kind])
+    checks.whole_number(record["step"], "step", least=0)
+    if kind == "loss":
+        checks.whole_number(record["tokens"], "tokens", least=0)
+        checks.number(record["tokens_per_s"], "tokens_per_s", above=0.0)
+    elif kind == "evaluation":
+        with_teacher = any(key in record["evaluation"] for key in TEACHER)
+        check_types(record["evaluation"], {**EVALUATION, **(TEACHER if with_teacher else {})}, kind)
+    elif record["event"] in ("started", "resumed"):
+        check_types(record, BEGINNING)
+        checks.whole_number(int(record["time"]), "time", least=0, most=LATEST)
+    elif "why" in record:
+        check_types(record, {"why": str})
 
 
 def _line(record: Record) -> str:

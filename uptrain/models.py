@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model import attention, loading
+from model import attention, checks, loading, terminal
 from model.checkpoint import open_checkpoint
 from model.checkpoint.folder import read_config
 from model.errors import InputError
@@ -47,7 +47,14 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
     if config.get("model_type") in NATIVE_FAMILIES:
         with torch.device("meta"):
             model = LlamaForCausalLM(read_llama_config(config)).to(dtype)
-        return model.to_empty(device="cpu").eval()
+        try:
+            return model.to_empty(device="cpu").eval()
+        except RuntimeError as error:  # so torch says that there is not so much memory
+            nbytes = sum(parameter.nbytes for parameter in model.parameters())
+            raise InputError(
+                f"{folder}/config.json describes a model of {terminal.size(nbytes)}, for which there is no memory; "
+                "correct its sizes, or use a machine with more."
+            ) from error
     return ForeignModel(build_foreign(folder, dtype)).eval()
 
 
@@ -86,7 +93,7 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
     student = empty_student(folder)
     if not isinstance(student, LlamaForCausalLM):
         raise InputError(f"--init: model_type {config.get('model_type')!r} has no native code; use a Llama config.")
-    std = float(config.get("initializer_range", 0.02))
+    std = checks.number(config.get("initializer_range", 0.02), "config.json has initializer_range")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in student.named_parameters():

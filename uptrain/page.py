@@ -144,7 +144,7 @@ def _events(history: History) -> list[tuple[str, str]]:
 
 def _event(event: dict[str, Any]) -> str:
     if event["event"] not in ("started", "resumed"):
-        return f"{event['event']}: {event['why']}"
+        return ": ".join(event[key] for key in ("event", "why") if key in event)
     at = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M UTC")
     text = f"{event['event']}, {at}, {event['processes']} process{'es' * (event['processes'] > 1)}"
     return "; ".join([text, *(f"passed over: {problem}" for problem in event.get("passed_over", ()))])

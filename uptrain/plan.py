@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from model import checks
 from model.checkpoint import open_checkpoint
 from model.config import read_geometry
 from model.errors import InputError
@@ -86,10 +87,7 @@ def _seq_len(given: int | None, manifest: Manifest | None, config: Mapping[str, 
 
 
 def _intermediate_size(config: Mapping[str, Any]) -> int:
-    size = config.get("intermediate_size")
-    if type(size) is not int or size < 1:
-        raise InputError(f"config.json has intermediate_size = {size!r}; it must be a positive whole number.")
-    return size
+    return checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
 
 
 def _count(teacher: Path | None) -> int:

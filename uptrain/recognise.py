@@ -60,6 +60,6 @@ def _conversions(folder: Path) -> list[tuple[str, str]]:
         while record is not None:
             found.append((str(record["source"]["name"]), str(record.get("method"))))
             record = record["source"].get("groupwise")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model anew, or remove the file.") from error
     return found

@@ -1,19 +1,28 @@
 """A run's folder: the names in it, and what `run.json` holds. Reading it needs no torch."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model import checks
 from model.errors import InputError
 from model.files import FileLock, LockedError
+from model.reading import CONFIG_BYTES, read_bytes_up_to
+from model.typed_json import check_types, make, parse_object
 from uptrain.settings import Settings
 
 RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
     "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json", ".lock",
 )  # fmt: skip
+
+
+BUDGET = {
+    "steps": int, "global_batch_tokens": int, "tokens": int, "peak_lr": float, "alpha": float | None,
+    "original_tokens": int | None, "original": str | None,
+}  # fmt: skip
+PARENT = {"run": str, "step": int}
 
 
 @dataclass(frozen=True)
@@ -36,11 +45,25 @@ class Run:
         if not path.is_file():
             raise InputError(f"{folder} is not a run: it has no {RUN}; `uptrain run … --out {folder}` makes one.")
         try:
-            found = json.loads(path.read_bytes())
-            settings = found.pop("settings")
-            return cls(**found | {"settings": Settings(**settings | {"track": tuple(settings["track"])})})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} is damaged, or of another version of Groupwise ({error}).") from error
+            run = make(cls, parse_object(read_bytes_up_to(path, CONFIG_BYTES)))
+            run._check()
+        except InputError as error:
+            why = str(error).rstrip(".")
+            raise InputError(f"{path} is damaged, or of another version of Groupwise ({why}).") from error
+        return run
+
+    def _check(self) -> None:
+        """Raise InputError where what lies outside `settings` is of another type, or means nothing."""
+        check_types(self.budget, BUDGET, "budget")
+        for key in ("steps", "global_batch_tokens", "tokens"):
+            checks.whole_number(self.budget[key], f"budget.{key}")
+        if self.budget["original_tokens"] is not None:
+            checks.whole_number(self.budget["original_tokens"], "budget.original_tokens")
+        if self.parent is not None:
+            check_types(self.parent, PARENT, "parent")
+        for name in self.identities:
+            if name not in ("model", "teacher", "eval_data") or not getattr(self.settings, name):
+                raise InputError(f"identities.{name} belongs to nothing in settings")
 
 
 @contextmanager

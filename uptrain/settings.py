@@ -1,11 +1,18 @@
 """What a run was asked for. Written to RUN/run.json, from which it is resumed, extended and exported."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from model import checks
 from model.errors import InputError
+from uptrain.losses import LOSSES
+from uptrain.schedule import Schedule
 
+OPTIMIZERS = ("adamw", "adafactor")
+TRAINABLE = ("all", "attention", "kv")
+PRECISIONS = ("bf16", "fp32")
+TRACKERS = ("tensorboard", "wandb")
 MICRO_BATCH_TOKENS = 8192
 """Tokens that a process takes at a time, unless told otherwise."""
 LONGEST_DEFAULT = 4096
@@ -15,9 +22,9 @@ LONGEST_DEFAULT = 4096
 def default_seq_len(config: Mapping[str, Any]) -> int:
     """Return the length of windows where none is given: the model's context, 4096 at most."""
     context = config.get("max_position_embeddings")
-    if not isinstance(context, int) or context < 2:
+    if context is None:
         raise InputError("config.json does not say the model's context; give --seq-len.")
-    return min(context, LONGEST_DEFAULT)
+    return min(checks.whole_number(context, "config.json has max_position_embeddings", least=2), LONGEST_DEFAULT)
 
 
 def default_micro_batch(seq_len: int) -> int:
@@ -61,3 +68,25 @@ class Settings:
     compile: bool = False
     activation_checkpointing: bool = False
     track: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise InputError for values that no run has."""
+        Schedule(self.schedule, self.lr, self.steps, self.warmup_steps, self.decay_fraction, self.original_steps)
+        for name, choices in (
+            ("loss", LOSSES), ("optimizer", OPTIMIZERS), ("trainable", TRAINABLE), ("precision", PRECISIONS),
+        ):  # fmt: skip
+            _check_choice(name, getattr(self, name), choices)
+        for tracker in self.track:
+            _check_choice("track", tracker, TRACKERS)
+        for name in ("global_batch", "micro_batch", "save_every", "keep_last", "eval_every"):
+            checks.whole_number(getattr(self, name), name)
+        for name in ("seed", "original_steps"):
+            checks.whole_number(getattr(self, name), name, least=0)
+        checks.number(self.weight_decay, "weight_decay")
+        if self.spike_sigma is not None:
+            checks.number(self.spike_sigma, "spike_sigma", above=0.0)
+
+
+def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise InputError(f"{name} = {checks.show(value)}; it must be one of {', '.join(choices)}.")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model import checks
 from model.checkpoint.dcp_metadata import Entry
 from model.checkpoint.dcp_names import OTHERS, Naming, layer_norms
 from model.checkpoint.decoder_shapes import Shape, decoder_shapes
@@ -139,7 +140,4 @@ def _model(path: Path, naming: Naming, config: Mapping[str, Any]) -> _Model:
 
 
 def _positive(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"config.json has {key} = {value!r}; it must be a positive whole number.")
-    return value
+    return checks.size(config.get(key), f"config.json has {key}")

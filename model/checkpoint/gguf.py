@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from model import checks
 from model.checkpoint import rotary
 from model.checkpoint.checkpoint import Checkpoint, Shard
 from model.checkpoint.folder import json_text, refuse_lfs_pointer
@@ -186,11 +187,7 @@ class _Metadata:
         value = self._get(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        if type(value) is not int or value < 1:
-            raise CheckpointError(
-                f"{self.path} has llama.{key} = {shortened(value)}; it must be one positive whole number."
-            )
-        return value
+        return checks.whole_number(value, f"{self.path} has llama.{key}")
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a float32 field as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""

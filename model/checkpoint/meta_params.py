@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from model import checks
 from model.checkpoint.llama_config import llama3_scaling
 from model.errors import CheckpointError
 from model.reading import CONFIG_BYTES, read_bytes_up_to
@@ -92,16 +93,10 @@ class Params:
         return llama3_scaling(factor)
 
     def _integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"{self.path} has {key} = {value!r}; it must be a positive whole number.")
-        return value
+        return checks.whole_number(self._get(key, default), f"{self.path} has {key}")
 
     def _number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise CheckpointError(f"{self.path} has {key} = {value!r}; it must be a positive number.")
-        return float(value)
+        return checks.number(self._get(key, default), f"{self.path} has {key}", above=0.0)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)

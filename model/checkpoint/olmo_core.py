@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from model.checkpoint.llama_config import dtype_settings, rope_settings
 from model.checkpoint.tensor import Tensor
+from model.checks import is_finite
 from model.errors import CheckpointError
 
 _RMS = ("rms", "fused_rms")
@@ -130,7 +131,7 @@ def _positive(path: Path, part: Mapping[str, Any], key: str) -> int:
 
 
 def _number(path: Path, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+    if not is_finite(value) or value <= 0:
         _refuse(path, key, value)
     return float(value)
 

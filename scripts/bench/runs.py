@@ -62,7 +62,11 @@ def settings(model: Path, data: Path, steps: int, precision: str, **changes: Any
     return Settings(**values | changes)
 
 
-BUDGET = {"global_batch_tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "original_tokens": None, "alpha": None}
+BUDGET = {
+    "steps": 1, "tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "peak_lr": 1e-4, "alpha": None, "original": None,
+    "global_batch_tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "original_tokens": None,
+}  # fmt: skip
+"""Of a step; what is measured does not depend on it."""
 
 
 def reset() -> None:

@@ -146,8 +146,8 @@ def test_line_that_is_being_written_does_not_count(tmp_path, uptrain):
         ("run.json", '{"settings": ', ("run.json is damaged",)),
         ("run.json", '{"settings": {"colour": 1, "track": []}}', ("run.json is damaged", "another version")),
         ("run.json", "[]", ("run.json is damaged",)),
-        ("metrics.jsonl", '{"step": 1, "event": "x"}\n{"st\n', ("metrics.jsonl:2 is no line of JSON",)),
-        ("metrics.jsonl", "\x00\x00\n", ("metrics.jsonl:1 is no line of JSON",)),
+        ("metrics.jsonl", '{"step": 1, "event": "x"}\n{"st\n', ("metrics.jsonl:2 is damaged", "take the line out")),
+        ("metrics.jsonl", "\x00\x00\n", ("metrics.jsonl:1 is damaged",)),
         ("run_state.json", "", ("run_state.json is damaged", "uptrain resume")),
     ],
 )

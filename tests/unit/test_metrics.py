@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import runs
 
 from model.errors import InputError
 from uptrain.metrics import Metrics, read_metrics, write_metrics
@@ -10,11 +11,11 @@ from uptrain.metrics import Metrics, read_metrics, write_metrics
 
 def records(n_steps):
     """Return what a run writes that evaluates every third step, and could not save the fourth."""
-    found = [{"step": 0, "event": "started"}]
+    found = [runs.event(0, "started")]
     for step in range(n_steps):
-        found += [{"step": step, "evaluation": {"loss": 1.0}}] if step % 3 == 0 else []
-        found += [{"step": step + 1, "loss": 2.0}]
-        found += [{"step": step + 1, "event": "not saved"}] if step == 4 else []
+        found += [runs.evaluation(step, 1.0)] if step % 3 == 0 else []
+        found += [runs.step(step + 1, 2.0)]
+        found += [runs.event(step + 1, "not saved", why="the disk is full")] if step == 4 else []
     return found
 
 
@@ -38,9 +39,9 @@ def test_going_back_to_a_late_step_reads_only_the_end(tmp_path):
     path.write_text("long ago\n" + "".join(json.dumps(r) + "\n" for r in records(10)))
     Metrics(path).rewind(9)
     assert path.read_text().startswith("long ago\n")
-    with pytest.raises(InputError, match=r"metrics\.jsonl:1 is no line of JSON .* take it out"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged .* take the line out"):
         Metrics(path).rewind(0)
-    with pytest.raises(InputError, match=r"metrics\.jsonl:1 is no line of JSON"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged"):
         read_metrics(path)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from model import terminal
+from uptrain.settings import PRECISIONS
 
 FOLDER = click.Path(path_type=Path)
 
@@ -14,7 +15,7 @@ FOLDER = click.Path(path_type=Path)
 @click.argument("model", type=FOLDER)
 @click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="Held-out windows.")
 @click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The parent, to compare with.")
-@click.option("--precision", type=click.Choice(("bf16", "fp32")), help="[default: bf16 on a GPU, fp32 on a CPU]")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="[default: bf16 on a GPU, fp32 on a CPU]")
 @click.option("--micro-batch", type=click.IntRange(min=1), metavar="N", help="[default: as many as make 8192 tokens]")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
 def command(model: Path, as_json: bool, **options: Any) -> None:

@@ -4,17 +4,20 @@ from pathlib import Path
 
 import click
 
-from uptrain.commands.options import count_option
+from model.checks import FiniteFloat
+from uptrain.commands.options import count_option, max_minutes_option
 from uptrain.signals import stop_request
 
 
 @click.command("extend")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="RUN2", help="The longer run's folder.")
-@click.option("--alpha", type=float, metavar="SHARE", help="The share of the original pre-training it shall reach.")
+@click.option(
+    "--alpha", type=FiniteFloat(), metavar="SHARE", help="The share of the original pre-training it shall reach."
+)
 @count_option("--tokens", "The tokens it shall reach.")
 @count_option("--steps", "The steps it shall reach.")
-@click.option("--max-minutes", type=click.FloatRange(min=0), metavar="M", help="Then save and stop; resume goes on.")
+@max_minutes_option("Then save and stop; resume goes on.")
 def command(
     run: Path, out: Path, alpha: float | None, tokens: int | None, steps: int | None, max_minutes: float | None
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
+from model.checks import FiniteFloat
 from model.errors import InputError
 from uptrain.budget import Request
 from uptrain.counts import parse_count
@@ -26,11 +27,16 @@ def _parse_count(context: click.Context, parameter: click.Parameter, value: str 
         raise click.BadParameter(str(error), context, parameter) from error
 
 
+def max_minutes_option(help: str) -> Callable[[Command], Command]:
+    """Return the option after how long to stop."""
+    return click.option("--max-minutes", type=FiniteFloat(min=0), metavar="M", help=help)
+
+
 def budget_options(command: Command) -> Command:
     """Add how long to train."""
     return _add(
         command,
-        click.option("--alpha", type=float, metavar="SHARE",
+        click.option("--alpha", type=FiniteFloat(), metavar="SHARE",
                      help="Train for this share of the original pre-training: 0.05 is the GQA paper's."),
         count_option("--tokens", "Train on this many tokens, e.g. 50B."),
         count_option("--steps", "Train for this many optimizer steps."),
@@ -46,7 +52,7 @@ def schedule_options(command: Command) -> Command:
     """Add the learning rate and its schedule."""
     return _add(
         command,
-        click.option("--lr", type=float, metavar="LR",
+        click.option("--lr", type=FiniteFloat(), metavar="LR",
                      help="Peak learning rate.  [default: a third of the original's]"),
         click.option("--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
                      help="wsd falls to 0 over the last fifth, cosine to a tenth; inverse-sqrt is the GQA paper's."),

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from model.checks import LARGEST_COUNT
 from model.terminal import echo_line, facts, print_json, size
 from uptrain.commands.options import budget_options, count_option, request_from, schedule_options
 from uptrain.counts import show_count
@@ -21,7 +22,9 @@ CURVE_WIDTH = 48
 @click.option("--data", type=click.Path(path_type=Path), metavar="CACHE", help="The token cache to train on.")
 @count_option("--seq-len", "Tokens of a sequence.  [default: the cache's, or the model's context, at most 4096]")
 @click.option("--teacher", type=click.Path(path_type=Path), metavar="FOLDER", help="The parent, to distil from.")
-@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Devices to train on.")
+@click.option(
+    "--processes", type=click.IntRange(1, LARGEST_COUNT), default=1, show_default=True, help="Devices to train on."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
     """Show steps, learning rates, memory and time; run nothing.

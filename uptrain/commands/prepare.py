@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from model import terminal
+from model.checks import LARGEST_SIZE
 from uptrain.signals import interruptible
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--tokenizer", type=FOLDER, metavar="FOLDER", help="Hugging Face folder of the model, for its tokenizer.")
 @click.option(
     "--vocab-size",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1 << 32),
     metavar="N",
     help="For data that is tokenised already (column input_ids), in place of --tokenizer.",
 )
-@click.option("--seq-len", type=click.IntRange(min=2), required=True, metavar="N", help="Tokens in a window.")
+@click.option("--seq-len", type=click.IntRange(2, LARGEST_SIZE), required=True, metavar="N", help="Tokens in a window.")
 @click.option(
     "--tokens", default="all", show_default=True, metavar="N|all", help="The first N tokens, e.g. 50M or 1.5B."
 )

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import click
 
+from uptrain.commands.options import max_minutes_option
 from uptrain.signals import stop_request
 
 
 @click.command("resume")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--max-minutes", type=click.FloatRange(min=0), metavar="M", help="Then save and stop again.")
+@max_minutes_option("Then save and stop again.")
 def command(run: Path, max_minutes: float | None) -> None:
     """Go on with RUN, to its end.
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import click
 
-from uptrain.commands.options import budget_options, request_from, schedule_options
+from model.checks import LARGEST_SIZE, FiniteFloat, show
+from uptrain.commands.options import budget_options, max_minutes_option, request_from, schedule_options
 from uptrain.losses import LOSSES
+from uptrain.settings import OPTIMIZERS, PRECISIONS, TRACKERS, TRAINABLE
 from uptrain.signals import stop_request
 
 FOLDER = click.Path(path_type=Path)
@@ -18,8 +20,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     if path is None:
         return None
     try:
-        found = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise click.BadParameter(f"{path} cannot be read: {error}", context, parameter) from error
     known = {o.lstrip("-"): p for p in context.command.params for o in p.opts if p is not parameter}
     context.default_map = {}
@@ -27,9 +29,31 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         option = known.get(name.replace("_", "-"))
         if option is None or option.name is None:
             raise click.BadParameter(f"{path} sets {name!r}, which is no option of this command.", context, parameter)
-        several = getattr(option, "multiple", False) and not isinstance(value, list)
-        context.default_map[option.name] = [value] if several else value
+        try:
+            context.default_map[option.name] = _as_given(option, value)
+        except ValueError as error:
+            message = f"{path} sets {name} = {show(value)}, which must be {error}."
+            raise click.BadParameter(message, context, parameter) from error
     return path
+
+
+def _as_given(option: click.Parameter, value: Any) -> bool | str | list[str]:
+    """Return a value of the TOML file as the command line would give it. Raises ValueError that says what it must be.
+
+    Numbers become text, so that one parser reads both.
+    """
+    if getattr(option, "is_flag", False):
+        if not isinstance(value, bool):
+            raise ValueError("true or false")
+        return value
+    if getattr(option, "multiple", False):
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, str) for one in values):
+            raise ValueError("text, or a list of texts")
+        return values
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("text or a number")
+    return str(value)
 
 
 @click.command("run")
@@ -59,7 +83,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 )
 @click.option(
     "--seq-len",
-    type=click.IntRange(min=2),
+    type=click.IntRange(2, LARGEST_SIZE),
     metavar="N",
     help="Tokens in a window, for texts.  [default: the model's context, at most 4096]",
 )
@@ -74,28 +98,28 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 )
 @click.option(
     "--trainable",
-    type=click.Choice(("all", "attention", "kv")),
+    type=click.Choice(TRAINABLE),
     default="all",
     show_default=True,
     help="Which parameters to train.",
 )
 @click.option(
     "--optimizer",
-    type=click.Choice(("adamw", "adafactor")),
+    type=click.Choice(OPTIMIZERS),
     default="adamw",
     show_default=True,
     help="adafactor is the GQA paper's.",
 )
 @click.option(
     "--weight-decay",
-    type=click.FloatRange(min=0),
+    type=FiniteFloat(min=0),
     default=0.0,
     show_default=True,
     help="For matrices; 0.1 is usual when training from nothing.",
 )
 @click.option(
     "--precision",
-    type=click.Choice(("bf16", "fp32")),
+    type=click.Choice(PRECISIONS),
     help="Of the computation; parameters are float32 always.  [default: bf16 on a GPU, fp32 on a CPU]",
 )
 @click.option(
@@ -123,14 +147,14 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 @click.option("--eval-every", type=click.IntRange(min=1), metavar="N", help="[default: a tenth of the run]")
 @click.option(
     "--spike-sigma",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteFloat(min=0, min_open=True),
     metavar="σ",
     help="Leave out updates whose gradient norm is this many standard deviations above the last 128.",
 )
 @click.option("--compile", is_flag=True, help="Compile the layers (torch.compile): slower to start, then faster.")
 @click.option("--activation-checkpointing", is_flag=True, help="Less memory, a third more time.")
-@click.option("--track", type=click.Choice(("tensorboard", "wandb")), multiple=True, help="Also log there.")
-@click.option("--max-minutes", type=click.FloatRange(min=0), metavar="M", help="Then save and stop; resume goes on.")
+@click.option("--track", type=click.Choice(TRACKERS), multiple=True, help="Also log there.")
+@max_minutes_option("Then save and stop; resume goes on.")
 def command(**options: Any) -> None:
     """Train MODEL on --data into the new folder RUN.
 

@@ -1,5 +1,6 @@
 """`uptrain status`: where a run stands."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def _last_step(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("gradient norm", _number(found["grad_norm"], ".4g", "")),
         ("speed", f"{found['tokens_per_s']:,.0f} tokens/s"),
     ]
-    if found["step"] < found["steps"]:
+    if found["step"] < found["steps"] and math.isfinite(found["seconds_left"]):
         rows.append(("time left", f"{duration(found['seconds_left'])}, evaluations and saving not counted"))
     return rows
 

@@ -17,10 +17,18 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from model import checks
 from model.errors import InputError
+from model.files import is_plain_name
 from model.reading import CONFIG_BYTES, read_bytes_up_to
+from model.typed_json import check_types, make, parse_object
 
-MANIFEST, FORMAT = "manifest.json", 1
+MANIFEST, FORMAT, DTYPES = "manifest.json", 1, ("uint16", "uint32")
+SOURCE = {
+    "path": str, "files": int, "bytes": int, "sha256": str, "weight": float | None, "documents": int, "tokens": int,
+    "dropped": dict[str, int], "skipped": int,
+}  # fmt: skip
+"""What a manifest says of each source."""
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
 
@@ -77,18 +85,37 @@ class Manifest:
         if not path.is_file():
             raise InputError(f"{folder} is not a token cache: it has no {MANIFEST}; make one with `uptrain prepare`.")
         try:
-            found = json.loads(read_bytes_up_to(path, CONFIG_BYTES))
-            if found["format"] != FORMAT:
-                raise InputError(f"{path} has format {found['format']}; this version reads {FORMAT}. Prepare it anew.")
-            derived = {name: found.pop(name) for name in ("n_tokens", "n_documents", "sha256")}
-            shards = tuple(CacheShard(**shard) for shard in found.pop("shards"))
-            manifest = cls(**found | {"shards": shards, "sources": tuple(found["sources"])})
-            damaged = manifest.sha256 != derived["sha256"] or manifest.seq_len < 2
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise InputError(f"{path} is damaged ({error!r}); prepare the cache anew.") from error
-        if damaged:
-            raise InputError(f"{path} is damaged: its sha256 does not belong to its shards; prepare the cache anew.")
+            found = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+            if found.get("format", FORMAT) != FORMAT:
+                said = checks.show(found["format"])
+                raise InputError(f"it has format {said}, and this version reads {FORMAT}")
+            derived = {name: found.pop(name, None) for name in ("n_tokens", "n_documents", "sha256")}
+            manifest = make(cls, found)
+            manifest.check()
+            for name, value in derived.items():
+                if value != getattr(manifest, name):
+                    raise InputError(f"its {name} does not belong to its shards")
+        except InputError as error:
+            why = str(error).rstrip(".")
+            raise InputError(f"{path} is damaged: {why}; prepare the cache anew.") from error
         return manifest
+
+    def check(self) -> None:
+        """Raise InputError for values that no cache has, and file names that lead out of its folder."""
+        checks.whole_number(self.seq_len, "seq_len", least=2)
+        checks.whole_number(self.vocab_size, "vocab_size")
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype = {checks.show(self.dtype)}; it must be one of {', '.join(DTYPES)}")
+        for i, shard in enumerate(self.shards):
+            checks.whole_number(shard.n_tokens, f"shards[{i}].n_tokens", least=0)
+            checks.whole_number(shard.n_documents, f"shards[{i}].n_documents", least=0)
+            for name in (shard.tokens, shard.documents):
+                if not is_plain_name(name):
+                    raise InputError(f"shards[{i}] names {checks.show(name)}, which is no file of the folder")
+        for i, source in enumerate(self.sources):
+            check_types(source, SOURCE, f"sources[{i}]")
+        if not self.n_tokens:
+            raise InputError("it has no tokens")
 
 
 @dataclass

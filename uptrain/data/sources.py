@@ -7,6 +7,7 @@ hub:NAME[:[CONFIG:]SPLIT]     a dataset of the Hugging Face hub
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +21,8 @@ from model.reading import CONFIG_BYTES, read_bytes_up_to
 from uptrain.data.readers import READERS, find_reader, format_of
 
 ARROW = "arrow"
+_WEIGHT = re.compile(r"-?[\d.]{1,40}(?:e[+-]?\d{1,2})?|\d{1,40}/\d{1,40}", re.ASCII | re.IGNORECASE)
+"""A weight: exact, but not of so large an exponent that writing it out takes all memory."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ def _split_weight(text: str) -> tuple[str, Fraction | None]:
     if not equals or Path(text).exists():
         return text, None
     try:
+        if not _WEIGHT.fullmatch(written):
+            raise ValueError("no number, or one of more digits than are read")
         weight = Fraction(written)
     except (ValueError, ZeroDivisionError) as error:
         raise InputError(f"--data {text}: no such file, and {written!r} is no weight such as 0.7.") from error

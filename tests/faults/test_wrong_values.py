@@ -1,0 +1,267 @@
+"""Values of a wrong type, or that nothing can have: one line that names them, exit code 2."""
+
+import json
+
+import caches
+import pytest
+import runs
+import tiny
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from tokenizers_ import make_tokenizer
+
+from model import load_model
+from model.errors import CheckpointError, InputError
+from model.generate import main, stop_ids
+from uptrain.commands.run import command
+from uptrain.data.cache import Cache
+from uptrain.models import random_student
+
+NOT_FINITE = ("nan", "-nan", "inf", "-inf", "infinity", "1e999")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+
+
+# Options
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("option", ["--weight-decay", "--spike-sigma", "--max-minutes", "--lr", "--alpha"])
+def test_a_number_that_is_not_finite(uptrain, model, tmp_path, option, value):
+    """As an option, and in the file of options."""
+    fixed = ("run", model, "--data", tmp_path / "data", "--out", tmp_path / "run")
+    uptrain(*fixed, f"{option}={value}").refused(option)
+    if value in ("nan", "inf", "-inf"):
+        (tmp_path / "run.toml").write_text(f"{option.lstrip('-')} = {value}\n")
+        uptrain(*fixed, "--config", tmp_path / "run.toml").refused(option)
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize(
+    "arguments", [("plan", "m", "--lr"), ("plan", "m", "--alpha"), ("resume", "r", "--max-minutes"),
+                  ("extend", "r", "--out", "x", "--alpha"), ("extend", "r", "--out", "x", "--max-minutes")]
+)  # fmt: skip
+def test_a_number_that_is_not_finite_elsewhere(uptrain, arguments, value):
+    *fixed, option = arguments
+    uptrain(*fixed, f"{option}={value}").refused(option)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "1e-999", "1e999999999", "9" * 50])
+def test_a_weight_that_is_not_finite(uptrain, model, tmp_path, value):
+    (tmp_path / "a.txt").write_text("x")
+    fixed = ("--tokenizer", model, "--seq-len", 16, "--out", tmp_path / "cache")
+    result = uptrain("prepare", "--data", f"{tmp_path}/a.txt={value}", *fixed)
+    result.refused("--data")
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--top-p"])
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_a_number_that_is_not_finite_for_generating(tmp_path, option, value):
+    result = CliRunner().invoke(main, [str(tmp_path), "--prompt", "x", f"{option}={value}"])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+
+
+def test_every_number_of_a_run_is_finite():
+    """A new option of a float cannot forget it."""
+    from model.checks import FiniteFloat
+
+    floats = [option for option in command.params if "float" in option.type.name]
+    assert len(floats) == 5
+    assert all(isinstance(option.type, FiniteFloat) for option in floats)
+
+
+@pytest.mark.parametrize("count", ["9" * 50, "9" * 5000 + "T", "1e400", "10000T", "99999999999999999999"])
+def test_counts_beyond_all_use(uptrain, model, count):
+    uptrain("plan", model, "--lr", 1, "--steps", count).refused("--steps", "write for example")
+
+
+# The file of options
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("compile = 0", ("compile = 0", "true or false")),
+        ('compile = "yes"', ("compile = 'yes'", "true or false")),
+        ('teacher = ["a"]', ("teacher = ['a']", "text or a number")),
+        ("teacher = {a = 1}", ("teacher = {'a': 1}", "text or a number")),
+        ("lr = 1979-05-27", ("lr = datetime.date", "text or a number")),
+        ("lr = true", ("lr = True", "text or a number")),
+        ("track = [1]", ("track = [1]", "a list of texts")),
+        ('data = [["a"]]', ("data = [['a']]", "a list of texts")),
+        ("[steps]", ("steps = {}", "text or a number")),
+        ('steps = "many"', ("'--steps'", "no count")),
+        ("x = " + "[" * 5000, ("cannot be read",)),
+    ],
+)
+def test_a_file_of_options(uptrain, model, tmp_path, line, words):
+    path = tmp_path / "run.toml"
+    path.write_text(line + "\n")
+    fixed = ("run", model, "--data", tmp_path / "data", "--out", tmp_path / "run")
+    uptrain(*fixed, "--config", path).refused("run.toml" if "steps =" not in line else "steps", *words)
+    path.write_bytes(b"lr = '\xff'\n")
+    uptrain(*fixed, "--config", path).refused("run.toml", "cannot be read")
+
+
+# A run's folder
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("run_state.json", {"status": "running"}, "no step"),
+        ("run_state.json", [], "[] where a JSON object belongs"),
+        ("run_state.json", "x", "'x' where a JSON object belongs"),
+        ("run_state.json", {"status": "running", "step": 1, "reason": "", "pid": "x"}, "pid = 'x'"),
+        ("run_state.json", {"status": "running", "step": 1, "reason": "", "pid": 10**12}, "pid = 1000000000000"),
+        ("metrics.jsonl", 5, "5 where a JSON object belongs"),
+        ("metrics.jsonl", {"step": 1}, "none of loss, evaluation, event"),
+        ("metrics.jsonl", runs.step(1) | {"loss": "x"}, "loss = 'x'"),
+        ("metrics.jsonl", runs.step(1) | {"tokens": None}, "tokens = None"),
+        ("metrics.jsonl", runs.step(1) | {"tokens_per_s": 0}, "tokens_per_s = 0"),
+        ("metrics.jsonl", runs.step(-1), "step = -1"),
+        ("metrics.jsonl", {"step": 1, "evaluation": 5}, "evaluation = 5"),
+        ("metrics.jsonl", {"step": 1, "evaluation": {"targets": 1, "loss": 1, "kl": 1}}, "no evaluation.teacher_loss"),
+        ("metrics.jsonl", runs.event(0, "started") | {"time": 1e15}, "time = 1000000000000000"),
+        ("run.json", {"settings": {"steps": "abc"}}, "settings.steps = 'abc'"),
+        ("run.json", {"settings": {"steps": 0}}, "0 steps"),
+        ("run.json", {"settings": {"steps": True}}, "settings.steps = True"),
+        ("run.json", {"settings": {"lr": float("nan")}}, "settings.lr = nan"),
+        ("run.json", {"settings": {"lr": -1.0}}, "learning rate is -1.0"),
+        ("run.json", {"settings": {"loss": "x"}}, "loss = 'x'"),
+        ("run.json", {"settings": {"schedule": "x"}}, "schedule 'x'"),
+        ("run.json", {"settings": {"optimizer": "sgd"}}, "optimizer = 'sgd'"),
+        ("run.json", {"settings": {"global_batch": 0}}, "global_batch = 0"),
+        ("run.json", {"settings": {"seed": -1}}, "seed = -1"),
+        ("run.json", {"settings": {"track": "wandb"}}, "settings.track = 'wandb', which is not a list"),
+        ("run.json", {"settings": {"colour": 1}}, "unknown key 'settings.colour'"),
+        ("run.json", {"budget": {"tokens": None}}, "budget.tokens = None"),
+        ("run.json", {"budget": {"global_batch_tokens": 0}}, "budget.global_batch_tokens = 0"),
+        ("run.json", {"identities": {"teacher": "0"}}, "identities.teacher belongs to nothing"),
+        ("run.json", {"parent": {"run": 5, "step": 1}}, "parent.run = 5"),
+        ("run.json", {"versions": []}, "versions = []"),
+    ],
+)
+def test_a_run_s_files(uptrain, tmp_path, name, change, words):
+    run = runs.write_run(tmp_path / "run", [runs.step(1)], {"status": "finished", "step": 1, "reason": "", "pid": 1})
+    path = run / name
+    if name == "run.json":
+        found = json.loads(path.read_text())
+        for key, inside in change.items():
+            found[key] = {**found[key], **inside} if isinstance(found[key], dict) and inside else inside
+        change = found
+    path.write_text(json.dumps(change) + "\n")
+    uptrain("status", run).refused(f"{name}", "damaged", words)
+    uptrain("report", run).refused(f"{name}", "damaged", words)
+    if name == "run.json":
+        for command_line in (("resume", run), ("extend", run, "--out", tmp_path / "out", "--steps", 99)):
+            uptrain(*command_line).refused(f"{name}", "damaged", words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seq_len": "16"}, "seq_len = '16'"),
+        ({"seq_len": 10**30}, "seq_len = 1000"),
+        ({"dtype": "object"}, "dtype = 'object'"),
+        ({"dtype": 5}, "dtype = 5"),
+        ({"vocab_size": 0}, "vocab_size = 0"),
+        ({"n_tokens": 3}, "n_tokens does not belong"),
+        ({"shards": []}, "no tokens"),
+        ({"shards": {}}, "shards = {}, which is not a list"),
+        ({"shards": [5]}, "shards[0] = 5"),
+        ({"sources": [{"path": 1}]}, "sources[0].path = 1"),
+        ({"tokens": "../x"}, "shards[0] names '../x'"),
+        ({"documents": "/etc/passwd"}, "shards[0] names '/etc/passwd'"),
+        ({"tokens": "sub/x"}, "shards[0] names 'sub/x'"),
+        ({"tokens": None}, "shards[0].tokens = None"),
+        ({"n_documents": -1}, "shards[0].n_documents = -1"),
+    ],
+)
+def test_a_token_cache_s_manifest(tmp_path, change, words):
+    """Also file names that lead out of its folder."""
+    path = caches.write_cache(tmp_path / "cache", [[[5] * 40] * 9], 16) / "manifest.json"
+    found = json.loads(path.read_text())
+    inside = found["shards"][0] if next(iter(change)) in ("tokens", "documents", "n_documents") else found
+    inside.update(change)
+    path.write_text(json.dumps(found))
+    with pytest.raises(InputError) as error:
+        Cache.open(path.parent)
+    assert words in str(error.value)
+    assert "prepare the cache anew" in str(error.value)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_tensor_that_no_layer_can_be_run_with(convert, model, tmp_path, dtype):
+    """By the weights alone it is copied; the default method falls back to that, and a method with a text says why."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = tiny.tensors(model)
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    options = ("--groups", 2, "--calibration-tokens", 1024)
+    convert("mha-to-gqa", model, tmp_path / "out", "--method", "fit", *options).refused(name, "cannot be run with")
+    assert not (tmp_path / "out").exists()
+    result = convert("mha-to-gqa", model, tmp_path / "out", "--groups", 2, "--json")
+    assert result.code == 0, result.err
+    assert "Merged by mean; the default does not go: " in result.out
+    with pytest.raises(CheckpointError, match=f"{name} as .* cannot be run with"):
+        load_model(model)
+
+
+def test_a_scalar_where_a_norm_belongs(model):
+    tensors = tiny.tensors(model)
+    tensors["model.norm.weight"] = torch.ones(())
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight as F32 of shape \(\)"):
+        load_model(model)
+
+
+@pytest.mark.parametrize("value", [10**9, 10**12, 10**30])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_sizes_that_no_memory_holds(tmp_path, family, key, value):
+    """Nothing of such a size is made, by our code or by transformers."""
+    folder = tiny.save(tiny.build(family), tmp_path / family)
+    tiny.edit_config(folder, **{key: value})
+    with pytest.raises(CheckpointError) as error:
+        load_model(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_from_nothing_for_which_there_is_no_memory(model):
+    tiny.edit_config(model, vocab_size=1 << 28, hidden_size=1 << 20, head_dim=4)
+    with pytest.raises(InputError, match=r"describes a model of .* TB, for which there is no memory"):
+        random_student(model, 0)
+
+
+@pytest.mark.parametrize("value", ["0.02", -1, float("nan"), True, [], None])
+def test_how_weights_are_drawn(model, value):
+    tiny.edit_config(model, initializer_range=value)
+    with pytest.raises(InputError, match="initializer_range = "):
+        random_student(model, 0)
+
+
+@pytest.mark.parametrize("value", ["2", 2.5, -1, True, [2, "x"], {"a": 1}, [[2]], 10**30])
+def test_the_end_of_texts(model, value):
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json has an eos_token_id = "):
+        stop_ids(model)
+    for text in ("[]", "{", "", "[" * 10000):
+        (model / "generation_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read"):
+            stop_ids(model)
+
+
+@pytest.mark.parametrize("value", ["64", 1, -5, 2.5, True, [64], 10**30])
+def test_the_model_s_context(convert, uptrain, model, tmp_path, value):
+    tiny.edit_config(model, max_position_embeddings=value)
+    uptrain("plan", model, "--steps", 9, "--lr", 1, "--global-batch-tokens", 64).refused("max_position_embeddings = ")
+    convert("mha-to-gqa", model, tmp_path / "out", "--groups", 2, "--method", "fit").refused("max_position_embeddings")
