@@ -12,8 +12,8 @@ from model.errors import CheckpointError
 
 LARGEST_SIZE = 1 << 28
 """Of what a model's shapes are made of: the bytes of a matrix of two such sizes still fit into 64 bits."""
-LARGEST_COUNT = 1 << 53
-"""Of anything else: every whole number up to it is a float too."""
+LARGEST_COUNT = 1 << 60
+"""Of anything else: it fits into 64 bits with room for sums."""
 _SHOWN = 60
 
 

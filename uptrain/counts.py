@@ -23,10 +23,10 @@ def parse_count(text: str) -> int:
     if len(match[1]) > LONGEST:
         raise InputError(f"{show(text)} is too long for a count; write for example {EXAMPLES}.")
     count = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2].upper()]
-    if count.denominator != 1 or not 1 <= count <= LARGEST_COUNT:
-        raise InputError(
-            f"{show(text)} is no whole number from 1 on, at most {LARGEST_COUNT}; write for example {EXAMPLES}."
-        )
+    if count.denominator != 1 or count < 1:
+        raise InputError(f"{show(text)} is no whole number from 1 on; write for example {EXAMPLES}.")
+    if count > LARGEST_COUNT:
+        raise InputError(f"{show(text)} is more than {LARGEST_COUNT}; write for example {EXAMPLES}.")
     return count.numerator
 
 

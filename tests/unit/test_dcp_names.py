@@ -261,7 +261,7 @@ def test_tensors_that_are_not_the_model_s(convert, tmp_path, change, words):
         ({"attention_bias": True}, ("attention_bias = True", "no biases")),
         ({"num_hidden_layers": 3}, ("lacks what becomes model.layers.2",)),
         ({"num_hidden_layers": 1}, ("layers.1.", "refused")),
-        ({"num_hidden_layers": 10**9}, ("1000000000 layers",)),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers = 1000000000", "at most")),
         ({"num_key_value_heads": 4}, ("attention.wk.weight", "means (16, 32)")),
         ({"intermediate_size": None}, ("intermediate_size = None", "positive whole number")),
         ({"head_dim": 5}, ("K/V heads of 5",)),
