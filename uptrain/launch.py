@@ -11,6 +11,7 @@ from accelerate import PartialState
 
 from model.checkpoint.folder import read_config
 from model.errors import InputError
+from model.files import check_name
 from model.terminal import echo, echo_line
 from uptrain.accelerator import check_launcher, has_accelerator
 from uptrain.budget import Budget, Request, make_budget, make_schedule, repetition_warning
@@ -112,7 +113,11 @@ def _cache(data: Sequence[str], folder: Path, seq_len: int, beside: Path) -> Pat
 
 
 def _text(path: Path | None) -> str:
-    return str(path.resolve()) if path else ""
+    """Return a path as run.json holds it. Raises InputError where that is impossible."""
+    if path is None:
+        return ""
+    check_name(path.resolve(), "a folder")
+    return str(path.resolve())
 
 
 def warnings_of(s: Settings) -> list[str]:

@@ -486,14 +486,25 @@ def test_a_users_own_copy_of_a_checkpoint_stays(uptrain, run, tmp_path, name):
 NOT_UTF_8 = os.fsdecode(b"na\xefve")
 
 
-def test_names_that_are_not_utf_8(convert, uptrain, source, run, tmp_path):
+def test_names_that_are_not_utf_8(convert, uptrain, source, run, ids, tmp_path):
     odd = source.rename(tmp_path / NOT_UTF_8)
     convert("mha-to-gqa", odd, tmp_path / "out", *MEAN).refused("SOURCE", r"na\xefve", "not UTF-8", "rename it")
     source = odd.rename(tmp_path / "source")
     for options in ((), ("--json",), ("--dry-run",)):
         convert("mha-to-gqa", source, odd, *MEAN, *options).refused("OUT", r"na\xefve", "not UTF-8")
     uptrain("export", run, odd).refused(r"na\xefve", "not UTF-8")
-    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+    odd_data = ids.rename(tmp_path / f"{NOT_UTF_8}.jsonl")
+    prepare = ("prepare", "--vocab-size", 300, "--seq-len", 8, "--data")
+    uptrain(*prepare, odd_data, "--out", tmp_path / "out").refused("--data", r"na\xefve", "not UTF-8")
+    ids = odd_data.rename(ids)
+    uptrain(*prepare, ids, "--out", odd).refused("OUT", r"na\xefve", "not UTF-8")
+    inputs = training.make_inputs(tmp_path)
+    inputs["model"] = inputs["model"].rename(odd)
+    uptrain(*training.arguments(inputs, tmp_path / "out")).refused(r"na\xefve", "not UTF-8")
+    inputs["model"] = odd.rename(tmp_path / "model")
+    uptrain(*training.arguments(inputs, odd)).refused("OUT", r"na\xefve", "not UTF-8")
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"source", "ids.jsonl", "model", "parent", "data", "held-out"}
 
 
 @pytest.mark.parametrize("length", [231, 244, 255, 256, 5000])

@@ -69,7 +69,8 @@ class TestAtAMomentOfASave:
     @pytest.mark.slow
     def test_while_a_damaged_one_is_replaced(self, runs, tmp_path):
         """The checkpoint before still stands, whatever is left of the damaged one."""
-        moments = ["before rmtree step-00000008", "before unlink state.json", "after rmtree step-00000008"]
+        removed = "rmtree .removed-step-00000008"
+        moments = ["before rename step-00000008", f"before {removed}", "before unlink state.json", f"after {removed}"]
         for moment in moments:
             out = tmp_path / moment.replace(" ", "-")
             arguments = runs.arguments(out, "--keep-last", 2)
@@ -104,7 +105,7 @@ def test_before_the_first_checkpoint(runs, tmp_path):
 def test_before_there_is_a_run(runs, tmp_path):
     """Then the same command, not `resume`, starts it."""
     out = tmp_path / "run"
-    (result,) = run(*runs.arguments(out), folder=tmp_path, faults=Faults([Fault("kill", "before rename .run.*")]))
+    (result,) = run(*runs.arguments(out), folder=tmp_path, faults=Faults([Fault("kill", "before rename folder")]))
     assert result.code == -signal.SIGKILL
     assert not out.exists()
     succeed(runs.arguments(out), tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from model import compression
 from model.errors import InputError
-from model.files import is_plain_name
+from model.files import check_name, is_plain_name
 from model.hub_dataset import HUB, hub_files
 from model.reading import CONFIG_BYTES, read_bytes_up_to
 from uptrain.data.readers import READERS, find_reader, format_of
@@ -69,6 +69,7 @@ def _find(name: str, weight: Fraction | None) -> Source:
     if name.startswith(HUB):
         return Source(name, ARROW, hub_files(name), weight)
     path = Path(name)
+    check_name(path, "--data")
     if path.is_dir():
         return _find_in_folder(path, weight)
     if not path.exists():
