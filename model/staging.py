@@ -170,7 +170,10 @@ class Staging:
                 self._replaced.rename(self.out)
             raise
         sync_folder(self.out.parent)
-        self.discard()
+        try:
+            self.discard()
+        except OSError as error:  # OUT is complete all the same
+            terminal.warn(f"{self.root} could not be removed ({error}); it is of no more use.")
 
     def discard(self) -> None:
         """Remove the staging area. What a killed run took away and did not replace goes back to its place."""

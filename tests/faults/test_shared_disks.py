@@ -309,6 +309,22 @@ def test_a_staging_area_that_cannot_be_removed_is_no_failure(convert, source, tm
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["convert", "export", "prepare"])
+def test_a_journal_that_cannot_be_removed_is_no_failure(writers, tmp_path, monkeypatch, name):
+    unlink = Path.unlink
+
+    def denied(path, **options):
+        if path.name == "journal.jsonl" and path.exists():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    result = writers[name][0]()
+    assert result.code == 0, result.err
+    assert "could not be removed" in result.err
+    assert (tmp_path / "out").is_dir()
+
+
 @pytest.fixture
 def flock_of_nfs(monkeypatch):
     """A lock of the server: for files that are open for writing."""
