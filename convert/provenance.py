@@ -3,7 +3,6 @@
 Neither holds times or paths, so that the same conversion gives the same bytes.
 """
 
-import json
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -14,10 +13,11 @@ from convert.methods import REPEAT
 from convert.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin, origin_of
-from model.errors import CheckpointError
+from model.errors import CheckpointError, InputError
 from model.printable import markdown
 from model.reading import CONFIG_BYTES, read_bytes_up_to
 from model.staging import Staging
+from model.typed_json import check_types, parse_object
 
 FILE = "groupwise.json"
 SCHEMA = 1
@@ -83,23 +83,30 @@ def read(folder: Path) -> dict[str, Any]:
     path = folder / FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {FILE}, so it was not made by convert and cannot be verified.")
-    text = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        content: dict[str, Any] = json.loads(text)
-        schema = content["schema"]
-        _ = content["method"], content["seed"]
-        if type(content["groups"]) is not int or type(schema) is not int:
-            raise TypeError("groups and schema must be whole numbers")
-        _ = {file["name"]: file["sha256"] for file in content["source"]["files"]}
-        _ = content["source"]["name"], content["source"]["revision"]
-        _ = {entry["tensor"] for entry in content["merge_report"]}
-        if not isinstance(content["sha256"], dict):
-            raise TypeError("sha256 must be a table")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}.") from error
-    if schema != SCHEMA:
-        raise CheckpointError(f"{path} has schema {schema!r}; this version understands {SCHEMA}.")
+        content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+        _check(content)
+    except InputError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if content["schema"] != SCHEMA:
+        raise CheckpointError(f"{path} has schema {content['schema']}; this version understands {SCHEMA}.")
     return content
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Raise InputError if a key that is read is missing or of another type."""
+    check_types(content, {"schema": int, "method": str, "seed": int, "groups": int, "sha256": dict[str, str]})
+    check_types(content, {"source": dict, "merge_report": tuple[dict[str, Any], ...]})
+    source = content["source"]
+    check_types(source, {"name": str, "revision": str | None, "files": tuple[dict[str, Any], ...]}, "source")
+    for i, file in enumerate(source["files"]):
+        check_types(file, {"name": str, "sha256": str}, f"source.files[{i}]")
+    for i, entry in enumerate(content["merge_report"]):
+        check_types(entry, {"tensor": str}, f"merge_report[{i}]")
+    if content.get("calibration") is not None:
+        check_types(content, {"calibration": dict})
+        calibration = {"text": str, "sha256_of_ids": str, "windows": int, "window": int}
+        check_types(content["calibration"], calibration, "calibration")
 
 
 def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:

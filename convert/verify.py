@@ -111,7 +111,7 @@ def _recipe(
     source: Checkpoint, out_path: Path, record: dict[str, Any], calibration: str | None, findings: Findings
 ) -> Recipe:
     """Return how OUT says it was made; without the calibration text, with a remark, where that is not at hand."""
-    if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT) or type(record["seed"]) is not int:
+    if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     renorm, refit = record.get("renorm", NONE), record.get("refit", False)
     grouping = record.get("grouping", GROUPINGS[0])
@@ -124,11 +124,9 @@ def _recipe(
 
 def _sample(source: Checkpoint, recorded: dict[str, Any], given: str | None, findings: Findings) -> Sample:
     """Return the recorded calibration text, with its tokens if it ships with the project or is given, and the same."""
-    try:
-        name, sha256 = recorded["text"], recorded["sha256_of_ids"]
-        known = Sample(str(name), sha256, int(recorded["windows"]), int(recorded["window"]), None)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{provenance.FILE} says nothing sensible of the calibration text: {error!r}.") from error
+    known = Sample(
+        recorded["text"], recorded["sha256_of_ids"], recorded["windows"], recorded["window"], None
+    )  # fmt: skip
     text = SHIPPED if known.is_shipped else given
     try:
         if text is None:

@@ -125,9 +125,13 @@ def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
     other = tiny.save(tiny.build(seed=1), tmp_path / "other", "bfloat16")
     assert convert("verify", other, out).code == 3
     record = json.loads((out / "groupwise.json").read_text())
-    for change in ({"seed": -1}, {"seed": "0"}, {"method": "median"}, {"method": []}):
+    unknown = "names no method and seed"
+    for change, words in (
+        ({"seed": -1}, unknown), ({"method": "median"}, unknown), ({"seed": "0"}, "damaged: seed = '0'"),
+        ({"method": []}, "damaged: method = []"),
+    ):  # fmt: skip
         (out / "groupwise.json").write_text(json.dumps({**record, **change}))
-        convert("verify", source, out).refused("names no method and seed")
+        convert("verify", source, out).refused("groupwise.json", words)
     (out / "groupwise.json").write_text("{}")
     convert("verify", source, out).refused("groupwise.json", "damaged")
     (out / "groupwise.json").unlink()
