@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from model.terminal import console, duration, facts, size
@@ -88,10 +89,10 @@ def merges(report: list[dict[str, Any]]) -> None:
     if not report:
         console().print("The number of K/V heads stays; every tensor was copied.")
         return
-    table = Table(title="What merging did to the heads", title_justify="left")
-    table.add_column("")
-    for heading in ("cosine in groups", "lowest (layer)", "norm ÷ original", "lowest (layer)"):
-        table.add_column(heading, justify="right")
+    table = Table(title="What merging did to the heads", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\noriginal", "lowest\n(layer)"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for kind in dict.fromkeys(_kind(entry) for entry in report):
         entries = [entry for entry in report if _kind(entry) == kind]
         table.add_row(kind, *_mean_and_lowest(entries, "mean_cosine"), *_mean_and_lowest(entries, "norm_ratio"))
@@ -100,7 +101,8 @@ def merges(report: list[dict[str, Any]]) -> None:
 
 def _kind(entry: dict[str, Any]) -> str:
     """Return what the entries of all layers have in common: the end of the name, and in a fused projection K or V."""
-    name = ".".join([part for part in entry["tensor"].split(".") if not part.isdecimal()][-3:])
+    parts = [part for part in entry["tensor"].removesuffix(".weight").split(".") if not part.isdecimal()]
+    name = ".".join(parts[-3 if parts[-1] == "bias" else -2 :])
     return f"{name}, {entry['heads']}" if re.search("(?i)qkv|query_key_value", name) else name
 
 

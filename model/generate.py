@@ -14,16 +14,14 @@ import click
 import torch
 from torch import Tensor
 
-from model import checks
+from model import checks, terminal
 from model.cache import KVCache
-from model.errors import CheckpointError, InputError
+from model.errors import CheckpointError
 from model.linear import linear
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
-from model.reading import CONFIG_BYTES, read_bytes_up_to
-from model.terminal import echo, echo_line
+from model.terminal import echo
 from model.tokenizer import open_tokenizer
-from model.typed_json import parse_object
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -54,14 +52,16 @@ def generate(
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    stop_ids: Sequence[int] = (),
+    stop_ids: Sequence[int] | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
     """Return the tokens that follow each prompt, up to and without a stop id.
 
+    `stop_ids` None takes the model's own end-of-text tokens; an empty list generates all `max_new_tokens`.
     Temperature 0 is greedy. `top_p` samples from the smallest set of tokens that holds this share of the probability
     (Holtzman et al. 2020). The same seed gives the same text.
     """
+    stop_ids = model.stop_ids if stop_ids is None else stop_ids
     out: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     for ids in stream(model, prompts, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
@@ -118,12 +118,12 @@ def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top
     ids: list[int] = tokenizer(prompt).input_ids
     if not ids:
         raise CheckpointError("the prompt is empty; write at least one word.")
-    stop, out, text = stop_ids(folder), list[int](), ""
+    out, text = list[int](), ""
     times = [time.perf_counter()]
     echo(prompt, nl=False)
     for (token,) in stream(model, [ids], max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
         times.append(time.perf_counter())
-        if token in stop:
+        if token in model.stop_ids:
             break
         # All so far is decoded anew, since a character may take several tokens; until it is whole it ends in U+FFFD.
         out.append(token)
@@ -145,21 +145,6 @@ def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[f
     )
 
 
-def stop_ids(folder: Path) -> set[int]:
-    """Return the end-of-text tokens of `generation_config.json`, or else of `config.json`."""
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        if not path.exists():
-            continue
-        try:
-            found = parse_object(read_bytes_up_to(path, CONFIG_BYTES)).get("eos_token_id")
-        except InputError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; fetch it anew.") from error
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
-            return {checks.whole_number(token, f"{path} has an eos_token_id", least=0) for token in ids}
-    return set()
-
-
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, help="What the text begins with.")
@@ -169,11 +154,7 @@ def stop_ids(folder: Path) -> set[int]:
 @click.option("--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True)
 def main(folder: Path, **options: Any) -> None:
     """Generate text with the checkpoint in FOLDER, on the CPU."""
-    try:
-        show(folder, **options)
-    except (InputError, OSError) as error:
-        echo_line(f"Error: {error}")
-        raise SystemExit(2) from error
+    show(folder, **options)
 
 
 class _CallableModule(ModuleType):
@@ -188,4 +169,4 @@ class _CallableModule(ModuleType):
 sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

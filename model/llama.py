@@ -144,6 +144,8 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        self.stop_ids: tuple[int, ...] = ()
+        """The end-of-text tokens, at which `generate` stops; of a model that is read from a checkpoint, its own."""
         self.model = Decoder(config)
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 

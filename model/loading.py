@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model import checks
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
 from model.checkpoint import Tensor as Stored
 from model.config import read_geometry
-from model.errors import CheckpointError
+from model.errors import CheckpointError, InputError
 from model.foreign import ForeignModel, load_foreign
 from model.llama import Block, LlamaForCausalLM, RMSNorm
 from model.llama_config import NATIVE_FAMILIES, LlamaConfig, read_llama_config
+from model.reading import CONFIG_BYTES, read_bytes_up_to
+from model.typed_json import parse_object
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -33,9 +36,33 @@ def load_model(
     """
     with open_checkpoint(Path(folder)) as checkpoint:
         if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
-            return load_llama(checkpoint, dtype, device)
+            model = load_llama(checkpoint, dtype, device)
+            model.stop_ids = stop_ids(checkpoint)
+            return model
         n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
     return load_foreign(Path(folder), n_stored, dtype, device)
+
+
+def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return the end-of-text tokens of `generation_config.json`, or else of `config.json`, as transformers takes them.
+
+    Raises CheckpointError where what stands there is neither a token's id nor a list of them.
+    """
+    found, path = checkpoint.config, checkpoint.home / "config.json"
+    content = checkpoint.side_files.get("generation_config.json")
+    if content is not None:
+        name = checkpoint.home / "generation_config.json"
+        try:
+            generation = parse_object(
+                content if isinstance(content, bytes) else read_bytes_up_to(content, CONFIG_BYTES)
+            )
+        except InputError as error:
+            raise CheckpointError(f"{name} cannot be read: {error}; fetch it anew.") from error
+        if generation.get("eos_token_id") is not None:
+            found, path = generation, name
+    ids = found.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return tuple(checks.whole_number(token, f"{path} has an eos_token_id", least=0) for token in ids)
 
 
 def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -> LlamaForCausalLM:

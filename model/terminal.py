@@ -30,9 +30,11 @@ from model.errors import Failure, InputError, LoneFailure
 from model.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
+EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib")
+"""What `pip install 'groupwise[torch]'` brings, by the names of imports."""
 
 
-def run(cli: click.Group) -> None:
+def run(cli: click.Command) -> None:
     """Run a command line; errors are one line on stderr and an exit code, never a traceback."""
     try:
         sys.exit(cli.main(standalone_mode=False))
@@ -51,6 +53,11 @@ def run(cli: click.Group) -> None:
         _fail(str(error), FAILED, alone=True)
     except (Failure, OSError) as error:
         _fail(str(error), FAILED)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        _fail(f"this needs {package}, which is not installed; install it: pip install 'groupwise[torch]'.", BAD_INPUT)
 
 
 def _fail(message: str, code: int, alone: bool = False) -> None:

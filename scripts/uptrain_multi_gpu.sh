@@ -7,6 +7,10 @@ set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/accelerate
 gpus=${GPUS:-$(python -c 'import torch; print(torch.accelerator.device_count())')}
 layout=${LAYOUT:-fsdp2}
+if [ "$gpus" -eq 0 ]; then
+    echo "Error: this machine has no GPU; start \`uptrain\` as it is, or scripts/uptrain_multi_cpu.sh." >&2
+    exit 2
+fi
 if [ "$gpus" -eq 1 ]; then layout=single; fi
 # A checkpoint may take longer to save than the 30 seconds that stopped processes are given otherwise.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600

@@ -38,7 +38,7 @@ def main(model: Path, parent: Path, texts: Path) -> None:
     student, teacher = (load_native(folder) for folder in (model, parent))
     ids_NT = windows(parent, texts, context(parent))
     prompts = ids_NT[:, :PROMPT].tolist()
-    own, parents = (generate(m, prompts, WRITTEN) for m in (student, teacher))
+    own, parents = (generate(m, prompts, WRITTEN, stop_ids=()) for m in (student, teacher))
     found = {
         "positions": bounds(ids_NT.shape[1]),
         "loss_by_position": by_position(student, ids_NT),

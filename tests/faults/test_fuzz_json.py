@@ -20,8 +20,9 @@ from tokenizers_ import make_tokenizer
 
 from convert import estimate
 from model import load_model
+from model.checkpoint import open_checkpoint
 from model.errors import InputError
-from model.generate import stop_ids
+from model.loading import stop_ids
 from uptrain.data.tokenizer import load_tokenizer
 
 VOCAB = 302
@@ -205,8 +206,6 @@ def check_config(family: str, models: Any, convert: Any, uptrain: Any, tmp_path:
 
 
 def run_model(folder: Path) -> None:
-    with contextlib.suppress(InputError):
-        stop_ids(folder)
     with contextlib.suppress(InputError), torch.inference_mode():
         model = load_model(folder)
         assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, VOCAB)
@@ -413,8 +412,8 @@ def test_the_end_of_texts(models, tmp_path, record_property, n):
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
 
     def read() -> None:
-        with contextlib.suppress(InputError):
-            assert all(type(token) is int for token in stop_ids(folder))
+        with contextlib.suppress(InputError), open_checkpoint(folder) as checkpoint:
+            assert all(type(token) is int for token in stop_ids(checkpoint))
 
     places = [(), ("eos_token_id",)]
     record_property("inputs", throw(folder / "generation_config.json", places, n, seed=0, checks=[read]))

@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from tokenizers_ import make_tokenizer
 
 from model import load_model
+from model.checkpoint import open_checkpoint
 from model.errors import CheckpointError, InputError
-from model.generate import main, stop_ids
+from model.generate import main
+from model.loading import stop_ids
 from uptrain.commands.run import command
 from uptrain.data.cache import Cache
 from uptrain.models import random_student
@@ -252,12 +254,12 @@ def test_how_weights_are_drawn(model, value):
 @pytest.mark.parametrize("value", ["2", 2.5, -1, True, [2, "x"], {"a": 1}, [[2]], 10**30])
 def test_the_end_of_texts(model, value):
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(CheckpointError, match=r"generation_config\.json has an eos_token_id = "):
-        stop_ids(model)
+    with open_checkpoint(model) as checkpoint, pytest.raises(CheckpointError, match=r"eos_token_id = "):
+        stop_ids(checkpoint)
     for text in ("[]", "{", "", "[" * 10000):
         (model / "generation_config.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read"):
-            stop_ids(model)
+        with open_checkpoint(model) as checkpoint, pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+            stop_ids(checkpoint)
 
 
 @pytest.mark.parametrize("value", ["64", 1, -5, 2.5, True, [64], 10**30])

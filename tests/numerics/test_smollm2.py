@@ -54,7 +54,7 @@ def test_greedy_text_of_64_tokens_is_transformers_token_for_token(folder):
     prompt = tokenizer(PROMPT, return_tensors="pt")
     expected = theirs.generate(**prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
     n_prompt = prompt.input_ids.shape[1]
-    assert generate(load_model(folder), prompt.input_ids.tolist(), 64) == [expected[0, n_prompt:].tolist()]
+    assert generate(load_model(folder), prompt.input_ids.tolist(), 64, stop_ids=()) == [expected[0, n_prompt:].tolist()]
 
 
 def test_text_comes_from_the_command_line(folder):

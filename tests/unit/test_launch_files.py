@@ -12,7 +12,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIGS = sorted((SCRIPTS / "accelerate").glob("*.yaml"))
 KINDS = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
-SHELLS = {"uptrain_multi_gpu.sh": "sh", "slurm/uptrain.sbatch": "bash"}
+SHELLS = {"uptrain_multi_gpu.sh": "sh", "uptrain_multi_cpu.sh": "sh", "slurm/uptrain.sbatch": "bash"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -85,6 +85,36 @@ def test_multi_gpu(shell, variables, layout, gpus):
     assert lines[4:] == [
         "--num_processes", gpus, "--main_process_port", "0", "-m", "uptrain", "run", "my model", "--alpha", "0.05"
     ]  # fmt: skip
+
+
+def test_multi_gpu_without_a_gpu(shell):
+    assert shell("uptrain_multi_gpu.sh", "run", "MODEL", GPUS="0") == (2, [])
+
+
+def test_multi_cpu(shell):
+    code, lines = shell("uptrain_multi_cpu.sh", "run", "my model", PROCESSES="3")
+    assert code == 0
+    assert Path(lines[3]) == SCRIPTS / "accelerate/ddp.yaml"
+    assert lines[4:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
+    code, lines = shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES="")
+    assert code != 0
+    assert not lines
+
+
+def test_multi_cpu_starts_two_processes(tmp_path):
+    """On this machine, as a user would."""
+    import training
+
+    inputs, out = training.make_inputs(tmp_path), tmp_path / "run"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {k: v for k, v in training.environment().items() if k != "ACCELERATE_USE_CPU"}
+    command = [SCRIPTS / "uptrain_multi_cpu.sh", *training.arguments(inputs, out, steps=4)]
+    result = subprocess.run(
+        [str(x) for x in command], env={**environment, "PATH": path, "PROCESSES": "2"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert training.events(out, "started")[0]["processes"] == 2
 
 
 JOB = {

@@ -1,0 +1,12 @@
+#!/bin/sh
+# Run a command of `uptrain` in several processes on the CPUs of this machine:
+#     PROCESSES=2 scripts/uptrain_multi_cpu.sh run MODEL --data CACHE --alpha 0.05 --out RUN
+#     PROCESSES=2 scripts/uptrain_multi_cpu.sh resume RUN
+# `accelerate launch --cpu --num_processes 2` starts one process without a word: accelerate gives the CPUs of one
+# machine no launcher of its own. Its launcher for replicas does, where a variable says that there are no GPUs.
+set -eu
+configs=$(cd "$(dirname "$0")" && pwd)/accelerate
+export ACCELERATE_USE_CPU=true
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
+exec accelerate launch --config_file "$configs/ddp.yaml" --num_processes "${PROCESSES:?set it to how many processes}" \
+    --main_process_port 0 -m uptrain "$@"
