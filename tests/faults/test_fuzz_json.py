@@ -1,6 +1,6 @@
 """Any JSON value at any key that is read: used, or refused in one line with exit code 2; never a traceback.
 
-Every test says how many inputs it threw; the slow ones throw all values at all keys, and random ones beyond.
+Every test prints how many inputs it threw (pytest -rP); the slow ones throw all values at all keys, and random ones.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ from uptrain.data.tokenizer import load_tokenizer
 VOCAB = 302
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, 3, 8, -1, 10**4, 10**9, 10**12, 10**30, -(10**30), 10**400, -0.0, 0.5, 1.0, -1.5,
-    1e30, 1e308, float("nan"), float("inf"), float("-inf"), "", "x", "8", "default", "yarn", "\n", "../x", "x" * 3000,
+    1e30, 1e308, float("nan"), float("inf"), float("-inf"), "", "x", "8", "default", "yarn", "\n", "\0", "../x",
+    "x" * 3000,
     [], [1], [0, 1], ["x"], [None], [[]], [True] * 4, {}, {"x": 1}, {"": {"": []}}, {"rope_type": "yarn", "factor": 2},
     {"rope_type": "linear", "factor": 0}, {"type": "dynamic", "factor": 1e300}, {"rope_theta": [], "x": None},
 ]  # fmt: skip
@@ -77,18 +78,23 @@ def put(found: Any, place: tuple[str, ...], value: Any) -> Any:
 
 
 def throw(
-    path: Path, places: list[tuple[str, ...]], n: int | None, seed: int, checks: list[Callable[[], object]]
+    path: Path,
+    places: list[tuple[str, ...]],
+    n: int | None,
+    seed: int,
+    checks: list[Callable[[], object]],
+    turn: int = 0,
 ) -> int:
     """Write each edit of a JSON file, and see what readers make of it: all of them, or with `n` one in turn.
 
-    Then put the file back. Return how many edits there were.
+    `turn` is whose it is first. Then put the file back. Return how many edits there were.
     """
     before, count = path.read_bytes(), 0
     try:
         for place, value in edits(places, n, seed):
             path.write_text(json.dumps(put(json.loads(before), place, value)))
             try:
-                for check in checks if n is None else [checks[count % len(checks)]]:
+                for check in checks if n is None else [checks[(turn + count) % len(checks)]]:
                     check()
             except (Exception, SystemExit) as error:
                 raise AssertionError(f"{path.name} with {place} = {value!r:.200}") from error
@@ -216,13 +222,13 @@ def quick_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "_operations_per_second", lambda: 1e10)
 
 
-@amounts(15)
-def test_config(models, convert, uptrain, tmp_path, record_property, n):
+@amounts(20)
+def test_config(models, convert, uptrain, tmp_path, n):
     count = 0
     for family in (*NATIVE, *OTHERS):
         (tmp_path / family).mkdir()
         count += check_config(family, models, convert, uptrain, tmp_path / family, n)
-    record_property("inputs", count)
+    print(count, "inputs")
     assert count >= 12 * (n or 1000)
 
 
@@ -263,7 +269,7 @@ def throw_at_lines(path: Path, n: int | None, checks: list[Callable[[], object]]
         part.write_text(line)
         # All of one edit's readers see the file with the edited line.
         with_line = [partial(_both, write, check) for check in checks]
-        count += throw(part, list(inner_places(json.loads(line))), n, seed=i, checks=with_line)
+        count += throw(part, list(inner_places(json.loads(line))), n, seed=i, checks=with_line, turn=count)
     part.unlink()
     path.write_text("\n".join([*lines, ""]))
     return count
@@ -275,7 +281,7 @@ def _both(first: Callable[[], None], second: Callable[[], object]) -> None:
 
 
 @amounts(45)
-def test_a_run_s_files(uptrain, tmp_path, record_property, n):
+def test_a_run_s_files(uptrain, tmp_path, n):
     parent = {"run": "/runs/parent", "step": 1}
     run = runs.write_run(tmp_path / "run", RECORDS, STATE, parent, teacher="/models/mha")
     for step in (1, 2, 3):
@@ -293,19 +299,19 @@ def test_a_run_s_files(uptrain, tmp_path, record_property, n):
     ]
     for reader in (*status, *drawn):
         reader()
-    readers = [*status, *others, *status, *others, *drawn]  # a drawing takes a second
+    readers = [*status, *others] * 4 + drawn  # a drawing takes a second
     found = json.loads((run / "run.json").read_text())
     count = throw(run / "run.json", list(inner_places(found)), n, seed=0, checks=readers)
-    count += throw(run / "run_state.json", list(inner_places(STATE)), n, seed=1, checks=[*status * 8, *drawn])
+    count += throw(run / "run_state.json", list(inner_places(STATE)), n, seed=1, checks=[*status * 15, *drawn])
     few = None if n is None else n // 5
-    count += throw_at_lines(run / "metrics.jsonl", few, [*status * 4, *drawn])
-    record_property("inputs", count)
+    count += throw_at_lines(run / "metrics.jsonl", few, [*status * 10, *drawn])
+    print(count, "inputs")
     assert not out.exists()
     assert count >= 3 * (n or 100)
 
 
 @amounts(60)
-def test_a_token_cache_s_manifest(uptrain, models, tmp_path, record_property, n):
+def test_a_token_cache_s_manifest(uptrain, models, tmp_path, n):
     text = tmp_path / "a.txt"
     text.write_text("The checkpoint folder is the interface. " * 40)
     cache, made = tmp_path / "cache", ("--tokenizer", models("llama"), "--seq-len", 16)
@@ -329,7 +335,7 @@ def test_a_token_cache_s_manifest(uptrain, models, tmp_path, record_property, n)
             (cache / "manifest.json").write_text(json.dumps(changed))
 
         count += throw(part, inside, n, seed=1, checks=[partial(_both, write, reader) for reader in readers[:2]])
-    record_property("inputs", count)
+    print(count, "inputs")
     assert count >= 3 * (n or 100)
 
 
@@ -342,8 +348,8 @@ TOML_VALUES = (
 )  # fmt: skip
 
 
-@amounts(110)
-def test_a_file_of_options(models, uptrain, tmp_path, monkeypatch, record_property, n):
+@amounts(200)
+def test_a_file_of_options(models, uptrain, tmp_path, monkeypatch, n):
     """Up to where training would begin."""
     import caches
 
@@ -378,7 +384,7 @@ def test_a_file_of_options(models, uptrain, tmp_path, monkeypatch, record_proper
     ):
         path.write_bytes(content)
         uptrain("run", "--config", path, models("llama"), "--data", cache, "--out", tmp_path / "run").refused()
-    record_property("inputs", len(chosen) + 6)
+    print(len(chosen) + 6, "inputs")
     assert watched
     assert not (tmp_path / "run").exists()
 
@@ -393,8 +399,8 @@ TOKENIZER = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@amounts(40)
-def test_a_tokenizer_s_settings(models, tmp_path, record_property, n):
+@amounts(80)
+def test_a_tokenizer_s_settings(models, tmp_path, n):
     folder = shutil.copytree(models("llama"), tmp_path / "source")
 
     def load() -> None:
@@ -403,11 +409,11 @@ def test_a_tokenizer_s_settings(models, tmp_path, record_property, n):
 
     load()
     places = [(), *((key,) for key in TOKENIZER)]
-    record_property("inputs", throw(folder / "tokenizer_config.json", places, n, seed=0, checks=[load]))
+    print(throw(folder / "tokenizer_config.json", places, n, seed=0, checks=[load]), "inputs")
 
 
 @amounts(60)
-def test_the_end_of_texts(models, tmp_path, record_property, n):
+def test_the_end_of_texts(models, tmp_path, n):
     folder = shutil.copytree(models("llama"), tmp_path / "source")
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
 
@@ -416,11 +422,11 @@ def test_the_end_of_texts(models, tmp_path, record_property, n):
             assert all(type(token) is int for token in stop_ids(checkpoint))
 
     places = [(), ("eos_token_id",)]
-    record_property("inputs", throw(folder / "generation_config.json", places, n, seed=0, checks=[read]))
+    print(throw(folder / "generation_config.json", places, n, seed=0, checks=[read]), "inputs")
 
 
 @amounts(60)
-def test_a_record_of_a_conversion(models, convert, uptrain, tmp_path, record_property, n):
+def test_a_record_of_a_conversion(models, convert, uptrain, tmp_path, n):
     source, out, more = models("llama"), tmp_path / "out", tmp_path / "more"
     assert accepted(convert("mha-to-gqa", source, out, "--groups", 2, "--method", "pca", "--calibration", "none"))
     found = json.loads((out / "groupwise.json").read_text())
@@ -433,7 +439,7 @@ def test_a_record_of_a_conversion(models, convert, uptrain, tmp_path, record_pro
     ]
     for reader in readers:
         reader()
-    record_property("inputs", throw(out / "groupwise.json", places, n, seed=0, checks=readers))
+    print(throw(out / "groupwise.json", places, n, seed=0, checks=readers), "inputs")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 

@@ -50,10 +50,16 @@ def _as_given(option: click.Parameter, value: Any) -> bool | str | list[str]:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(one, str) for one in values):
             raise ValueError("text, or a list of texts")
-        return values
+        return [_without_nul(one) for one in values]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError("text or a number")
-    return str(value)
+    return _without_nul(str(value))
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("text without the character NUL")
+    return text
 
 
 @click.command("run")
