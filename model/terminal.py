@@ -3,6 +3,7 @@
 Exit codes: 0 success; 1 it failed midway (the same command continues); 2 the input is not acceptable.
 """
 
+import errno
 import json
 import math
 import os
@@ -52,7 +53,8 @@ def run(cli: click.Command) -> None:
     except LoneFailure as error:
         _fail(str(error), FAILED, alone=True)
     except (Failure, OSError) as error:
-        _fail(str(error), FAILED)
+        is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+        _fail(str(error), BAD_INPUT if is_name_too_long else FAILED)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:

@@ -110,6 +110,26 @@ def test_a_file_of_options(uptrain, model, tmp_path, line, words):
     uptrain(*fixed, "--config", path).refused("run.toml", "cannot be read")
 
 
+def test_text_that_no_command_line_can_give(uptrain, model, tmp_path):
+    (tmp_path / "run.toml").write_text('teacher = "a\\u0000b"\n')
+    fixed = ("run", model, "--data", tmp_path / "data", "--out", tmp_path / "run")
+    uptrain(*fixed, "--config", tmp_path / "run.toml").refused("run.toml", "text without the character NUL")
+
+
+@pytest.mark.parametrize("length", [240, 250, 300])
+def test_a_name_that_no_file_can_have(convert, uptrain, model, tmp_path, length):
+    """Of 240 it can, but not the staging folder's beside it."""
+    out = tmp_path / ("x" * length)
+    convert("mha-to-mqa", model, out, "--method", "mean").refused("x" * length)
+    texts = ("--data", model / "config.json", "--tokenizer", model, "--seq-len", 16)
+    uptrain("prepare", *texts, "--out", out).refused()
+    data = caches.write_cache(tmp_path / "cache", [[[5] * 40] * 9], 16)
+    options = ("--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 32)
+    if length > 255:
+        uptrain("run", model, "--data", data, "--out", out, *options).refused("x" * length)
+    assert not [path for path in tmp_path.iterdir() if "xxx" in path.name]
+
+
 # A run's folder
 
 
