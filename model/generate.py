@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model import checks, terminal
 from model.cache import KVCache
-from model.errors import CheckpointError
+from model.errors import CheckpointError, InputError
 from model.linear import linear
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
@@ -154,7 +154,11 @@ def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[f
 @click.option("--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True)
 def main(folder: Path, **options: Any) -> None:
     """Generate text with the checkpoint in FOLDER, on the CPU."""
-    show(folder, **options)
+    try:
+        show(folder, **options)
+    except (InputError, OSError) as error:
+        terminal.echo_line(f"Error: {error}")
+        raise SystemExit(2) from error
 
 
 class _CallableModule(ModuleType):

@@ -359,8 +359,8 @@ def test_shards_that_lose_all_their_tensors_are_gone(convert, tmp_path):
 
 def test_merges_are_shown_by_kind_and_layer(convert, tmp_path):
     for family, changes, kinds in (
-        ("stablelm", {"qk_layernorm": True}, ("k_proj.weight", "v_proj.weight", "norms.weight")),
-        ("phi3", {}, ("qkv_proj.weight, k", "qkv_proj.weight, v")),
+        ("stablelm", {"qk_layernorm": True}, ("k_proj", "v_proj", "k_layernorm.norms")),
+        ("phi3", {}, ("qkv_proj, k", "qkv_proj, v")),
     ):
         source = tiny.save(tiny.build(family, **changes), tmp_path / family)
         lines = convert(
