@@ -4,7 +4,6 @@ Exit codes: 0 success; 1 reading or writing failed midway (the same command cont
 3 `verify` found a difference; 4 it found none, but could not compare everything.
 """
 
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -80,13 +79,15 @@ def _conversion_options(command: Command) -> Command:
                          help="Fit output projections to what the layers gave before, where that holds on text that "
                          "was held out.  [default: only where no --method is given]"),
             click.option("--calibration", metavar="TEXT",
-                         help="What aligned, pca and fit see layers at work on: a .txt or .jsonl file (also .gz, .xz), "
-                         "a folder of them, hub:NAME[:[CONFIG:]SPLIT], or none.  "
-                         "[default: shipped, a text that comes with Groupwise]"),
+                         help="Text to run the model on, for aligned, pca and fit: shipped (a text of many kinds, part "
+                         "of Groupwise), self (the model writes it, which needs the whole model in memory), a .txt or "
+                         ".jsonl file (also .gz, .xz), a folder of them, or hub:NAME[:[CONFIG:]SPLIT]; self+shipped, "
+                         "self+TEXT, … take windows of each by turns. none merges by the weights alone.  "
+                         "[default: shipped]"),
             click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                          help="How much of it.  [default: 65536]"),
             click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
-                         help="Seed of --method random."),
+                         help="Seed of --method random and --calibration self."),
             _writing_options,
         )
     ):  # fmt: skip
@@ -165,6 +166,7 @@ def _convert(
     from convert.plan import make_plan
     from convert.wishes import Wishes, decide
     from model.checkpoint import open_checkpoint
+    from model.checkpoint.folder import CALIBRATION_TOKENS
     from model.checkpoint.writer import parse_size
 
     size = parse_size(max_shard_size) if max_shard_size is not None else None
@@ -190,12 +192,12 @@ def _convert(
         if recipe.method != REPEAT:
             show.merges(record["merge_report"])
         show.plan(summary)
-        terminal.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}{_calibration_option(plan)}")
-
-
-def _calibration_option(plan: "Plan") -> str:
-    sample = plan.recipe.sample
-    return "" if sample is None or sample.is_shipped else f" --calibration {shlex.quote(sample.name)}"
+        terminal.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
+        if plan.recipe.sample and plan.recipe.sample.private:
+            terminal.echo(
+                f"{CALIBRATION_TOKENS} holds the tokens of {plan.recipe.sample.label}, for verify; remove it before you "
+                "publish the folder, if that text is private."
+            )
 
 
 def _estimate(plan: "Plan", quiet: bool) -> dict[str, Any]:
@@ -268,14 +270,12 @@ def _look_at_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -
 @cli.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--calibration", metavar="TEXT",
-              help="The text that OUT was calibrated on, if not the one that comes with Groupwise.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
-def verify(source: Path, out: Path, calibration: str | None, as_json: bool) -> None:
+def verify(source: Path, out: Path, as_json: bool) -> None:
     """Check OUT against SOURCE.
 
     Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
-    anything differs, 4 if something could not be compared, as where the calibration text is needed and not given.
+    anything differs, 4 if something could not be compared, as where OUT has lost the tokens it was calibrated on.
     """
     from convert.verify import verify
     from model.checkpoint import open_checkpoint
@@ -283,7 +283,7 @@ def verify(source: Path, out: Path, calibration: str | None, as_json: bool) -> N
     with open_checkpoint(source) as checkpoint:
         total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         with terminal.progress_bar("Verifying", total, quiet=as_json) as progress:
-            findings = verify(checkpoint, out, progress, WORKERS, as_json, calibration)
+            findings = verify(checkpoint, out, progress, WORKERS, as_json)
     if as_json:
         terminal.print_json({"ok": findings.ok, **vars(findings)})
         sys.exit(_exit_code(findings))

@@ -4,15 +4,17 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert import provenance, side_files
 from convert.execute import execute, total_bytes
-from convert.plan import Plan, fingerprint
+from convert.plan import Plan, fingerprint, make_plan
+from convert.sample import pack
 from model import terminal
 from model.checkpoint import Checkpoint
-from model.checkpoint.folder import INDEX, json_text
+from model.checkpoint.folder import CALIBRATION_TOKENS, INDEX, json_text
 from model.checkpoint.hub import origin_of
 from model.checkpoint.writer import index_text
 from model.errors import CheckpointError, InputError
@@ -95,6 +97,7 @@ def run(
     staging = check(checkpoint, plan, out, overwrite)
     before = fingerprint(checkpoint, asked or plan)
     with _continued(staging, before):
+        plan = _with_own_text(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
         with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             execute(checkpoint, plan, staging, workers, progress)
@@ -120,6 +123,20 @@ def _continued(staging: Staging, fingerprint: str) -> Iterator[None]:
             raise
 
 
+def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
+    """Return the plan with all windows of its calibration text, once the model has written those it has to."""
+    sample = plan.recipe.sample
+    if sample is None or sample.ids_NT is not None or not plan.layers:
+        return plan
+    from convert.own_text import OwnText  # runs the model, and so needs torch
+
+    own = OwnText(checkpoint, sample.first, len(sample.own), sample.window, plan.recipe.seed)
+    with terminal.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
+        own_NT = own.write(staging.scratch / "own-text", progress)
+    recipe = replace(plan.recipe, sample=sample.with_own(own_NT))
+    return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
+
+
 def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:
     """Leave the layers in a folder that are merged by what they do on a text, if any are."""
     sample = plan.recipe.sample
@@ -139,23 +156,25 @@ def choose_recipe(
     from convert.choose import candidates, check_can_score, choose, work
 
     check_can_score(checkpoint)
-    tried = candidates(plan.recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
-    total = work(checkpoint, tried)
     staging = check(checkpoint, plan, out, overwrite)
-    bar = terminal.progress_bar("Choosing", total, quiet, unit="tokens x layers")
-    with _continued(staging, fingerprint(checkpoint, plan)), bar as progress:
-        return choose(checkpoint, plan.n_kv_heads, tried, staging, progress)
+    with _continued(staging, fingerprint(checkpoint, plan)):
+        recipe = _with_own_text(checkpoint, plan, staging, quiet).recipe
+        tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
+        total = work(checkpoint, tried)
+        with terminal.progress_bar("Choosing", total, quiet, unit="tokens x layers") as progress:
+            return choose(checkpoint, plan.n_kv_heads, tried, staging, progress)
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
     """Write everything but the weights; return the content of `groupwise.json`."""
     folder = staging.folder
     record = provenance.build(checkpoint, plan, staging)
-    index = index_text(plan.shards, plan.tensors)
+    index, sample = index_text(plan.shards, plan.tensors), plan.recipe.sample
     files: dict[str, Path | bytes] = {
         **side_files.copied(checkpoint, plan),
         "config.json": side_files.config_text(checkpoint, plan),
         **({} if index is None else {INDEX: index}),
+        **({} if sample is None else {CALIBRATION_TOKENS: pack(sample)}),
         provenance.FILE: json_text(record),
         "README.md": provenance.model_card(checkpoint, plan, origin_of(checkpoint.path)),
     }

@@ -1,4 +1,7 @@
-"""How long calibrating will take: its multiplications, at the speed this machine does them."""
+"""How long calibrating will take: its multiplications, at the speed this machine does them.
+
+Where the model writes the text, reading its weights and KV cache at each step may take longer than multiplying.
+"""
 
 import time
 from dataclasses import replace
@@ -15,11 +18,28 @@ from convert.sample import Sample
 _SIZE, _TIMES = 1024, 4
 _EFFICIENCY = 0.6
 """Of the speed of one matrix product, what calibrating reaches (SmolLM2-135M on two cores: 0.63)."""
+_WRITING_EFFICIENCY = 0.35
+"""The same of writing text (SmolLM2-135M on two cores, 64 rows: 0.39)."""
+_BYTES_PER_SECOND = 1e10
+"""At which weights are read from memory."""
 
 
 def calibration_seconds(plan: Plan) -> float:
     """Return an estimate in seconds; half or twice as long is possible. Takes a tenth of a second."""
-    return calibration_operations(plan) / (_EFFICIENCY * _operations_per_second())
+    speed = _operations_per_second()
+    return calibration_operations(plan) / (_EFFICIENCY * speed) + _writing_seconds(plan, speed)
+
+
+def _writing_seconds(plan: Plan, operations_per_second: float) -> float:
+    sample = plan.recipe.sample
+    if sample is None or not sample.own or not plan.layers:
+        return 0.0
+    from convert.own_text import BATCH_ROWS
+
+    numbers = sum(prod(tensor.shape) for tensor in plan.tensors.values())
+    computing = 2.0 * numbers * len(sample.own) * sample.window / (_WRITING_EFFICIENCY * operations_per_second)
+    steps = -(-len(sample.own) // BATCH_ROWS) * sample.window
+    return max(computing, steps * sample.own_bytes / _BYTES_PER_SECOND)
 
 
 def calibration_operations(plan: Plan) -> float:

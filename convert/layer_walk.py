@@ -165,10 +165,12 @@ def check_tokens(checkpoint: Checkpoint, sample: Sample) -> None:
     embedding = checkpoint.tensors.get(embedding_name(checkpoint))
     if embedding is None:
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {embedding_name(checkpoint)}.")
-    if sample.ids_NT is not None and sample.ids_NT.max() >= embedding.shape[0]:
+    known = [ids_NT for ids_NT in (sample.ids_NT, sample.read_NT) if ids_NT is not None and ids_NT.size]
+    largest = max((int(ids_NT.max()) for ids_NT in known), default=0)
+    if largest >= embedding.shape[0]:
         raise CheckpointError(
-            f"tokenizer.json gives the id {sample.ids_NT.max()}, but the model has {embedding.shape[0]} tokens; they "
-            "do not belong together."
+            f"tokenizer.json gives the id {largest}, but the model has {embedding.shape[0]} tokens; they do not belong "
+            "together."
         )
 
 

@@ -94,7 +94,10 @@ class Plan:
         """Estimate the peak of anonymous memory in bytes: per worker a group, its merged head and some scratch."""
         per_worker = 2 * self.largest_group + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
         merging = _INTERPRETER + self.reader_bytes + self.workers(wanted_workers) * per_worker
-        return max(merging, self._calibration_memory()) if self.recipe.sample else merging
+        sample = self.recipe.sample
+        if sample is None:
+            return merging
+        return max(merging, self._calibration_memory(), _TORCH + sample.own_bytes if sample.own else 0)
 
     def _calibration_memory(self) -> int:
         """Estimate what running one layer takes: its weights in float32, its attention and its moments in float64."""
@@ -251,6 +254,7 @@ def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
         "version": version("groupwise"),
         "groups": plan.n_kv_heads,
         "recipe": plan.recipe.record,
+        "calibration": plan.recipe.sample and plan.recipe.sample.facts,
         "shards": [[shard.name, shard.tensors, dict(shard.metadata)] for shard in plan.shards],
         "tensors": [[t.name, t.dtype, t.shape] for t in plan.tensors.values()],
         "code": plan.code and plan.code.settings,

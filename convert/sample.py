@@ -1,17 +1,18 @@
 """The text that a conversion is calibrated on, as windows of the model's own tokens.
 
-The text that ships with the project are speeches of presidents of the United States to Congress, in the public domain
-(`scripts/make_sample_text.py` says which).
+It is read (the text that ships with Groupwise, a file, a dataset), or written by the model itself (`convert.own_text`),
+or both, mixed window by window.
 """
 
 import hashlib
 import json
+import lzma
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO, TextIOWrapper
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from convert.recipe import NONE, NotFeasible
 from model import checks, compression
 from model.checkpoint import Checkpoint
+from model.checkpoint.folder import CALIBRATION_TOKENS
 from model.errors import CheckpointError
 from model.hub_dataset import HUB, hub_texts
 from model.reading import TOKENIZER_BYTES, read_bytes_up_to
@@ -26,56 +28,130 @@ from model.reading import TOKENIZER_BYTES, read_bytes_up_to
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SHIPPED = "shipped"
+SHIPPED, SELF = "shipped", "self"
 DEFAULT_TOKENS = 65_536
 LONGEST_WINDOW = 1024
 """Tokens that attention is watched over together: most of what it does happens within them, and cost grows with it."""
+MOST_TOKENS = 1 << 28
+"""What `verify` reads of an OUT's tokens, at most."""
 _PIECE = 1 << 16
 _TEXT = Path(__file__).parent / "sample_texts" / "speeches.txt.xz"
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Windows of tokens, and where they come from."""
+    """Windows of tokens, and where they come from. N windows, T tokens in each."""
 
     name: str
-    """`shipped`, or the path or dataset as it was given."""
-    sha256: str
-    """Of the ids: the same text through the same tokenizer."""
+    """`shipped`, `self`, the path or dataset as it was given, or several joined by +."""
     n_windows: int
     window: int
     """Tokens in each."""
     ids_NT: NDArray[np.int64] | None
-    """None where `verify` does not find the text again."""
+    """None until the model has written its windows, and where `verify` has no tokens."""
+    own: tuple[int, ...] = ()
+    """The windows that the model writes."""
+    first: tuple[int, ...] = ()
+    """What the tokenizer puts before a text."""
+    read_NT: NDArray[np.int64] | None = None
+    """The other windows, in order."""
+    own_bytes: int = 0
+    """Memory that writing takes, in bytes."""
 
     @property
     def n_tokens(self) -> int:
         return self.n_windows * self.window
 
     @property
-    def is_shipped(self) -> bool:
-        return self.name == SHIPPED
+    def parts(self) -> list[str]:
+        return split_name(self.name)
+
+    @property
+    def private(self) -> list[str]:
+        """The parts that are the user's own texts."""
+        return [part for part in self.parts if part not in (SHIPPED, SELF)]
 
     @property
     def label(self) -> str:
         """What to call the text, without the folders it lies in."""
-        if self.is_shipped:
-            return "the text that ships with Groupwise"
-        on_the_hub = self.name.startswith(HUB) and not Path(self.name.removeprefix(HUB)).is_absolute()
-        return self.name if on_the_hub else Path(self.name).name
+        return " and ".join(map(_label, self.parts))
 
     @property
     def record(self) -> dict[str, object]:
         """What `groupwise.json` says of it."""
         return {
-            "text": self.name, "sha256_of_ids": self.sha256, "windows": self.n_windows, "window": self.window,
+            "text": self.name, "sha256_of_ids": _sha256(self.ids_NT), "windows": self.n_windows, "window": self.window,
         }  # fmt: skip
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What the output depends on, as far as it is known before the model has written its windows."""
+        return {**self.record, "sha256_of_read": _sha256(self.read_NT)}
+
+    def with_own(self, own_NT: NDArray[np.int64]) -> "Sample":
+        """Return the sample with the windows that the model has written."""
+        assert self.read_NT is not None
+        ids_NT = np.empty((self.n_windows, self.window), dtype=np.int64)
+        ids_NT[list(self.own)] = own_NT
+        ids_NT[np.setdiff1d(np.arange(self.n_windows), self.own)] = self.read_NT
+        return replace(self, ids_NT=ids_NT)
+
+
+def _label(part: str) -> str:
+    on_the_hub = part.startswith(HUB) and not Path(part.removeprefix(HUB)).is_absolute()
+    known = {SHIPPED: "the text that ships with Groupwise", SELF: "text that the model wrote itself"}
+    return known.get(part) or (part if on_the_hub else Path(part).name)
+
+
+def _sha256(ids_NT: NDArray[np.int64] | None) -> str | None:
+    return None if ids_NT is None else hashlib.sha256(ids_NT.tobytes()).hexdigest()
+
+
+def split_name(name: str) -> list[str]:
+    """Return the parts of a --calibration: `self`, `shipped`, then a path or dataset, whose name may hold a +."""
+    parts: list[str] = []
+    while True:
+        word, plus, rest = name.partition("+")
+        if not plus or word not in (SELF, SHIPPED):
+            return [*parts, name]
+        parts.append(word)
+        name = rest
+
+
+def pack(sample: Sample) -> bytes:
+    """Return the token ids as OUT keeps them: xz of 16 or 32 bits each, little-endian, window after window."""
+    assert sample.ids_NT is not None
+    return lzma.compress(sample.ids_NT.astype("<u2" if sample.ids_NT.max() < 1 << 16 else "<u4").tobytes(), preset=9)
+
+
+def read_kept(folder: Path, recorded: dict[str, Any]) -> Sample:
+    """Return the sample that OUT was calibrated on, with the tokens that it keeps.
+
+    Raises CheckpointError where these are missing, damaged, or not those that `groupwise.json` records.
+    """
+    path, shape = folder / CALIBRATION_TOKENS, (recorded["windows"], recorded["window"])
+    sample = Sample(recorded["text"], *shape, None)
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
+    if min(shape) < 1 or not sample.n_tokens <= MOST_TOKENS:
+        raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
+    content = read_bytes_up_to(path, 4 * MOST_TOKENS)
+    decompressor = lzma.LZMADecompressor(memlimit=compression.MAX_WINDOW_BYTES)
+    try:
+        ids = decompressor.decompress(content, max_length=4 * sample.n_tokens + 1)
+    except lzma.LZMAError as error:
+        raise CheckpointError(f"{path} is damaged ({error})") from error
+    dtype = {2 * sample.n_tokens: "<u2", 4 * sample.n_tokens: "<u4"}.get(len(ids))
+    found = None if dtype is None else np.frombuffer(ids, dtype).astype(np.int64).reshape(shape)
+    if found is None or _sha256(found) != recorded["sha256_of_ids"]:
+        raise CheckpointError(f"{path} does not hold the tokens that were recorded at conversion")
+    return replace(sample, ids_NT=found)
 
 
 def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
-    """Read as many tokens as wanted of a text.
+    """Read as many tokens as wanted of a text, or of several by turns; what the model is to write comes later.
 
-    It is `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz), or a dataset of the hub.
+    A text is `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz), or a dataset of the hub.
 
     Raises NotFeasible where the checkpoint has no tokenizer.json, CheckpointError where the text is too short.
     """
@@ -83,16 +159,43 @@ def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
     n_windows = n_tokens // window
     if n_windows < 4:
         raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {4 * window}.")
-    first, ids = _tokens(checkpoint, name, n_windows * window)
+    parts = split_name(name)
+    if len(set(parts)) < len(parts) or "" in parts:
+        raise CheckpointError(
+            f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
+        )
+    # The period of this order is no divisor of four, as every fourth window is held out (`convert.refit`).
+    part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
+    tokenizer = _open_tokenizer(checkpoint)
+    first = _before_texts(tokenizer, checkpoint)
+    read_NT = np.zeros((n_windows, window), dtype=np.int64)
+    for number, part in enumerate(parts):
+        if part != SELF:
+            chosen = np.flatnonzero(np.equal(part_N, number))
+            read_NT[chosen] = _read_windows(tokenizer, checkpoint, part, first, (len(chosen), window))
+    own = tuple(n for n in range(n_windows) if parts[part_N[n]] == SELF)
+    read_NT = np.delete(read_NT, own, axis=0)
+    return Sample(name, n_windows, window, None if own else read_NT, own, tuple(first), read_NT)
+
+
+def _read_windows(
+    tokenizer: "Tokenizer", checkpoint: Checkpoint, name: str, first: list[int], shape: tuple[int, int]
+) -> NDArray[np.int64]:  # fmt: skip
+    """Return so many windows of a text, each beginning as a text does. Raises CheckpointError where it is too short."""
+    n_windows, window = shape
     length = window - len(first)
+    ids: list[int] = []
+    for piece in _pieces(name):
+        ids += _encode(tokenizer, piece, checkpoint)
+        if len(ids) >= n_windows * length:
+            break
     if length < 1 or len(ids) < n_windows * length:
         raise CheckpointError(
             f"the calibration text {name} has only {len(ids):,} tokens, not {n_windows} windows of {window}; "
             "give a longer one with --calibration, or fewer --calibration-tokens."
         )
     body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
-    ids_NT = np.concatenate([np.tile(np.asarray(first, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
-    return Sample(name, hashlib.sha256(ids_NT.tobytes()).hexdigest(), n_windows, window, ids_NT)
+    return np.concatenate([np.tile(np.asarray(first, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
 
 
 def _context(checkpoint: Checkpoint) -> int:
@@ -103,8 +206,7 @@ def _context(checkpoint: Checkpoint) -> int:
     return checks.whole_number(context, "config.json has max_position_embeddings", least=2)
 
 
-def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], list[int]]:
-    """Return what the tokenizer puts before a text (a beginning-of-text token, or nothing), and the text's tokens."""
+def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
     content = checkpoint.side_files.get("tokenizer.json")
     if content is None:
         raise NotFeasible(
@@ -122,14 +224,14 @@ def _tokens(checkpoint: Checkpoint, name: str, wanted: int) -> tuple[list[int], 
         raise CheckpointError(f"{checkpoint.path}/tokenizer.json is damaged ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    ids: list[int] = []
-    for piece in _pieces(name):
-        ids += _encode(tokenizer, piece, checkpoint)
-        if len(ids) >= wanted:
-            break
+    return tokenizer
+
+
+def _before_texts(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
+    """Return what the tokenizer puts before a text: a beginning-of-text token, or nothing."""
     added, bare = (_encode(tokenizer, "a", checkpoint, special) for special in (True, False))
     starts = added.index(bare[0]) if bare and bare[0] in added else 0
-    return added[:starts], ids
+    return added[:starts]
 
 
 def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: bool = False) -> list[int]:
@@ -179,8 +281,8 @@ def _files(name: str) -> list[Path]:
     if not files:
         why = "it holds no text that is read here" if path.exists() else "there is no such text"
         raise CheckpointError(
-            f"--calibration {name}: {why}; give a .txt or .jsonl file (also .gz, .xz), a folder of "
-            f"them, {HUB}NAME for a dataset of the hub, {SHIPPED}, or {NONE}."
+            f"--calibration {name}: {why}; give {SELF}, {SHIPPED}, a .txt or .jsonl file (also .gz, .xz), a folder "
+            f"of them, {HUB}NAME for a dataset of the hub, or {NONE}."
         )
     return files
 

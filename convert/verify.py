@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,11 +26,11 @@ from convert.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.plan import Plan, make_plan
 from convert.recipe import GROUPINGS, NONE, RENORMS, Recipe
 from convert.rounding import BFLOAT16
-from convert.sample import NO_TORCH, SHIPPED, Sample, read_sample
+from convert.sample import NO_TORCH, Sample, read_kept
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.folder import INDEX
 from model.checkpoint.writer import index_text
-from model.errors import CheckpointError, InputError
+from model.errors import CheckpointError
 from model.files import has_content
 
 PIECE = 8 << 20
@@ -70,19 +70,18 @@ def verify(
     progress: Callable[[int], None],
     workers: int,
     quiet: bool = True,
-    calibration: str | None = None,
 ) -> Findings:
     """Compare the folder `out_path` with what converting `source` must give. Progress counts bytes of OUT's tensors.
 
-    `calibration` is the text that OUT was calibrated on, where that is not the one that ships with the project. OUT
-    names it too, but OUT may come from anybody: what it names is neither opened nor fetched.
+    A calibration is repeated on the tokens that OUT keeps. The text that OUT names is neither opened nor fetched, since
+    OUT may come from anybody.
 
     Raises CheckpointError if either cannot be read at all or OUT does not say how it was made.
     """
     record = provenance.read(out_path)
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
-        plan = make_plan(source, record["groups"], _recipe(source, out_path, record, calibration, findings), None)
+        plan = make_plan(source, record["groups"], _recipe(source, out_path, record, findings), None)
         same_names = _compare_names(plan, out, findings)
         layers = _layers(source, plan, Path(scratch), findings, workers, quiet)
         checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
@@ -107,10 +106,8 @@ def verify(
     return findings
 
 
-def _recipe(
-    source: Checkpoint, out_path: Path, record: dict[str, Any], calibration: str | None, findings: Findings
-) -> Recipe:
-    """Return how OUT says it was made; without the calibration text, with a remark, where that is not at hand."""
+def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings: Findings) -> Recipe:
+    """Return how OUT says it was made; with a remark where it does not keep the tokens it was calibrated on."""
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     renorm, refit = record.get("renorm", NONE), record.get("refit", False)
@@ -118,33 +115,23 @@ def _recipe(
     if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     recorded = record.get("calibration")
-    sample = None if recorded is None else _sample(source, recorded, calibration, findings)
+    sample = None if recorded is None else _sample(source, out_path, recorded, findings)
     return Recipe(record["method"], record["seed"], renorm, refit, grouping, sample)
 
 
-def _sample(source: Checkpoint, recorded: dict[str, Any], given: str | None, findings: Findings) -> Sample:
-    """Return the recorded calibration text, with its tokens if it ships with the project or is given, and the same."""
-    known = Sample(
-        recorded["text"], recorded["sha256_of_ids"], recorded["windows"], recorded["window"], None
-    )  # fmt: skip
-    text = SHIPPED if known.is_shipped else given
+def _sample(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findings: Findings) -> Sample:
+    """Return what OUT was calibrated on, with the tokens that it keeps if they are the recorded ones."""
     try:
-        if text is None:
-            why = "it is opened only if you give it with --calibration"
-        elif not _is_same(sample := read_sample(source, text, known.n_tokens), known):
-            why = "it gives other tokens than at conversion"
-        elif find_spec("torch") is None:
-            why = NO_TORCH
-        else:
-            return replace(sample, name=known.name)
-    except (InputError, OSError) as error:
-        why = str(error)
-    findings.unchecked.append(f"the merged layers, since the calibration text {known.name} cannot be run again ({why})")
-    return known
+        if find_spec("torch") is None:
+            raise CheckpointError(NO_TORCH)
+        from convert.layer_walk import check_tokens
 
-
-def _is_same(sample: Sample, known: Sample) -> bool:
-    return (sample.sha256, sample.n_windows, sample.window) == (known.sha256, known.n_windows, known.window)
+        sample = read_kept(out_path, recorded)
+        check_tokens(source, sample)
+        return sample
+    except CheckpointError as error:
+        findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")
+    return Sample(recorded["text"], recorded["windows"], recorded["window"], None)
 
 
 def _layers(

@@ -20,7 +20,7 @@ class Wishes:
     refit: bool = False
     grouping: str = GROUPINGS[0]
     calibration: str | None = None
-    """`none`, `shipped`, the path of a text, or `hub:NAME…`."""
+    """`none`, `shipped`, `self`, the path of a text, `hub:NAME…`, or several joined by +."""
     calibration_tokens: int | None = None
 
     @property
@@ -93,10 +93,15 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, wishes: Wishes) -> Recip
     """Return the recipe with its text. Raises NotFeasible where the model cannot be run on one."""
     try:
         from convert.layer_walk import check_can_walk, check_tokens
+        from convert.own_text import OwnText
     except ImportError as error:
         raise NotFeasible(NO_TORCH) from error
     check_can_walk(checkpoint)
     text, n_tokens = wishes.calibration or SHIPPED, wishes.calibration_tokens or DEFAULT_TOKENS
     sample = read_sample(checkpoint, text, n_tokens)
     check_tokens(checkpoint, sample)
+    if sample.own:
+        own = OwnText(checkpoint, sample.first, len(sample.own), sample.window, wishes.seed)
+        own.check_memory()
+        sample = replace(sample, own_bytes=own.memory)
     return replace(recipe, sample=sample)

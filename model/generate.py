@@ -103,7 +103,10 @@ def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch
     """Choose each row's next token, [B]."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
-    p_BV, order_BV = (logits_BV / temperature).softmax(dim=-1).sort(dim=-1, descending=True)
+    p_BV = (logits_BV / temperature).softmax(dim=-1)
+    if top_p == 1:
+        return torch.multinomial(p_BV, 1, generator=generator)[:, 0]
+    p_BV, order_BV = p_BV.sort(dim=-1, descending=True)
     before_BV = p_BV.cumsum(dim=-1) - p_BV
     p_BV = p_BV.masked_fill(before_BV >= top_p, 0.0)
     choice_B1 = torch.multinomial(p_BV, 1, generator=generator)

@@ -25,8 +25,11 @@ LEFT_OUT_FOLDERS = (
     ".git", ".cache", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
 )  # fmt: skip
 
+CALIBRATION_TOKENS = "groupwise_calibration.xz"
+"""The tokens that a converted model was calibrated on (`convert.sample.pack`)."""
+
 # These are rewritten by the converter rather than copied.
-OWN_FILES = ("config.json", "groupwise.json")
+OWN_FILES = ("config.json", "groupwise.json", CALIBRATION_TOKENS)
 
 LFS_POINTER = b"version https://git-lfs"
 WEIGHTS = (

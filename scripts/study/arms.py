@@ -16,6 +16,8 @@ from plan import Arm, Stage, arms_of
 from prepare import Place
 from results import Line, is_parent, read
 
+REGISTERS = "REGISTERS"
+"""In a plan's arguments, the folder of texts to calibrate on, one a register."""
 NEVER = 10**9
 """Steps between evaluations, so that only the ends of an uptraining are measured."""
 
@@ -33,6 +35,11 @@ class Subject:
     tokens: str
     global_batch_tokens: int
     precision: str
+
+    @property
+    def registers(self) -> Path:
+        """Texts of many kinds: held-out/ to measure on, own/ to calibrate on."""
+        return self.caches / "registers"
 
 
 @dataclass(frozen=True)
@@ -109,8 +116,12 @@ def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
         started = time.perf_counter()
         measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
         line = describe(place, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
+        if place.plan.behaviour or place.plan.registers:
+            measured = model if stage is None else export(folder / "run")
         if place.plan.behaviour:
-            line["behaviour"] = behave(place, case, model if stage is None else export(folder / "run"))
+            line["behaviour"] = behave(place, case, measured)
+        if place.plan.registers:
+            line["registers"] = on_registers(case, measured)
         append(place.results, line)
         what = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
         tell(f"{case.name}, {what}: {measures['loss']:.4f}, {line['seconds']} s")
@@ -122,7 +133,9 @@ def begin(place: Place, case: Case, out: Path) -> Path:
     """Return the model that an arm begins with; convert, if it is a merge."""
     if case.arm.convert is None:
         return place.parent(case.subject.seed, case.groups) if case.arm.from_nothing else case.subject.folder
-    arguments = ("--groups", case.groups, *case.arm.convert, "--overwrite", "--json")
+    own = str(case.subject.registers / "own")
+    convert = (word.replace(REGISTERS, own) for word in case.arm.convert)
+    arguments = ("--groups", case.groups, *convert, "--overwrite", "--json")
     programs.run("convert", "mha-to-gqa", case.subject.folder, out, *arguments)
     return out
 
@@ -156,6 +169,13 @@ def export(run: Path) -> Path:
 def behave(place: Place, case: Case, model: Path) -> Line:
     words = (model, "--parent", case.subject.folder, "--texts", place.valid_texts)
     found: Line = json.loads(programs.run("scripts.study.behaviour", *words))
+    return found
+
+
+def on_registers(case: Case, model: Path) -> dict[str, float]:
+    """Return the loss on each register's held-out texts."""
+    words = (model, "--registers", case.subject.registers / "held-out")
+    found: dict[str, float] = json.loads(programs.run("scripts.study.on_registers", *words))
     return found
 
 

@@ -111,6 +111,9 @@ class Plan:
     outside: tuple[Outside, ...] = ()
     behaviour: bool = False
     """Whether it is also measured where in a text models fail, and what they write."""
+    registers: bool = False
+    """Whether losses are also measured on texts of many kinds, those of --registers. In the arguments of `convert`,
+    REGISTERS stands for the folder of texts to calibrate on, one .jsonl a kind."""
 
 
 def find_plan(name: str) -> Path:

@@ -7,7 +7,7 @@ The folder of a plan:
     train/ valid/              token caches
     parent-0/ parent-0-hf/     the run that trained the parent of seed 0, and the parent
     parent-0-g2/ …             the same with 2 K/V heads from nothing
-    smollm2/                   model/, train/ and valid/ of a parent from elsewhere
+    smollm2/                   model/, train/ and valid/ of a parent from elsewhere; registers/ with its chats
     arms/                      what is being converted and trained just now
     plan.json                  what of the plan all this depends on
     results.jsonl lock
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import programs
 from plan import SHARED, Outside, Plan, PlanError, Vocabulary
@@ -44,6 +45,8 @@ class Place:
     work: Path
     texts: Path | None
     """The folder of --texts."""
+    registers: Path | None = None
+    """The folder of --registers."""
 
     @property
     def home(self) -> Path:
@@ -123,6 +126,10 @@ def outside_steps(place: Place, outside: Outside) -> list[Step]:
         Step(folder / "model", partial(fetch_model, outside, folder / "model")),
         Step(folder / "valid", partial(cache, "valid", outside.windows)),
     ]
+    if place.plan.registers:
+        steps.append(
+            Step(folder / "registers", partial(render_registers, place, folder / "model", folder / "registers"))
+        )
     return [*steps, Step(folder / "train", partial(cache, "train", None))] if outside.uptrain else steps
 
 
@@ -214,6 +221,32 @@ def fetch_model(outside: Outside, out: Path) -> None:
 
         source = str(find_model(source.removeprefix("package:")))
     programs.run("convert", "to-hf", source, out, "--json")
+
+
+def render_registers(place: Place, model: Path, out: Path) -> None:
+    """Copy the texts of many kinds; chats are written in the model's template."""
+    if place.registers is None:
+        raise PlanError(
+            f"the plan {place.plan.name} measures on many kinds of text; say with --registers where they lie."
+        )
+    from model.tokenizer import open_tokenizer
+
+    tokenizer, folder = open_tokenizer(model), _fresh(out.with_suffix(".partial"))
+    for part in ("held-out", "own"):
+        (folder / part).mkdir()
+        for source in sorted((place.registers / part).glob("*.jsonl")):
+            with source.open() as documents, (folder / part / source.name).open("w") as file:
+                for line in documents:
+                    file.write(json.dumps({"text": _as_text(json.loads(line), tokenizer)}, ensure_ascii=False) + "\n")
+    folder.rename(out)
+
+
+def _as_text(document: dict[str, Any], tokenizer: Any) -> str:
+    if "text" in document:
+        return str(document["text"])
+    if tokenizer.chat_template:
+        return str(tokenizer.apply_chat_template(document["messages"], tokenize=False))
+    return "".join(f"{turn['role'].title()}: {turn['content']}\n\n" for turn in document["messages"])
 
 
 def train_parent(place: Place, seed: int, groups: int | None) -> None:

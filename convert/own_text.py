@@ -1,0 +1,200 @@
+"""Let a model write the text that it is calibrated on: `--calibration self`.
+
+A document begins with the token that stands before a text and a random token of the vocabulary (as in LLM-QAT, Liu et
+al. 2023, arXiv:2305.17888, section 3.1), or, every other one, with what a chat template puts before a user's words (as
+in Magpie, Xu et al. 2024, arXiv:2406.08464). The model writes on from there. Where it ends a document, the next begins,
+until the window is full.
+
+    FOLDER/batch-0003.ids     the token ids of a finished batch, int64 [rows, tokens]
+
+A killed run continues with the batch it was at, and gives the same ids: each batch has a seed of its own.
+Letters: B rows, T tokens, N windows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from convert.layer_walk import Progress
+from model import terminal
+from model.cache import KVCache
+from model.checkpoint import Checkpoint
+from model.errors import CheckpointError
+from model.files import copy_file, replace_file
+from model.generate import choose, decode
+from model.llama import LlamaForCausalLM
+from model.llama_config import read_llama_config
+from model.loading import embedding_name, load_llama, stop_ids
+from model.tokenizer import open_tokenizer
+
+TEMPERATURE, TOP_P = 1.0, 1.0
+"""By docs/study.md, "What the merge is calibrated on"."""
+BATCH_ROWS = 64
+CACHE_BYTES = 4 << 30
+"""What the KV cache of a batch may take: where it would take more, fewer rows are written together."""
+_MARK = "\N{REPLACEMENT CHARACTER}words\N{REPLACEMENT CHARACTER}"
+_TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template")
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """What a model is to write."""
+
+    checkpoint: Checkpoint
+    first: tuple[int, ...]
+    """What its tokenizer puts before a text."""
+    n_windows: int
+    window: int
+    """Tokens in each."""
+    seed: int
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_windows * self.window
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the model takes with the KV cache and the logits of a batch."""
+        weights = sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
+        config = read_llama_config(self.checkpoint.config)
+        return weights + self._rows * (self._row_bytes + 3 * 4 * config.vocab_size)
+
+    @cached_property
+    def operations(self) -> float:
+        """Floating-point operations, at one multiplication and one addition for each weight and token."""
+        numbers = sum(prod(t.shape) for t in self.checkpoint.tensors.values())
+        return 2.0 * numbers * self.n_tokens
+
+    def check_memory(self) -> None:
+        """Raise CheckpointError where the machine has less memory than the model takes."""
+        available = psutil.virtual_memory().available
+        if self.memory > available:
+            raise CheckpointError(
+                f"--calibration self holds the whole model in memory, which takes {self.memory / 1e9:.1f} GB; "
+                f"{available / 1e9:.1f} GB are free. Calibrate on a text instead (--calibration shipped, or a file), "
+                "which needs one layer at a time, or convert where there is more memory."
+            )
+
+    def write(self, folder: Path, progress: Progress) -> NDArray[np.int64]:
+        """Return what the model writes, [N, T]. Progress counts tokens.
+
+        Raises CheckpointError where the model cannot be loaded, or makes NaN.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        starts = range(0, self.n_windows, self._rows)
+        batches = {folder / f"batch-{number:04}.ids": start for number, start in enumerate(starts)}
+        left = {file: start for file, start in batches.items() if not file.exists()}
+        progress(self.n_tokens - sum(self._rows_from(start) * self.window for start in left.values()))
+        if left:
+            writer = _Writer(self.checkpoint, self.first)
+            for file, start in left.items():
+                ids_BT = writer.write(self._rows_from(start), self.window, (self.seed, start), progress)
+                replace_file(file, ids_BT.tobytes())
+        found = [np.frombuffer(file.read_bytes(), np.int64) for file in batches]
+        return np.concatenate(found).reshape(self.n_windows, self.window)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes that a row's KV cache takes."""
+        config = read_llama_config(self.checkpoint.config)
+        bytes_per_value = max(t.nbytes // prod(t.shape) for t in self.checkpoint.tensors.values() if t.shape)
+        return 2 * config.n_layers * config.n_kv_heads * config.head_dim * self.window * bytes_per_value
+
+    @property
+    def _rows(self) -> int:
+        """How many rows are written together. It depends on nothing but the model, as the ids depend on it."""
+        return max(1, min(BATCH_ROWS, CACHE_BYTES // self._row_bytes))
+
+    def _rows_from(self, start: int) -> int:
+        return min(self._rows, self.n_windows - start)
+
+
+class _Writer:
+    """A model in memory, and what its documents begin with."""
+
+    def __init__(self, checkpoint: Checkpoint, first: Sequence[int]) -> None:
+        self._model: LlamaForCausalLM = load_llama(checkpoint, None, "cpu")
+        self._ends = frozenset(stop_ids(checkpoint))
+        self._first = tuple(first) or _token_before_texts(checkpoint) or tuple(sorted(self._ends))[:1]
+        self._chat, special = _read_tokenizer(checkpoint)
+        n_rows = checkpoint.tensors[embedding_name(checkpoint)].shape[0]
+        self._vocabulary = np.setdiff1d(np.arange(min(n_rows, self._model.config.vocab_size)), special)
+
+    @torch.inference_mode()
+    def write(self, n_rows: int, window: int, seed: tuple[int, int], progress: Progress) -> NDArray[np.int64]:
+        """Return rows of so many tokens, [B, T]."""
+        config, weight = self._model.config, self._model.head_weight
+        rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed[0] * 1_000_003 + seed[1])
+        beginnings = self._beginnings(rng)
+        given: list[list[int]] = [[] for _ in range(n_rows)]  # tokens that come next, whatever the model chooses
+        after_end: list[list[list[int]]] = [[] for _ in range(n_rows)]  # what is given when the model ends a text
+        cache = KVCache(config, n_rows, window, weight.dtype, weight.device)
+        ids_BT = np.empty((n_rows, window), dtype=np.int64)
+        chosen_B: list[int | None] = [None] * n_rows
+        for t in range(window):
+            for row, chosen in enumerate(chosen_B):
+                if not given[row] and (chosen is None or chosen in self._ends):
+                    if not after_end[row]:
+                        after_end[row] = next(beginnings)
+                    given[row] = [*([] if chosen is None else [chosen]), *after_end[row].pop(0)]
+                following = given[row].pop(0) if given[row] else chosen
+                assert following is not None, "the first documents give at least one token"
+                ids_BT[row, t] = following
+            logits_BV = decode(self._model, torch.from_numpy(ids_BT[:, t]), cache)
+            if not logits_BV.isfinite().all():
+                raise CheckpointError("the model makes NaN or infinite values of its own text; it is damaged.")
+            chosen_B = choose(logits_BV, TEMPERATURE, TOP_P, generator).tolist()
+            progress(n_rows)
+        return ids_BT
+
+    def _beginnings(self, rng: np.random.Generator) -> Iterator[list[list[int]]]:
+        """Yield what to give of one document after another: at its beginning, and each time the model ends a part."""
+        while True:
+            yield [[*self._first, int(rng.choice(self._vocabulary))]]
+            if self._chat:
+                yield [list(part) for part in self._chat]
+
+
+def _token_before_texts(checkpoint: Checkpoint) -> tuple[int, ...]:
+    found = checkpoint.config.get("bos_token_id")
+    return (found,) if type(found) is int and found >= 0 else ()
+
+
+def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+    """Return what the chat template puts before a user's words and before the answer, and the ids of special tokens.
+
+    Without a template, nothing.
+    """
+    with TemporaryDirectory() as folder:
+        for name, content in checkpoint.side_files.items():
+            if name.startswith(_TOKENIZER_FILES):
+                copy_file(content, Path(folder) / name)
+        tokenizer: Any = open_tokenizer(Path(folder))
+    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    if not tokenizer.chat_template:
+        return (), special
+    try:
+        chat = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
+        parts = str(tokenizer.apply_chat_template(chat, tokenize=False)).split(_MARK)
+    except Exception as error:  # a template may raise what it likes
+        terminal.warn(f"the chat template cannot be used ({error}); no text begins with it.")
+        return (), special
+    if len(parts) != 3:
+        terminal.warn("the chat template leaves out what a user says; no text begins with it.")
+        return (), special
+    before, between, _ = (tuple(tokenizer(part, add_special_tokens=False).input_ids) for part in parts)
+    return (before, _without_end(between, special)), special
+
+
+def _without_end(between: tuple[int, ...], special: Sequence[int]) -> tuple[int, ...]:
+    """Return what comes after the token that ends the user's words, which the model writes itself."""
+    return between[1:] if between and between[0] in special else between

@@ -1,0 +1,53 @@
+"""Measure a model's loss on held-out texts of many kinds (registers), which `scripts/study/registers.py` makes.
+
+    python -m scripts.study.on_registers MODEL --registers FOLDER      prints JSON: nats per token, by register
+
+Each register is measured on the same number of windows, which lie evenly in its documents.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import torch
+from tokenizers import Tokenizer
+
+from model.llama import LlamaForCausalLM
+from model.loading import load_model
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+BATCH = 4
+
+
+@click.command(help=__doc__)
+@click.argument("model", type=FOLDER)
+@click.option("--registers", type=FOLDER, required=True, help="Where the texts lie, one .jsonl a register.")
+@click.option("--windows", type=click.IntRange(min=1), default=16, show_default=True, help="Of each register.")
+@click.option("--length", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window.")
+def main(model: Path, registers: Path, windows: int, length: int) -> None:
+    tokenizer, loaded = Tokenizer.from_file(str(model / "tokenizer.json")), load_model(model, torch.float32)
+    assert isinstance(loaded, LlamaForCausalLM)
+    files = sorted(registers.glob("*.jsonl"))
+    print(json.dumps({file.stem: loss_on(loaded, ids_of(tokenizer, file), windows, length) for file in files}))
+
+
+def ids_of(tokenizer: Tokenizer, file: Path) -> list[int]:
+    """Return a register's documents, one after another."""
+    with file.open() as lines:
+        return [token for line in lines for token in tokenizer.encode(json.loads(line)["text"]).ids]
+
+
+@torch.inference_mode()
+def loss_on(model: LlamaForCausalLM, ids: Sequence[int], windows: int, length: int) -> float:
+    """Return the mean loss on windows that lie evenly in the tokens, in nats. Raises SystemExit where there are few."""
+    if len(ids) < windows * length:
+        raise SystemExit(f"a register has {len(ids)} tokens; {windows} windows of {length} need {windows * length}.")
+    starts = [n * (len(ids) - length) // max(windows - 1, 1) for n in range(windows)]
+    ids_NT = torch.tensor([ids[start : start + length] for start in starts])
+    sums = [model(ids_BT, labels_BT=ids_BT) for ids_BT in ids_NT.split(BATCH)]
+    return sum(float(loss) for loss, _ in sums) / sum(int(n) for _, n in sums)
+
+
+if __name__ == "__main__":
+    main()
