@@ -1,0 +1,256 @@
+"""Read a file of a package as held-out documents.
+
+A reader takes a file and returns its documents, each a text or, for dialogues, a list of messages.
+"""
+
+import ast
+import bz2
+import html
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Document = str | list[dict[str, str]]
+
+LONGEST_LINE = 400
+"""Characters; a longer line in a source file is generated or minified code, or data."""
+PAGE = 8_000
+"""Characters of one document of a long HTML page."""
+ARTICLES = 6
+"""Short news articles in one document."""
+TURNS = 24
+"""Messages of a dialogue, at most."""
+LETTERS_OF_PROSE = 400
+"""Characters; a shorter answer says too little."""
+
+COMMENT = re.compile(r"\A(?:#![^\n]*\n|\s+)*(?:/\*.*?\*/|<!--.*?-->|(?:(?://|#)[^\n]*\n)+)\s*", re.DOTALL)
+
+
+def messages(*turns: str) -> list[dict[str, str]]:
+    """Return a dialogue that the user begins."""
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def plain(file: Path) -> list[Document]:
+    return [file.read_text(encoding="utf-8", errors="replace").strip()]
+
+
+def code(file: Path) -> list[Document]:
+    """Return a source file without its licence, or nothing where its lines were not written by hand."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    header = COMMENT.match(text)
+    if header and re.search(r"copyright|licen[cs]e", header[0], re.IGNORECASE):
+        text = text[header.end() :]
+    return [text.strip()] if all(len(line) <= LONGEST_LINE for line in text.splitlines()) else []
+
+
+class Paragraphs(HTMLParser):
+    """The text of an HTML page, by paragraphs, without what surrounds an article: menus, contents and scripts."""
+
+    BLOCKS = frozenset("h1 h2 h3 h4 h5 h6 p div li dt dd pre td th tr table ul ol dl blockquote section article hr".split())
+    ASIDE = frozenset("head script style nav header footer form".split())
+    ASIDE_CLASS = re.compile(r"\b(nav|docnav|navheader|navfooter|toc|contents|sidebar|header|footer|banner|headerlink)\b")
+    CLASSED = frozenset("div ul table p a section dl".split())
+    """Elements that always have an end tag, and so can be skipped by counting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paragraphs: list[tuple[str, str]] = []
+        """The element, and its text."""
+        self.block, self.parts = "p", list[str]()
+        self.skipped, self.depth = "", 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self.depth:
+            self.depth += tag == self.skipped
+            return
+        named = " ".join(value or "" for key, value in attrs if key in ("class", "id"))
+        if tag in self.ASIDE or (tag in self.CLASSED and self.ASIDE_CLASS.search(named)):
+            self.skipped, self.depth = tag, 1
+        elif tag in self.BLOCKS:
+            self.end_paragraph()
+            self.block = tag
+        elif tag == "br":
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.depth:
+            self.depth -= tag == self.skipped
+        elif tag in self.BLOCKS:
+            self.end_paragraph()
+            self.block = "p"
+
+    def handle_data(self, data: str) -> None:
+        if not self.depth:
+            self.parts.append(data)
+
+    def end_paragraph(self) -> None:
+        text = "".join(self.parts)
+        text = text.strip("\n") if self.block == "pre" else " ".join(text.split())
+        if text.strip():
+            self.paragraphs.append((self.block, text.rstrip()))
+        self.parts = []
+
+
+def paragraphs(file: Path) -> list[tuple[str, str]]:
+    parser = Paragraphs()
+    parser.feed(file.read_text(encoding="utf-8", errors="replace"))
+    parser.close()
+    parser.end_paragraph()
+    return parser.paragraphs
+
+
+def prose(file: Path) -> list[Document]:
+    """Return the text of an HTML page, a long one in several documents."""
+    pieces, length = [list[str]()], 0
+    for _, text in paragraphs(file):
+        if length + len(text) > PAGE and pieces[-1]:
+            pieces.append([])
+            length = 0
+        pieces[-1].append(text)
+        length += len(text) + 2
+    return ["\n\n".join(piece) for piece in pieces]
+
+
+def translated(file: Path) -> list[Document]:
+    """Return the text of an HTML page that is not in English: manuals leave new pages untranslated."""
+    return [text for text in prose(file) if isinstance(text, str) and len(re.findall(r"\bthe\b", text)) * 1000 < len(text)]
+
+
+def faq(file: Path) -> list[Document]:
+    """Return a dialogue for each heading of an HTML page that is a question."""
+    found: list[Document] = []
+    sections = groupby_heading(paragraphs(file))
+    for heading, texts in sections:
+        question = re.sub(r"^(Chapter\s)?[\d.]+\s*", "", heading).strip()
+        answer = "\n\n".join(texts)
+        if question.endswith("?") and len(answer) >= LETTERS_OF_PROSE:
+            found.append(messages(question, answer))
+    return found
+
+
+def groupby_heading(page: list[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
+    heading, texts = "", list[str]()
+    for block, text in [*page, ("h1", "")]:
+        if re.fullmatch(r"h\d", block):
+            yield heading, texts
+            heading, texts = text, []
+        else:
+            texts.append(text)
+
+
+def news(file: Path) -> list[Document]:
+    """Return the Lee corpus, one article a line, several articles to a document."""
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    return ["\n\n".join(lines[i : i + ARTICLES]) for i in range(0, len(lines), ARTICLES)]
+
+
+def wiki(file: Path) -> list[Document]:
+    """Return the articles of a compressed dump of Wikipedia, without mark-up."""
+    dump = bz2.decompress(file.read_bytes()).decode()
+    pages = re.findall(r"<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", dump, re.DOTALL)
+    return [f"{title}\n\n{article(html.unescape(text))}" for title, text in pages if not text.lower().startswith("#redir")]
+
+
+def article(text: str) -> str:
+    text = re.split(r"\n==+ *(?:See also|References|Notes|External links|Further reading) *==+", text)[0]
+    text = re.sub(r"<!--.*?-->|<ref[^>]*/>|<ref.*?</ref>|<gallery.*?</gallery>", "", text, flags=re.DOTALL)
+    # Inner templates first.
+    while re.search(r"\{[{|][^{}]*\}", text):
+        text = re.sub(r"\{\{[^{}]*\}\}|\{\|[^{}]*\|\}|\{[{|][^{}]*\}", "", text)
+    text = re.sub(r"\[\[(?:File|Image|Category):(?:[^\[\]]|\[\[[^\[\]]*\]\])*\]\]", "", text)
+    text = re.sub(r"\[\[(?:[^\[\]|]*\|)?([^\[\]]*)\]\]", r"\1", text)
+    text = re.sub(r"\[https?://\S+ ([^\]]*)\]|'{2,}|</?\w[^>]*>", r"\1", text)
+    return re.sub(r"\n{3,}", "\n\n", html.unescape(text)).strip()
+
+
+def formulas(file: Path) -> list[Document]:
+    """Return the docstrings and other texts of a Python file that hold several formulas in TeX."""
+    found: list[Document] = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            count = len(re.findall(r":math:|\.\. math::|`\\|\$\$", node.value))
+            if count >= 4 and count * 400 > len(node.value):
+                first, _, rest = node.value.partition("\n")
+                margin = min((len(s) - len(s.lstrip()) for s in rest.splitlines() if s.strip()), default=0)
+                found.append("\n".join([first.strip(), *(line[margin:] for line in rest.splitlines())]).strip())
+    return found
+
+
+class AnyTag(yaml.SafeLoader):
+    """Reads YAML whose tags belong to a program."""
+
+
+AnyTag.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
+def word_problems(file: Path) -> list[Document]:
+    """Return the worked examples of an evaluation's prompt as one document."""
+    found: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), AnyTag)
+    samples = found["fewshot_config"]["samples"]
+    return ["\n\n".join(f"Question: {s['question']}\n\nAnswer: {s['target']}" for s in samples)]
+
+
+def solved(file: Path) -> list[Document]:
+    """Return the problems and solutions in a Python file's literals as one document."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Dict) and all(isinstance(value, ast.Constant) for value in node.values):
+            sample = ast.literal_eval(node)
+            if {"problem", "solution"} <= sample.keys():
+                found.append(f"Problem: {sample['problem']}\n\nSolution: {sample['solution']}")
+    return ["\n\n".join(found)]
+
+
+def chitchat(file: Path) -> list[Document]:
+    """Return what two people wrote to each other, each one's messages in a row as one."""
+    found: list[Document] = []
+    for talk in json.loads(file.read_text(encoding="utf-8")).values():
+        said = [message for turn in talk["messages"] for message in turn]
+        turns = ["\n".join(m["text"] for m in of) for _, of in groupby(said, key=lambda m: m["sender"])]
+        if len(turns) >= TURNS:
+            found.append(messages(*turns[:TURNS]))
+    return found
+
+
+def small_talk(file: Path) -> list[Document]:
+    """Return a category of ChatterBot's corpus as one dialogue."""
+    talks = yaml.load(file.read_text(encoding="utf-8"), AnyTag)["conversations"]
+    pairs = [turn for talk in talks for turn in talk[: len(talk) // 2 * 2]]
+    return [messages(*map(str, pairs[:TURNS]))]
+
+
+def reasoning(file: Path) -> list[Document]:
+    """Return a dialogue for each subject of the MMLU prompts with reasoned answers."""
+    subjects = json.loads(file.read_text(encoding="utf-8")).values()
+    asked = [re.findall(r"^Q: (.*?)^A: (.*?)(?=^Q: |\Z)", text, re.DOTALL | re.MULTILINE) for text in subjects]
+    return [messages(*(turn.strip() for pair in pairs for turn in pair)) for pairs in asked if pairs]
+
+
+def functions(file: Path) -> list[Document]:
+    """Return dialogues that ask for the functions of a Python file by their docstrings."""
+    text = file.read_text(encoding="utf-8-sig")
+    found: list[Document] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
+            source = ast.get_source_segment(text, node) or ""
+            if node.col_offset == 0 and len(said) >= 150 and len(said) * 2 < len(source) < 4000:
+                names = ", ".join(argument.arg for argument in node.args.args)
+                ask = f"Write a Python function `{node.name}({names})` that does the following.\n\n{said}"
+                found.append(messages(ask, f"```python\n{source}\n```"))
+    return found
+
+
+def novels(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the author and title, and the text from its second third on, of each book of a compressed file."""
+    with lzma.open(file, "rt", encoding="utf-8") as lines:
+        for book in map(json.loads, lines):
+            _, _, text = book["text"][len(book["text"]) // 3 :].partition("\n\n")
+            yield f"{book['author']}, {book['title']}", text

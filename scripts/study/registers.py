@@ -1,0 +1,120 @@
+"""Write held-out texts of many kinds, to judge merges by.
+
+    python -m scripts.study.registers OUT --books FOLDER
+
+OUT/REGISTER.jsonl holds a document a line: {"text": …}, or {"messages": […]} in `chat`. OUT/registers.json says where
+each register is from. With --record, a file of sources and fingerprints (winnowing.py) is written too, by which a text
+is shown to hold none of them. The texts are other people's, and stay out of the repository.
+"""
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+
+from scripts.study import register_readers as read
+from scripts.study.packages import unpacked
+from scripts.study.register_readers import Document
+from scripts.study.register_sources import PARTS, Part
+from scripts.study.winnowing import RUN, fingerprints
+
+LONGEST, SHORTEST = 8_000, 1_200
+"""Characters of a document at most, bytes at least: a Chinese character says more than a letter."""
+NOVELS = 12
+WINDOW = 120
+"""Of the recorded fingerprints: a shared passage of RUN + WINDOW - 1 words shows."""
+
+
+@click.command(help=__doc__)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--books", type=click.Path(exists=True, path_type=Path), required=True, help="Holds valid.jsonl.xz.")
+@click.option("--cache", type=click.Path(path_type=Path), help="Where packages are unpacked (OUT/cache).")
+@click.option("--record", type=click.Path(path_type=Path), help="The file of fingerprints to write.")
+def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    summary, marks = {}, {}
+    for register in ("novels", *PARTS):
+        if register == "novels":
+            documents, sources = novels(books)
+        else:
+            documents, sources = collected(PARTS[register], cache or out / "cache")
+        lines = "".join(json.dumps(line(document), ensure_ascii=False) + "\n" for document in documents)
+        (out / f"{register}.jsonl").write_bytes(lines.encode())
+        texts = [content(document) for document in documents]
+        summary[register] = {
+            "documents": len(documents),
+            "characters": sum(map(len, texts)),
+            "sha256": sha256(lines.encode()).hexdigest(),
+            "sources": sources,
+        }
+        marks[register] = " ".join(sorted(set[str]().union(*(fingerprints(text, WINDOW) for text in texts))))
+        print(f"{register:14} {len(documents):3} documents {sum(map(len, texts)):7} characters", flush=True)
+    (out / "registers.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    if record:
+        held = {name: {**found, "fingerprints": marks[name]} for name, found in summary.items()}
+        found = {"run": RUN, "window": WINDOW, "registers": held}
+        record.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def novels(books: Path) -> tuple[list[Document], list[Any]]:
+    found = list(islice(read.novels(books / "valid.jsonl.xz"), NOVELS))
+    return [cut(text) for _, text in found], [{"novel": title} for title, _ in found]
+
+
+def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Any]]:
+    documents: list[Document] = []
+    sources = []
+    for part in parts:
+        folder = unpacked(part.package, cache)
+        taken = spaced(list(readable(part, folder)), part.take)
+        if len(taken) < part.take:
+            raise click.ClickException(f"{part.package.label}: {part.pattern} gives {len(taken)} documents, not {part.take}.")
+        documents += taken
+        source = {"package": part.package.name, "version": part.package.version, "licence": part.package.licence}
+        if source not in sources:
+            sources.append(source)
+    return documents, sources
+
+
+def readable(part: Part, folder: Path) -> Iterator[Document]:
+    for file in sorted(folder.glob(part.pattern)):
+        if file.is_file() and not file.is_symlink():
+            for document in part.read(file):
+                if not isinstance(document, str):
+                    yield document
+                elif len(document.encode()) >= SHORTEST:
+                    yield cut(document)
+
+
+def spaced(documents: list[Document], take: int) -> list[Document]:
+    """Return documents at even distances, none from the very ends."""
+    if len(documents) < take:
+        return documents
+    return [documents[(2 * i + 1) * len(documents) // (2 * take)] for i in range(take)]
+
+
+def cut(text: str) -> str:
+    """Cut a text at the end of a line, or between words."""
+    if len(text) <= LONGEST:
+        return text
+    text = text[:LONGEST]
+    for end in "\n ":
+        if text.rfind(end) > LONGEST // 2:
+            return text[: text.rfind(end)].rstrip()
+    return text
+
+
+def line(document: Document) -> dict[str, Document]:
+    return {"text": document} if isinstance(document, str) else {"messages": document}
+
+
+def content(document: Document) -> str:
+    return document if isinstance(document, str) else "\n\n".join(message["content"] for message in document)
+
+
+if __name__ == "__main__":
+    main()
