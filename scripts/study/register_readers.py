@@ -21,16 +21,23 @@ Document = str | list[dict[str, str]]
 
 LONGEST_LINE = 400
 """Characters; a longer line in a source file is generated or minified code, or data."""
+SOURCE = 2_500
+"""Characters of a source file, at least."""
+ENGLISH = 1_000
+"""Characters of a translated page for each English word for "the" or "and", at least."""
 PAGE = 8_000
 """Characters of one document of a long HTML page."""
 ARTICLES = 6
 """Short news articles in one document."""
 TURNS = 24
 """Messages of a dialogue, at most."""
-LETTERS_OF_PROSE = 400
-"""Characters; a shorter answer says too little."""
+ANSWER = 400
+"""Characters of an answer in a FAQ, at least."""
+SAID, FUNCTION = 150, 4_000
+"""Characters of a docstring, at least, and of a function, at most."""
 
-COMMENT = re.compile(r"\A(?:#![^\n]*\n|\s+)*(?:/\*.*?\*/|<!--.*?-->|(?:(?://|#)[^\n]*\n)+)\s*", re.DOTALL)
+FORMULA = r":math:|\.\. math::|`\\|\$\$"
+COMMENT = re.compile(r"\s*(?:/\*.*?\*/|<!--.*?-->|(?:(?://|#)[^\n]*\n)+)\s*", re.DOTALL)
 
 
 def messages(*turns: str) -> list[dict[str, str]]:
@@ -43,21 +50,27 @@ def plain(file: Path) -> list[Document]:
 
 
 def code(file: Path) -> list[Document]:
-    """Return a source file without its licence, or nothing where its lines were not written by hand."""
+    """Return a source file without its licence, or nothing where it is short or its lines were not written by hand."""
     text = file.read_text(encoding="utf-8", errors="replace")
-    header = COMMENT.match(text)
-    if header and re.search(r"copyright|licen[cs]e", header[0], re.IGNORECASE):
-        text = text[header.end() :]
-    return [text.strip()] if all(len(line) <= LONGEST_LINE for line in text.splitlines()) else []
+    head = []
+    while comment := COMMENT.match(text):
+        if not re.search(r"copyright|licen[cs]e", comment[0], re.IGNORECASE):
+            head.append(comment[0])
+        text = text[comment.end() :]
+    text = ("".join(head) + text).strip()
+    by_hand = all(len(line) <= LONGEST_LINE for line in text.splitlines())
+    return [text] if by_hand and len(text) >= SOURCE else []
 
 
 class Paragraphs(HTMLParser):
     """The text of an HTML page, by paragraphs, without what surrounds an article: menus, contents and scripts."""
 
-    BLOCKS = frozenset("h1 h2 h3 h4 h5 h6 p div li dt dd pre td th tr table ul ol dl blockquote section article hr".split())
-    ASIDE = frozenset("head script style nav header footer form".split())
-    ASIDE_CLASS = re.compile(r"\b(nav|docnav|navheader|navfooter|toc|contents|sidebar|header|footer|banner|headerlink)\b")
-    CLASSED = frozenset("div ul table p a section dl".split())
+    BLOCKS = re.compile("h[1-6]|p|div|li|d[tdl]|pre|td|th|tr|table|[uo]l|blockquote|section|article|hr")
+    ASIDE = re.compile("head|script|style|nav|header|footer|form")
+    ASIDE_CLASS = re.compile(
+        r"\b(nav|docnav|navheader|navfooter|toc|contents|sidebar|header|footer|banner|headerlink)\b"
+    )
+    CLASSED = re.compile("div|ul|table|p|a|section|dl")
     """Elements that always have an end tag, and so can be skipped by counting."""
 
     def __init__(self) -> None:
@@ -72,9 +85,9 @@ class Paragraphs(HTMLParser):
             self.depth += tag == self.skipped
             return
         named = " ".join(value or "" for key, value in attrs if key in ("class", "id"))
-        if tag in self.ASIDE or (tag in self.CLASSED and self.ASIDE_CLASS.search(named)):
+        if self.ASIDE.fullmatch(tag) or (self.CLASSED.fullmatch(tag) and self.ASIDE_CLASS.search(named)):
             self.skipped, self.depth = tag, 1
-        elif tag in self.BLOCKS:
+        elif self.BLOCKS.fullmatch(tag):
             self.end_paragraph()
             self.block = tag
         elif tag == "br":
@@ -83,7 +96,7 @@ class Paragraphs(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if self.depth:
             self.depth -= tag == self.skipped
-        elif tag in self.BLOCKS:
+        elif self.BLOCKS.fullmatch(tag):
             self.end_paragraph()
             self.block = "p"
 
@@ -120,8 +133,9 @@ def prose(file: Path) -> list[Document]:
 
 
 def translated(file: Path) -> list[Document]:
-    """Return the text of an HTML page that is not in English: manuals leave new pages untranslated."""
-    return [text for text in prose(file) if isinstance(text, str) and len(re.findall(r"\bthe\b", text)) * 1000 < len(text)]
+    """Return the text of an HTML page without pages in English: manuals leave new pages untranslated."""
+    texts = [text for text in prose(file) if isinstance(text, str)]
+    return [text for text in texts if len(re.findall(r"\b(?:the|and)\b", text)) * ENGLISH < len(text)]
 
 
 def faq(file: Path) -> list[Document]:
@@ -131,7 +145,7 @@ def faq(file: Path) -> list[Document]:
     for heading, texts in sections:
         question = re.sub(r"^(Chapter\s)?[\d.]+\s*", "", heading).strip()
         answer = "\n\n".join(texts)
-        if question.endswith("?") and len(answer) >= LETTERS_OF_PROSE:
+        if question.endswith("?") and len(answer) >= ANSWER:
             found.append(messages(question, answer))
     return found
 
@@ -156,7 +170,10 @@ def wiki(file: Path) -> list[Document]:
     """Return the articles of a compressed dump of Wikipedia, without mark-up."""
     dump = bz2.decompress(file.read_bytes()).decode()
     pages = re.findall(r"<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", dump, re.DOTALL)
-    return [f"{title}\n\n{article(html.unescape(text))}" for title, text in pages if not text.lower().startswith("#redir")]
+    found = [
+        (title, text) for title, text in pages if not re.match(r"#redirect|.*may refer to", text[:1000], re.I | re.S)
+    ]
+    return [f"{title}\n\n{article(html.unescape(text))}" for title, text in found]
 
 
 def article(text: str) -> str:
@@ -174,9 +191,12 @@ def article(text: str) -> str:
 def formulas(file: Path) -> list[Document]:
     """Return the docstrings and other texts of a Python file that hold several formulas in TeX."""
     found: list[Document] = []
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    source = file.read_bytes()
+    # Most files have none, and need not be parsed.
+    tree = ast.parse(source) if re.search(FORMULA.encode(), source) else ast.Module([], [])
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            count = len(re.findall(r":math:|\.\. math::|`\\|\$\$", node.value))
+            count = len(re.findall(FORMULA, node.value))
             if count >= 4 and count * 400 > len(node.value):
                 first, _, rest = node.value.partition("\n")
                 margin = min((len(s) - len(s.lstrip()) for s in rest.splitlines() if s.strip()), default=0)
@@ -237,11 +257,12 @@ def reasoning(file: Path) -> list[Document]:
 def functions(file: Path) -> list[Document]:
     """Return dialogues that ask for the functions of a Python file by their docstrings."""
     text = file.read_text(encoding="utf-8-sig")
+    lines = text.split("\n")
     found: list[Document] = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
-            source = ast.get_source_segment(text, node) or ""
-            if node.col_offset == 0 and len(said) >= 150 and len(said) * 2 < len(source) < 4000:
+            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            if len(said) >= SAID and len(said) * 2 < len(source) < FUNCTION:
                 names = ", ".join(argument.arg for argument in node.args.args)
                 ask = f"Write a Python function `{node.name}({names})` that does the following.\n\n{said}"
                 found.append(messages(ask, f"```python\n{source}\n```"))

@@ -8,6 +8,7 @@ is shown to hold none of them. The texts are other people's, and stay out of the
 """
 
 import json
+import re
 from collections.abc import Iterator
 from hashlib import sha256
 from itertools import islice
@@ -20,13 +21,14 @@ from scripts.study import register_readers as read
 from scripts.study.packages import unpacked
 from scripts.study.register_readers import Document
 from scripts.study.register_sources import PARTS, Part
-from scripts.study.winnowing import RUN, fingerprints
+from scripts.study.winnowing import RUN, WINDOW, fingerprints
 
 LONGEST, SHORTEST = 8_000, 1_200
 """Characters of a document at most, bytes at least: a Chinese character says more than a letter."""
+LICENCE = re.compile(r"licen[cs]e", re.IGNORECASE)
 NOVELS = 12
-WINDOW = 120
-"""Of the recorded fingerprints: a shared passage of RUN + WINDOW - 1 words shows."""
+LEGAL = 5
+"""Mentions of licences in one document, at most: the same licences stand in many packages."""
 
 
 @click.command(help=__doc__)
@@ -51,7 +53,7 @@ def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> Non
             "sha256": sha256(lines.encode()).hexdigest(),
             "sources": sources,
         }
-        marks[register] = " ".join(sorted(set[str]().union(*(fingerprints(text, WINDOW) for text in texts))))
+        marks[register] = " ".join(sorted(set[str]().union(*(fingerprints(text) for text in texts))))
         print(f"{register:14} {len(documents):3} documents {sum(map(len, texts)):7} characters", flush=True)
     (out / "registers.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     if record:
@@ -72,7 +74,9 @@ def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Any]
         folder = unpacked(part.package, cache)
         taken = spaced(list(readable(part, folder)), part.take)
         if len(taken) < part.take:
-            raise click.ClickException(f"{part.package.label}: {part.pattern} gives {len(taken)} documents, not {part.take}.")
+            raise click.ClickException(
+                f"{part.package.label}: {part.pattern} gives {len(taken)} documents, not {part.take}."
+            )
         documents += taken
         source = {"package": part.package.name, "version": part.package.version, "licence": part.package.licence}
         if source not in sources:
@@ -86,8 +90,8 @@ def readable(part: Part, folder: Path) -> Iterator[Document]:
             for document in part.read(file):
                 if not isinstance(document, str):
                     yield document
-                elif len(document.encode()) >= SHORTEST:
-                    yield cut(document)
+                elif len(document.encode()) >= SHORTEST and len(LICENCE.findall(text := cut(document))) <= LEGAL:
+                    yield text
 
 
 def spaced(documents: list[Document], take: int) -> list[Document]:

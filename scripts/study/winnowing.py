@@ -18,10 +18,10 @@ WINDOW = 40
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
 
 
-def fingerprints(text: str, window: int = WINDOW) -> set[str]:
+def fingerprints(text: str) -> set[str]:
     """Return 32-bit hashes, each 8 hexadecimal digits; none where the text has fewer than RUN words."""
     hashes = list(run_hashes(text))
-    return {min(hashes[i : i + window]) for i in range(max(len(hashes) - window + 1, min(len(hashes), 1)))}
+    return {min(hashes[i : i + WINDOW]) for i in range(max(len(hashes) - WINDOW + 1, min(len(hashes), 1)))}
 
 
 def run_hashes(text: str) -> Iterator[str]:
