@@ -1,6 +1,7 @@
 """Packages of PyPI, npm and Debian as folders of files, fetched by their own clients.
 
 Nothing of a package is run. Wheels are read and not source distributions, whose build programs pip would run.
+Debian's packages are those of Debian 12 after `apt-get update`; a mirror keeps their versions while that release lasts.
 """
 
 import subprocess

@@ -23,7 +23,7 @@ LONGEST_LINE = 400
 """Characters; a longer line in a source file is generated or minified code, or data."""
 SOURCE = 2_500
 """Characters of a source file, at least."""
-ENGLISH = 1_000
+ENGLISH = 1_500
 """Characters of a translated page for each English word for "the" or "and", at least."""
 PAGE = 8_000
 """Characters of one document of a long HTML page."""
@@ -50,7 +50,9 @@ def plain(file: Path) -> list[Document]:
 
 
 def code(file: Path) -> list[Document]:
-    """Return a source file without its licence, or nothing where it is short or its lines were not written by hand."""
+    """Return a source file without its licence; nothing of tests, of short files and of lines not written by hand."""
+    if "test" in file.name.lower():
+        return []
     text = file.read_text(encoding="utf-8", errors="replace")
     head = []
     while comment := COMMENT.match(text):
@@ -60,6 +62,18 @@ def code(file: Path) -> list[Document]:
     text = ("".join(head) + text).strip()
     by_hand = all(len(line) <= LONGEST_LINE for line in text.splitlines())
     return [text] if by_hand and len(text) >= SOURCE else []
+
+
+def data(file: Path) -> list[Document]:
+    """Return a file of data as it is, or nothing where it has no lines."""
+    text = file.read_text(encoding="utf-8").strip()
+    return [text] if all(len(line) <= LONGEST_LINE for line in text.splitlines()) else []
+
+
+def page(file: Path) -> list[Document]:
+    """Return an HTML page with its mark-up, from the start of its body."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return [text[max(text.find("<body"), 0) :].strip()]
 
 
 class Paragraphs(HTMLParser):

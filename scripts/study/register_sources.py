@@ -163,7 +163,8 @@ PARTS: dict[str, list[Part]] = {
         )
     ],
     "json": [
-        Part(VEGA, "package/data/[a-m]*.json", 3),
+        Part(VEGA, "package/data/[fl]*.json", 1),
+        Part(VEGA, "package/data/*.json", 3, read.data),
         Part(npm("world-countries", "5.1.0", "ODbL-1.0"), "package/countries.json", 1),
         Part(npm("mime-db", "1.54.0", "MIT"), "package/db.json", 1),
         Part(npm("cldr-dates-full", "48.2.0", "Unicode-3.0"), "package/main/*/*.json", 2),
@@ -183,9 +184,9 @@ PARTS: dict[str, list[Part]] = {
         Part(ZOD, "package/*.md", 1),
         Part(npm("yargs", "18.2.0", "MIT"), "package/*.md", 1),
         Part(LM_EVAL, "lm_eval/tasks/**/README.md", 2),
-        Part(OCTAVE, "usr/share/doc/octave/octave.html/*.html", 2),
-        Part(GIMP["en"], "usr/share/gimp/2.0/help/en/*.html", 2),
-        Part(HANDBOOK, HANDBOOK_PAGES.format("en-US"), 1),
+        Part(OCTAVE, "usr/share/doc/octave/octave.html/*.html", 2, read.page),
+        Part(GIMP["en"], "usr/share/gimp/2.0/help/en/*.html", 2, read.page),
+        Part(HANDBOOK, HANDBOOK_PAGES.format("en-US"), 1, read.page),
         Part(DJANGO, "django/**/*.html", 2),
     ],
     "math": [
@@ -212,15 +213,16 @@ PARTS: dict[str, list[Part]] = {
         Part(GIMP["de"], "usr/share/gimp/2.0/help/de/*.html", 3, read.translated),
     ],
     "russian": [
-        Part(HANDBOOK, HANDBOOK_PAGES.format("ru-RU"), 5, read.translated),
-        Part(DEVELOPERS["-ru"], "usr/share/**/*.html", 2, read.translated),
-        Part(INSTALLATION, "usr/share/doc/installation-guide-amd64/ru/*.html", 3, read.translated),
-        Part(GIMP["ru"], "usr/share/gimp/2.0/help/ru/*.html", 4, read.translated),
+        Part(HANDBOOK, HANDBOOK_PAGES.format("ru-RU"), 7, read.translated),
+        Part(DEVELOPERS["-ru"], "usr/share/**/*.html", 3, read.translated),
+        Part(INSTALLATION, "usr/share/doc/installation-guide-amd64/ru/*.html", 6, read.translated),
+        Part(GIMP["ru"], "usr/share/gimp/2.0/help/ru/*.html", 6, read.translated),
     ],
     "chinese": [
         Part(HANDBOOK, HANDBOOK_PAGES.format("zh-CN"), 3, read.translated),
-        Part(REFERENCE["zh-cn"], "usr/share/**/*.zh-cn.html", 6, read.translated),
-        Part(INSTALLATION, "usr/share/doc/installation-guide-amd64/zh_CN/*.html", 3, read.translated),
-        Part(GIMP["zh-cn"], "usr/share/gimp/2.0/help/zh_CN/*.html", 4, read.translated),
+        Part(REFERENCE["zh-cn"], "usr/share/**/ch*.zh-cn.html", 7, read.translated),
+        Part(INSTALLATION, "usr/share/doc/installation-guide-amd64/zh_CN/ch*.html", 6, read.translated),
+        Part(GIMP["zh-cn"], "usr/share/gimp/2.0/help/zh_CN/gimp-introduction-history-2*.html", 2, read.translated),
+        Part(npm("egg", "3.17.5", "MIT"), "package/README.zh-CN.md", 1),
     ],
 }

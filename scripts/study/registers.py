@@ -25,7 +25,7 @@ from scripts.study.winnowing import RUN, WINDOW, fingerprints
 
 LONGEST, SHORTEST = 8_000, 1_200
 """Characters of a document at most, bytes at least: a Chinese character says more than a letter."""
-LICENCE = re.compile(r"licen[cs]e", re.IGNORECASE)
+LICENCE = re.compile(r"licen[cs]e|授权|лиценз|lizenz", re.IGNORECASE)
 NOVELS = 12
 LEGAL = 5
 """Mentions of licences in one document, at most: the same licences stand in many packages."""

@@ -13,13 +13,15 @@ RUN = 12
 """Words under one hash."""
 WINDOW = 40
 """Hashes of which the smallest is kept."""
+# The smallest of many lie close together: of two times 10,000 fingerprints of 32 bits, one is often equal by chance.
+HASH_BYTES = 6
 
 # Chinese and Japanese are written without spaces: each character counts as a word.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
 
 
 def fingerprints(text: str) -> set[str]:
-    """Return 32-bit hashes, each 8 hexadecimal digits; none where the text has fewer than RUN words."""
+    """Return 48-bit hashes, each 12 hexadecimal digits; none where the text has fewer than RUN words."""
     hashes = list(run_hashes(text))
     return {min(hashes[i : i + WINDOW]) for i in range(max(len(hashes) - WINDOW + 1, min(len(hashes), 1)))}
 
@@ -27,4 +29,4 @@ def fingerprints(text: str) -> set[str]:
 def run_hashes(text: str) -> Iterator[str]:
     words = [word.encode() for word in WORD.findall(text.lower())]
     for i in range(len(words) - RUN + 1):
-        yield blake2b(b" ".join(words[i : i + RUN]), digest_size=4).hexdigest()
+        yield blake2b(b" ".join(words[i : i + RUN]), digest_size=HASH_BYTES).hexdigest()

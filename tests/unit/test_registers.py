@@ -52,7 +52,7 @@ def test_the_record_has_every_register():
     assert (found["run"], found["window"]) == (RUN, WINDOW)
     assert list(found["registers"]) == ["novels", *PARTS]
     for register in found["registers"].values():
-        assert re.fullmatch(r"[0-9a-f]{8}( [0-9a-f]{8})+", register["fingerprints"])
+        assert re.fullmatch(r"[0-9a-f]{12}( [0-9a-f]{12})+", register["fingerprints"])
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
