@@ -35,7 +35,7 @@ LONGEST_WINDOW = 1024
 MOST_TOKENS = 1 << 28
 """What `verify` reads of an OUT's tokens, at most."""
 _PIECE = 1 << 16
-_TEXT = Path(__file__).parent / "sample_texts" / "speeches.txt.xz"
+_TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,17 +1,17 @@
-"""Write held-out texts of many kinds, to judge merges by.
+"""Write texts of many kinds: held-out ones to judge merges by, and others of the same kinds to calibrate on.
 
     python -m scripts.study.registers OUT --books FOLDER
 
-OUT/REGISTER.jsonl holds a document a line: {"text": …}, or {"messages": […]} in `chat`. OUT/registers.json says where
-each register is from. With --record, a file of sources and fingerprints (winnowing.py) is written too, by which a text
+OUT/held-out/REGISTER.jsonl and OUT/own/REGISTER.jsonl hold a document a line: {"text": …}, or {"messages": […]} in
+`chat`. OUT/registers.json says where each register is from. With --record, a file of sources and fingerprints (winnowing.py) is written too, by which a text
 is shown to hold none of them. The texts are other people's, and stay out of the repository.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,36 @@ LONGEST, SHORTEST = 8_000, 1_200
 """Characters of a document at most, bytes at least: a Chinese character says more than a letter."""
 LICENCE = re.compile(r"licen[cs]e|授权|лиценз|lizenz", re.IGNORECASE)
 NOVELS = 12
+OWN_CHARACTERS = 480_000
+"""Of the texts to calibrate on, about, where there are as many."""
+OWN_DOCUMENTS = 8
+"""As many times the held-out documents, at most, to calibrate on."""
 LEGAL = 5
 """Mentions of licences in one document, at most: the same licences stand in many packages."""
 
 
 @click.command(help=__doc__)
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--books", type=click.Path(exists=True, path_type=Path), required=True, help="Holds valid.jsonl.xz.")
+@click.option(
+    "--books",
+    type=click.Path(exists=True, path_type=Path),
+    required=True,
+    help="Holds valid.jsonl.xz, train-00.jsonl.xz.",
+)
 @click.option("--cache", type=click.Path(path_type=Path), help="Where packages are unpacked (OUT/cache).")
 @click.option("--record", type=click.Path(path_type=Path), help="The file of fingerprints to write.")
 def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> None:
-    out.mkdir(parents=True, exist_ok=True)
+    for part in ("held-out", "own"):
+        (out / part).mkdir(parents=True, exist_ok=True)
     summary, marks = {}, {}
     for register in ("novels", *PARTS):
         if register == "novels":
-            documents, sources = novels(books)
+            documents, own, sources = novels(books)
         else:
-            documents, sources = collected(PARTS[register], cache or out / "cache")
-        lines = "".join(json.dumps(line(document), ensure_ascii=False) + "\n" for document in documents)
-        (out / f"{register}.jsonl").write_bytes(lines.encode())
+            documents, own, sources = collected(PARTS[register], cache or out / "cache")
+        lines = json_lines(documents)
+        (out / "held-out" / f"{register}.jsonl").write_bytes(lines.encode())
+        (out / "own" / f"{register}.jsonl").write_bytes(json_lines(limited(own)).encode())
         texts = [content(document) for document in documents]
         summary[register] = {
             "documents": len(documents),
@@ -62,17 +73,23 @@ def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> Non
         record.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
-def novels(books: Path) -> tuple[list[Document], list[Any]]:
+def novels(books: Path) -> tuple[list[Document], list[Document], list[Any]]:
+    """Return documents to judge by, others to calibrate on, and where they are from."""
     found = list(islice(read.novels(books / "valid.jsonl.xz"), NOVELS))
-    return [cut(text) for _, text in found], [{"novel": title} for title, _ in found]
+    others = [cut(text) for _, text in islice(read.novels(books / "train-00.jsonl.xz"), OWN_DOCUMENTS * NOVELS)]
+    return [cut(text) for _, text in found], others, [{"novel": title} for title, _ in found]
 
 
-def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Any]]:
+def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Document], list[Any]]:
+    """Return documents as `novels` does: the first of each source, then their second ones, and so on."""
     documents: list[Document] = []
+    others: list[list[Document]] = []
     sources = []
     for part in parts:
-        folder = unpacked(part.package, cache)
-        taken = spaced(list(readable(part, folder)), part.take)
+        found = list(readable(part, unpacked(part.package, cache)))
+        taken = spaced(found, part.take)
+        rest = [document for document in found if not any(document is one for one in taken)]
+        others.append(spaced(rest, OWN_DOCUMENTS * part.take))
         if len(taken) < part.take:
             raise click.ClickException(
                 f"{part.package.label}: {part.pattern} gives {len(taken)} documents, not {part.take}."
@@ -81,7 +98,21 @@ def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Any]
         source = {"package": part.package.name, "version": part.package.version, "licence": part.package.licence}
         if source not in sources:
             sources.append(source)
-    return documents, sources
+    return documents, [one for ones in zip_longest(*others) for one in ones if one is not None], sources
+
+
+def limited(documents: list[Document]) -> Iterator[Document]:
+    """Yield documents up to OWN_CHARACTERS."""
+    characters = 0
+    for document in documents:
+        if characters > OWN_CHARACTERS:
+            return
+        characters += len(content(document))
+        yield document
+
+
+def json_lines(documents: Iterable[Document]) -> str:
+    return "".join(json.dumps(line(document), ensure_ascii=False) + "\n" for document in documents)
 
 
 def readable(part: Part, folder: Path) -> Iterator[Document]:

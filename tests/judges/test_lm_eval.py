@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DEMO = judge.ROOT / "assets/demo-mha"
 SCRIPT = judge.ROOT / "scripts/study/lm_eval_tasks.py"
-SAMPLE = Path(convert.__file__).parent / "sample_texts/speeches.txt.xz"
+SAMPLE = Path(convert.__file__).parent / "sample_texts/mixture.jsonl.xz"
 PASSAGES = 12
 
 
@@ -27,7 +27,8 @@ PASSAGES = 12
 def tasks(tmp_path_factory) -> Path:
     texts, out = (tmp_path_factory.mktemp("harness") / name for name in ("texts", "tasks"))
     texts.mkdir()
-    (texts / "speeches.txt").write_text(lzma.decompress(SAMPLE.read_bytes()).decode()[:20000])
+    lines = lzma.decompress(SAMPLE.read_bytes()).decode().splitlines()
+    (texts / "mixture.txt").write_text("\n\n".join(json.loads(line)["text"] for line in lines)[:20000])
     subprocess.run([sys.executable, SCRIPT, texts, out, "--passages", str(PASSAGES)], check=True)
     return out
 
