@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sample_text import generate_code, generate_data, generate_dialogue, generate_maths
+from sample_text import generate_code, generate_data, generate_dialogue, generate_languages, generate_maths
 from sample_text.factbook import paragraphs, records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,29 +182,32 @@ def own_data() -> list[Piece]:
 def kinds(factbook: Path) -> dict[str, Kind]:
     """Return what the file is made of."""
     return {
-        "speeches": Kind(0.13, 5.0, speeches),
-        "stories": Kind(0.06, 4.0, lambda: written("stories")),
-        "encyclopaedia": Kind(0.13, 4.6, lambda: [
+        "speeches": Kind(0.14, 5.0, speeches),
+        "stories": Kind(0.042, 4.0, lambda: written("stories")),
+        "encyclopaedia": Kind(0.14, 4.6, lambda: [
             *[piece for name, texts in paragraphs(factbook) for piece in pieces_of(f"factbook:{name}", texts)],
             *written("news"),
         ]),
-        "technical": Kind(0.10, 3.3, lambda: [*own_pages(), *written("technical")]),
-        "python": Kind(0.14, 3.3, own_python),
+        "technical": Kind(0.10, 3.2, lambda: [*own_pages(), *written("technical")]),
+        "python": Kind(0.145, 3.3, own_python),
         "code": Kind(0.14, 3.1, lambda: [*written("code"), *made("code", generate_code.documents())]),
-        "markup": Kind(0.12, 2.25, lambda: [
+        "markup": Kind(0.12, 2.35, lambda: [
             *written("markup"), *own_data(),
             *[piece for name, texts in records(factbook) for piece in pieces_of(f"factbook:{name}", texts)],
             *[piece for name, texts in generate_data.documents() for piece in made(name, texts)],
         ]),
-        "mathematics": Kind(0.07, 2.1, lambda: [
+        "mathematics": Kind(0.072, 2.15, lambda: [
             *written("mathematics"),
             *[piece for name, texts in generate_maths.documents() for piece in made(name, texts)],
         ]),
-        "dialogue": Kind(0.07, 3.25, lambda: [
+        "dialogue": Kind(0.061, 3.2, lambda: [
             *written("dialogue"),
             *[piece for name, texts in generate_dialogue.documents() for piece in made(name, texts)],
         ]),
-        "languages": Kind(0.08, 1.95, lambda: written("languages")),
+        "languages": Kind(0.07, 1.8, lambda: [
+            *written("languages"),
+            *[piece for name, texts in generate_languages.documents() for piece in made(name, texts)],
+        ]),
     }  # fmt: skip
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 PROSE = (
     ("Introduction", "Background"), ("Geography", "Geography - note"), ("People and Society", "Demographic profile"),
-    ("Economy", "Economy - overview"), ("Government", "Flag description"), ("Geography", "Environment - current issues"),
-    ("Transnational Issues", "Disputes - international"), ("Communications", "Telephone system"),
-    ("Communications", "Broadcast media"),
+    ("Economy", "Economy - overview"), ("Government", "Flag description"),
+    ("Geography", "Environment - current issues"), ("Transnational Issues", "Disputes - international"),
+    ("Communications", "Telephone system"), ("Communications", "Broadcast media"),
 )  # fmt: skip
 SECTIONS = ("Geography", "Economy", "Energy", "Communications", "Transportation")
 LEFT_OUT = ("overview", "comparative", "Map")

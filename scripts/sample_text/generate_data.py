@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from datetime import date, datetime, timedelta
+from itertools import pairwise
 
 FIRST = [
     "Ada",
@@ -487,7 +488,7 @@ def recipe_json(rng: random.Random) -> str:
         "@type": "Recipe", "name": f"{foods[0].title()} with {foods[1]}", "serves": rng.randint(1, 8),
         "minutes": {"preparing": rng.randrange(5, 40), "cooking": rng.randrange(10, 120)},
         "ingredients": [{"food": food, "amount": rng.randrange(1, 60) * 10, "unit": rng.choice(("g", "ml"))} for food in foods],
-        "steps": [f"Mix the {a} with the {b}." for a, b in zip(foods, foods[1:], strict=False)], "tags": rng.sample(COLOURS, 2),
+        "steps": [f"Mix the {a} with the {b}." for a, b in pairwise(foods)], "tags": rng.sample(COLOURS, 2),
     }, rng)  # fmt: skip
 
 
