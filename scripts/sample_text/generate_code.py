@@ -388,7 +388,7 @@ public:
         return found;
     }}
 
-    auto total_{number}() const {{
+    auto sum_of_{number}() const {{
         return std::accumulate(all_.begin(), all_.end(), 0.0,
                                [](double sum, const {name}& {var}) {{ return sum + {var}.{number}; }});
     }}
@@ -479,7 +479,7 @@ function visible() {{
 
 function render() {{
   document.querySelector("#{var}s tbody").replaceChildren(...visible().map(row));
-  const sum = visible().reduce((total, {{ {number} }}) => total + {number}, 0);
+  const sum = visible().reduce((all, {{ {number} }}) => all + {number}, 0);
   document.querySelector("#total").textContent = `${{visible().length}} {var}s, {number} ${{sum}}`;
 }}
 

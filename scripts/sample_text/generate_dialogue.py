@@ -31,6 +31,8 @@ MARKS = (
     ("- ", "- "),
     ("**You:** ", "**Helper:** "),
 )
+PLAIN = (("", ""), ("- ", "- "), ("A: ", "B: "))
+"""Where nobody asks an assistant."""
 SHOPS = ["the bakery", "the bicycle shop", "the pharmacy", "the hardware store", "the florist", "the tailor"]
 UNITS = (("miles", "kilometres", 1.609344), ("pounds", "kilograms", 0.45359237), ("inches", "centimetres", 2.54),
          ("US gallons", "litres", 3.785411784), ("feet", "metres", 0.3048), ("ounces", "grams", 28.349523125))  # fmt: skip
@@ -82,7 +84,7 @@ def documents() -> Iterator[tuple[str, list[str]]]:
 
 
 def _show(rng: random.Random, make: Callable[[random.Random], Turns]) -> str:
-    marks = rng.choice(MARKS)
+    marks = rng.choice(PLAIN if make in (shop, table, quiz) else MARKS)
     between = "\n\n" if not marks[0] else rng.choice(("\n", "\n\n"))
     return between.join(marks[turn % 2] + text for turn, text in enumerate(make(rng)))
 

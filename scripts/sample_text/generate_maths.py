@@ -165,7 +165,7 @@ Answer: after {hours} hours, {v * hours} km from the first station."""
 
 
 def _shop(rng: random.Random) -> str:
-    pens, pads, price_pen, price_pad = rng.randint(3, 12), rng.randint(2, 8), rng.randint(1, 4), rng.randint(3, 7)
+    pens, pads, price_pen, price_pad = rng.randint(3, 12), rng.randint(2, 8), rng.randint(2, 4), rng.randint(3, 7)
     total = pens * price_pen + pads * price_pad
     paid = (total // 10 + 1) * 10
     return f"""Question: {rng.choice(("Mara", "Tom", "Yusuf", "Ling"))} buys {pens} pens at {price_pen} euros each and {pads} notebooks at {price_pad} euros each, and pays with {paid} euros. How

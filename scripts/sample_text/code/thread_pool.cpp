@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <condition_variable>
 #include <functional>
 #include <future>
@@ -5,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <queue>
+#include <stdexcept>
 #include <thread>
 #include <type_traits>
 #include <vector>
