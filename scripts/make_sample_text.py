@@ -156,7 +156,9 @@ def own_python() -> list[Piece]:
     for path in sorted(path for folder in ("model", "convert", "uptrain", "scripts", "tests")
                        for path in (ROOT / folder).rglob("*.py")):  # fmt: skip
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith(("model/custom_code/modeling", "tests/judges", "scripts/sample_text", "scripts/make_sample")):
+        if not name.startswith(
+            ("model/custom_code/modeling", "tests/judges", "scripts/sample_text", "scripts/make_sample")
+        ):
             found += pieces_of(f"groupwise:{name}", [path.read_text()])
     return found
 
