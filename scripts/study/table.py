@@ -63,6 +63,8 @@ def tables(lines: list[Line]) -> Iterator[str]:
                 yield measures(chosen)
             if watched := [line for line in chosen if "behaviour" in line]:
                 yield behaviours(watched)
+            if watched := [line for line in chosen if "registers" in line and not line["alpha"]]:
+                yield registers(watched)
 
 
 def markdown(headings: list[str], rows: list[list[str]]) -> str:
@@ -206,6 +208,34 @@ def behaviours(lines: list[Line]) -> str:
         part, repeated = (statistics.mean(b[key] for b in found) for key in ("tokens_until_they_part", "repeated"))
         rows.append([arm, name_of(stage), *(f"{x:+.3f}" for x in more), f"{part:.1f}", f"{repeated:.0%}"])
     return markdown(["arm", "uptraining", *places, "tokens until they part", "repeated"], rows)
+
+
+def registers(lines: list[Line]) -> str:
+    """Return what each arm leaves of mean's gap on texts of many kinds, and on the worst of them.
+
+    Arms that are called by a register and a number of tokens stand in one column: each was calibrated on texts of that
+    register, and counts there alone.
+    """
+    found = {line["arm"]: line["registers"] for line in lines}
+    parent, mean = found["parent"], found["mean"]
+    own = {arm: arm.rsplit(" ", 1) for arm in found if arm.rsplit(" ", 1)[0] in parent}
+    columns: dict[str, Line] = {arm: losses for arm, losses in found.items() if arm not in ("parent", "mean", *own)}
+    for arm, (register, tokens) in own.items():
+        columns.setdefault(f"own {tokens}", {})[register] = found[arm][register]
+    left = {
+        name: {r: (losses[r] - parent[r]) / (mean[r] - parent[r]) for r in losses} for name, losses in columns.items()
+    }
+    rows = [
+        [
+            r,
+            f"{parent[r]:.3f}",
+            f"{mean[r]:.3f}",
+            *(f"{shares[r]:.1%}" if r in shares else "–" for shares in left.values()),
+        ]
+        for r in parent
+    ]
+    rows.append(["worst", "", "", *(f"{max(shares.values()):.1%}" for shares in left.values())])
+    return markdown(["held-out texts", "parent", "mean", *columns], rows)
 
 
 def uptrained(lines: list[Line]) -> str:

@@ -184,10 +184,13 @@ def test_a_family_without_own_code(convert, tmp_path):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("self", ["self"]), ("self+shipped", ["self", "shipped"]), ("shipped+self+a+b.txt", ["shipped", "self", "a+b.txt"]),
-        ("a+self", ["a+self"]), ("self+hub:org/name:train", ["self", "hub:org/name:train"]),
+        ("self", ["self"]),
+        ("self+shipped", ["self", "shipped"]),
+        ("shipped+self+a+b.txt", ["shipped", "self", "a+b.txt"]),
+        ("a+self", ["a+self"]),
+        ("self+hub:org/name:train", ["self", "hub:org/name:train"]),
     ],
-)  # fmt: skip
+)
 def test_names_are_split_before_a_path_begins(name, parts):
     assert split_name(name) == parts
 

