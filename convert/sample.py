@@ -141,7 +141,8 @@ def read_kept(folder: Path, recorded: dict[str, Any]) -> Sample:
         ids = decompressor.decompress(content, max_length=4 * sample.n_tokens + 1)
     except lzma.LZMAError as error:
         raise CheckpointError(f"{path} is damaged ({error})") from error
-    dtype = {2 * sample.n_tokens: "<u2", 4 * sample.n_tokens: "<u4"}.get(len(ids))
+    is_whole = decompressor.eof and not decompressor.unused_data
+    dtype = {2 * sample.n_tokens: "<u2", 4 * sample.n_tokens: "<u4"}.get(len(ids)) if is_whole else None
     found = None if dtype is None else np.frombuffer(ids, dtype).astype(np.int64).reshape(shape)
     if found is None or _sha256(found) != recorded["sha256_of_ids"]:
         raise CheckpointError(f"{path} does not hold the tokens that were recorded at conversion")

@@ -227,7 +227,7 @@ AnyTag.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 def word_problems(file: Path) -> list[Document]:
     """Return the worked examples of an evaluation's prompt as one document."""
-    found: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), AnyTag)
+    found: dict[str, Any] = AnyTag(file.read_text(encoding="utf-8")).get_single_data()
     samples = found["fewshot_config"]["samples"]
     return ["\n\n".join(f"Question: {s['question']}\n\nAnswer: {s['target']}" for s in samples)]
 
@@ -256,7 +256,7 @@ def chitchat(file: Path) -> list[Document]:
 
 def small_talk(file: Path) -> list[Document]:
     """Return a category of ChatterBot's corpus as one dialogue."""
-    talks = yaml.load(file.read_text(encoding="utf-8"), AnyTag)["conversations"]
+    talks = AnyTag(file.read_text(encoding="utf-8")).get_single_data()["conversations"]
     pairs = [turn for talk in talks for turn in talk[: len(talk) // 2 * 2]]
     return [messages(*map(str, pairs[:TURNS]))]
 
