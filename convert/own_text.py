@@ -2,8 +2,8 @@
 
 A document begins with the token that stands before a text and a random token of the vocabulary (as in LLM-QAT, Liu et
 al. 2023, arXiv:2305.17888, section 3.1), or, every other one, with what a chat template puts before a user's words (as
-in Magpie, Xu et al. 2024, arXiv:2406.08464). The model writes on from there. Where it ends a document, the next begins,
-until the window is full.
+in Magpie, Xu et al. 2024, arXiv:2406.08464). The model writes on from there. Where it ends a document, or after 256
+tokens, the next begins, until the window is full.
 
     FOLDER/batch-0003.ids     the token ids of a finished batch, int64 [rows, tokens]
 
@@ -38,6 +38,8 @@ from model.tokenizer import open_tokenizer
 
 TEMPERATURE, TOP_P = 1.0, 1.0
 """By docs/study.md, "What the merge is calibrated on"."""
+DOCUMENT_TOKENS = 256
+"""After which the next document begins: many short ones say more of the model than few long ones."""
 BATCH_ROWS = 64
 CACHE_BYTES = 4 << 30
 """What the KV cache of a batch may take: where it would take more, fewer rows are written together."""
@@ -135,20 +137,12 @@ class _Writer:
         config, weight = self._model.config, self._model.head_weight
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed[0] * 1_000_003 + seed[1])
         beginnings = self._beginnings(rng)
-        given: list[list[int]] = [[] for _ in range(n_rows)]  # tokens that come next, whatever the model chooses
-        after_end: list[list[list[int]]] = [[] for _ in range(n_rows)]  # what is given when the model ends a text
+        rows = [_Row(beginnings, self._ends) for _ in range(n_rows)]
         cache = KVCache(config, n_rows, window, weight.dtype, weight.device)
         ids_BT = np.empty((n_rows, window), dtype=np.int64)
-        chosen_B: list[int | None] = [None] * n_rows
+        chosen_B: Sequence[int | None] = [None] * n_rows
         for t in range(window):
-            for row, chosen in enumerate(chosen_B):
-                if not given[row] and (chosen is None or chosen in self._ends):
-                    if not after_end[row]:
-                        after_end[row] = next(beginnings)
-                    given[row] = [*([] if chosen is None else [chosen]), *after_end[row].pop(0)]
-                following = given[row].pop(0) if given[row] else chosen
-                assert following is not None, "the first documents give at least one token"
-                ids_BT[row, t] = following
+            ids_BT[:, t] = [row.next_token(chosen) for row, chosen in zip(rows, chosen_B, strict=True)]
             logits_BV = decode(self._model, torch.from_numpy(ids_BT[:, t]), cache)
             if not logits_BV.isfinite().all():
                 raise CheckpointError("the model makes NaN or infinite values of its own text; it is damaged.")
@@ -162,6 +156,34 @@ class _Writer:
             yield [[*self._first, int(rng.choice(self._vocabulary))]]
             if self._chat:
                 yield [list(part) for part in self._chat]
+
+
+class _Row:
+    """A window that is being written: which tokens are given, and which are the model's choice."""
+
+    def __init__(self, beginnings: Iterator[list[list[int]]], ends: frozenset[int]) -> None:
+        self._beginnings, self._ends = beginnings, ends
+        self._parts: list[list[int]] = []
+        self._given: list[int] = []
+        self._length = 0
+
+    def next_token(self, chosen: int | None) -> int:
+        """Return the token that comes next; `chosen` is the model's, None at the beginning."""
+        if not self._given and (chosen is None or self._length >= DOCUMENT_TOKENS):
+            self._begin()
+        elif not self._given and chosen in self._ends:
+            assert chosen is not None
+            if not self._parts:
+                self._begin()
+            self._given = [chosen, *(self._given or self._parts.pop(0))]
+        self._length += 1
+        following = self._given.pop(0) if self._given else chosen
+        assert following is not None, "documents begin with at least one given token"
+        return following
+
+    def _begin(self) -> None:
+        self._given, *self._parts = next(self._beginnings)
+        self._length = 0
 
 
 def _token_before_texts(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -119,6 +119,16 @@ def test_chats_begin_as_the_template_says(source, monkeypatch):
     assert "x</s><s>" in text, "the next text begins"
 
 
+def test_long_documents_are_cut(source, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(own_text, "DOCUMENT_TOKENS", 16)
+    monkeypatch.setattr(own_text, "choose", lambda logits_BV, *rest: torch.full((len(logits_BV),), 9))
+    ids_NT = written(source, 3)
+    assert (np.flatnonzero(ids_NT[1] == 0) == [0, 16, 32, 48]).all()
+    assert (np.delete(ids_NT, [0, 1, 16, 17, 32, 33, 48, 49], axis=1) == 9).all()
+
+
 def test_a_template_that_fails_is_said(source, capsys):
     with_template(source)
     (source / "chat_template.jinja").write_text("{{ raise_exception('no') }}" + TEMPLATE)
