@@ -5,7 +5,7 @@
     pip download --no-deps --no-binary :all: brotli==1.2.1 && tar xzf brotli-1.2.1.tar.gz
     python scripts/make_sample_text.py package brotli-1.2.1/tests/testdata
 
-It mixes ten kinds of text by the shares below, each cut into pieces of about 2,000 characters. Every prefix of the file
+It mixes ten kinds of text by the shares below, each cut into pieces of about 700 characters. Every prefix of the file
 is such a mixture. A kind that is too short for its share has it in the first 140,000 tokens, and less after them. `convert/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
 
 The same inputs give the same bytes. This project's own files are an input, and they change: the shipped file is made
@@ -35,7 +35,7 @@ TOKENS = 340_000
 """Of the whole file, had each kind enough text for its share."""
 FULL = 140_000
 """Tokens in which each kind has its whole share: 131,072, and some more because tokens are estimated."""
-SHORTEST, USUAL, LONGEST = 1200, 2000, 2800
+SHORTEST, USUAL, LONGEST = 450, 700, 1000
 """Characters of a piece."""
 GOLDEN = 0.6180339887498949
 

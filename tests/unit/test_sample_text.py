@@ -75,7 +75,7 @@ def test_it_is_long_and_packs_small(lines: list[dict[str, str]]) -> None:
 
 
 def test_most_pieces_are_neither_short_nor_long(lines: list[dict[str, str]]) -> None:
-    usual = [line for line in lines if 1_000 <= len(line["text"]) <= 3_000]
+    usual = [line for line in lines if 400 <= len(line["text"]) <= 1_100]
     assert len(usual) >= 0.85 * len(lines)
 
 
