@@ -6,7 +6,8 @@
     python scripts/make_sample_text.py package brotli-1.2.1/tests/testdata
 
 It mixes ten kinds of text by the shares below, each cut into pieces of about 700 characters. Every prefix of the file
-is such a mixture. A kind that is too short for its share has it in the first 140,000 tokens, and less after them. `convert/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
+is such a mixture. A kind that is too short for its share has it in the first 140,000 tokens, and less after them.
+`convert/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
 
 The same inputs give the same bytes. This project's own files are an input, and they change: the shipped file is made
 once and committed. Make it again only to change what models are calibrated on.
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MATERIALS = ROOT / "scripts/sample_text"
 OUT = ROOT / "convert/sample_texts/mixture.jsonl.xz"
 MAX_PACKED = 1_500_000
-TOKENS = 340_000
+TOKENS = 370_000
 """Of the whole file, had each kind enough text for its share."""
 FULL = 140_000
 """Tokens in which each kind has its whole share: 131,072, and some more because tokens are estimated."""

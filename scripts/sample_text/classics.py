@@ -1,4 +1,4 @@
-"""Three works in the public domain that brotli's source distribution holds as test data, less what is not the author's."""
+"""Three works in the public domain from the test data of brotli, less what is not their authors'."""
 
 import re
 from pathlib import Path
