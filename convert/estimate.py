@@ -34,12 +34,9 @@ def _writing_seconds(plan: Plan, operations_per_second: float) -> float:
     sample = plan.recipe.sample
     if sample is None or not sample.own or not plan.layers:
         return 0.0
-    from convert.own_text import BATCH_ROWS
-
     numbers = sum(prod(tensor.shape) for tensor in plan.tensors.values())
     computing = 2.0 * numbers * len(sample.own) * sample.window / (_WRITING_EFFICIENCY * operations_per_second)
-    steps = -(-len(sample.own) // BATCH_ROWS) * sample.window
-    return max(computing, steps * sample.own_bytes / _BYTES_PER_SECOND)
+    return max(computing, sample.own_steps * sample.own_bytes / _BYTES_PER_SECOND)
 
 
 def calibration_operations(plan: Plan) -> float:

@@ -13,7 +13,6 @@ Letters: B rows, T tokens, N windows.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,11 +69,10 @@ class OwnText:
         config = read_llama_config(self.checkpoint.config)
         return weights + self._rows * (self._row_bytes + 3 * 4 * config.vocab_size)
 
-    @cached_property
-    def operations(self) -> float:
-        """Floating-point operations, at one multiplication and one addition for each weight and token."""
-        numbers = sum(prod(t.shape) for t in self.checkpoint.tensors.values())
-        return 2.0 * numbers * self.n_tokens
+    @property
+    def n_steps(self) -> int:
+        """How many times the whole model is run, for one token of each row."""
+        return -(-self.n_windows // self._rows) * self.window
 
     def check_memory(self) -> None:
         """Raise CheckpointError where the machine has less memory than the model takes."""
@@ -113,8 +111,8 @@ class OwnText:
 
     @property
     def _rows(self) -> int:
-        """How many rows are written together. It depends on nothing but the model, as the ids depend on it."""
-        return max(1, min(BATCH_ROWS, CACHE_BYTES // self._row_bytes))
+        """How many rows are written together. It does not depend on the machine, since the ids depend on it."""
+        return max(1, min(BATCH_ROWS, self.n_windows, CACHE_BYTES // self._row_bytes))
 
     def _rows_from(self, start: int) -> int:
         return min(self._rows, self.n_windows - start)

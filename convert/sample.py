@@ -57,6 +57,8 @@ class Sample:
     """The other windows, in order."""
     own_bytes: int = 0
     """Memory that writing takes, in bytes."""
+    own_steps: int = 0
+    """How many times writing runs the whole model."""
 
     @property
     def n_tokens(self) -> int:

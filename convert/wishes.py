@@ -103,5 +103,5 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, wishes: Wishes) -> Recip
     if sample.own:
         own = OwnText(checkpoint, sample.first, len(sample.own), sample.window, wishes.seed)
         own.check_memory()
-        sample = replace(sample, own_bytes=own.memory)
+        sample = replace(sample, own_bytes=own.memory, own_steps=own.n_steps)
     return replace(recipe, sample=sample)

@@ -182,8 +182,8 @@ def test_memory_is_the_weights_the_cache_and_the_logits(source):
         config, n_bytes = checkpoint.config, sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         text = own_text.OwnText(checkpoint, (), 16, 64, 0)
     layers, heads, size = (config[k] for k in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
-    cache = 2 * 2 * layers * heads * size * 64 * own_text.BATCH_ROWS
-    assert n_bytes + cache < text.memory < n_bytes + cache + 16 * 300 * own_text.BATCH_ROWS
+    cache = 2 * 2 * layers * heads * size * 64 * 16
+    assert n_bytes + cache < text.memory < n_bytes + cache + 16 * 300 * 16
 
 
 def test_a_family_without_own_code(convert, tmp_path):
