@@ -125,15 +125,22 @@ class _Writer:
         self._model: LlamaForCausalLM = load_llama(checkpoint, None, "cpu")
         self._ends = frozenset(stop_ids(checkpoint))
         self._first = tuple(first) or _token_before_texts(checkpoint) or tuple(sorted(self._ends))[:1]
-        self._chat, special = _read_tokenizer(checkpoint)
-        n_rows = checkpoint.tensors[embedding_name(checkpoint)].shape[0]
-        self._vocabulary = np.setdiff1d(np.arange(min(n_rows, self._model.config.vocab_size)), special)
+        self._chat, vocabulary = _read_tokenizer(checkpoint)
+        n_ids = checkpoint.tensors[embedding_name(checkpoint)].shape[0]
+        for token in (*self._first, *(token for part in self._chat for token in part)):
+            if token >= n_ids:
+                raise CheckpointError(
+                    f"the tokenizer and config.json name the id {token}, but the model has {n_ids} tokens; they do not "
+                    "belong together."
+                )
+        self._vocabulary = [token for token in vocabulary if token < n_ids]
 
     @torch.inference_mode()
     def write(self, n_rows: int, window: int, seed: tuple[int, int], progress: Progress) -> NDArray[np.int64]:
         """Return rows of so many tokens, [B, T]."""
         config, weight = self._model.config, self._model.head_weight
-        rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed[0] * 1_000_003 + seed[1])
+        rng = np.random.default_rng(seed)
+        generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
         beginnings = self._beginnings(rng)
         rows = [_Row(beginnings, self._ends) for _ in range(n_rows)]
         cache = KVCache(config, n_rows, window, weight.dtype, weight.device)
@@ -190,31 +197,28 @@ def _token_before_texts(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-    """Return what the chat template puts before a user's words and before the answer, and the ids of special tokens.
+    """Return what the chat template puts before a user's words and before the answer, and the ids of ordinary tokens.
 
-    Without a template, nothing.
+    Without a template, the former is empty.
     """
     with TemporaryDirectory() as folder:
         for name, content in checkpoint.side_files.items():
             if name.startswith(_TOKENIZER_FILES):
                 copy_file(content, Path(folder) / name)
         tokenizer: Any = open_tokenizer(Path(folder))
-    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    vocabulary = sorted(set(tokenizer.get_vocab().values()) - special)
     if not tokenizer.chat_template:
-        return (), special
+        return (), vocabulary
     try:
         chat = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
         parts = str(tokenizer.apply_chat_template(chat, tokenize=False)).split(_MARK)
     except Exception as error:  # a template may raise what it likes
         terminal.warn(f"the chat template cannot be used ({error}); no text begins with it.")
-        return (), special
+        return (), vocabulary
     if len(parts) != 3:
         terminal.warn("the chat template leaves out what a user says; no text begins with it.")
-        return (), special
+        return (), vocabulary
     before, between, _ = (tuple(tokenizer(part, add_special_tokens=False).input_ids) for part in parts)
-    return (before, _without_end(between, special)), special
-
-
-def _without_end(between: tuple[int, ...], special: Sequence[int]) -> tuple[int, ...]:
-    """Return what comes after the token that ends the user's words, which the model writes itself."""
-    return between[1:] if between and between[0] in special else between
+    # The model itself writes the token that ends the user's words.
+    return (before, between[1:] if between and between[0] in special else between), vocabulary

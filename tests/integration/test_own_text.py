@@ -186,6 +186,27 @@ def test_memory_is_the_weights_the_cache_and_the_logits(source):
     assert n_bytes + cache < text.memory < n_bytes + cache + 16 * 300 * 16
 
 
+def test_tokens_that_the_model_does_not_know(convert, source, tmp_path):
+    tiny.edit_config(source, bos_token_id=9999)
+    found = json.loads((source / "tokenizer.json").read_text())
+    found["post_processor"] = None
+    (source / "tokenizer.json").write_text(json.dumps(found))
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", "self").refused("name the id 9999")
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_begin_with_tokens_that_the_tokenizer_knows(tmp_path):
+    """Embeddings often have more rows than there are tokens."""
+    folder = tiny.save(tiny.build(vocab_size=1000, bos_token_id=0, eos_token_id=1), tmp_path / "source")
+    (folder / "chat_template.jinja").unlink()
+    make_tokenizer(folder, 300)
+    assert (written(folder, 16)[:, 1] < 300).all()
+
+
+def test_any_seed(source):
+    assert (written(source, 4, seed=10**30)[:, 0] == 0).all()
+
+
 def test_a_family_without_own_code(convert, tmp_path):
     folder = make_tokenizer(tiny.save(tiny.build("olmo", vocab_size=300), tmp_path / "source"), 300)
     convert("mha-to-gqa", folder, tmp_path / "out", *OPTIONS, "--calibration", "self").refused("olmo")
