@@ -32,8 +32,8 @@ SHIPPED, SELF = "shipped", "self"
 DEFAULT_TOKENS = 65_536
 LONGEST_WINDOW = 1024
 """Tokens that attention is watched over together: most of what it does happens within them, and cost grows with it."""
-MOST_TOKENS = 1 << 28
-"""What `verify` reads of an OUT's tokens, at most."""
+MOST_TOKENS = 1 << 24
+"""Of a calibration."""
 _PIECE = 1 << 16
 _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
 
@@ -112,12 +112,13 @@ def _sha256(ids_NT: NDArray[np.int64] | None) -> str | None:
 def split_name(name: str) -> list[str]:
     """Return the parts of a --calibration: `self`, `shipped`, then a path or dataset, whose name may hold a +."""
     parts: list[str] = []
-    while True:
+    for _ in (SELF, SHIPPED):  # at most two, however often a file that is checked may repeat them
         word, plus, rest = name.partition("+")
         if not plus or word not in (SELF, SHIPPED):
-            return [*parts, name]
+            break
         parts.append(word)
         name = rest
+    return [*parts, name]
 
 
 def pack(sample: Sample) -> bytes:
@@ -162,6 +163,8 @@ def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
     n_windows = n_tokens // window
     if n_windows < 4:
         raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {4 * window}.")
+    if n_tokens > MOST_TOKENS:
+        raise CheckpointError(f"--calibration-tokens {n_tokens} is too many; give at most {MOST_TOKENS}.")
     parts = split_name(name)
     if len(set(parts)) < len(parts) or "" in parts:
         raise CheckpointError(

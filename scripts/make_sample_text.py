@@ -166,10 +166,10 @@ def spaced(text: str, source: str, number: int) -> list[Piece]:
 
 
 def encyclopaedia(factbook: Path) -> list[Piece]:
-    """Return articles and news, and as many characters of descriptions of countries, from all parts of the world."""
+    """Return articles, news, and descriptions of countries from all parts of the world (a quarter of all)."""
     news = written("news")
     places = [piece for name, texts in paragraphs(factbook) for piece in pieces_of(f"factbook:{name}", texts)]
-    return [*news, *chosen(places, sum(len(piece.text) for piece in news), random.Random(1))]
+    return [*news, *chosen(places, sum(len(piece.text) for piece in news) / 3, random.Random(1))]
 
 
 def own_python() -> list[Piece]:
@@ -213,31 +213,31 @@ def own_data() -> list[Piece]:
 def kinds(factbook: Path, works: Path) -> dict[str, Kind]:
     """Return what the file is made of."""
     return {
-        "speeches": Kind(0.11, 5.0, speeches),
-        "stories": Kind(0.12, 4.0, lambda: [
+        "speeches": Kind(0.07, 5.0, speeches),
+        "stories": Kind(0.14, 3.9, lambda: [
             *written("stories"),
             *alternate(classics.alice(works), "brotli:alice29.txt"),
             *spaced(classics.paradise_lost(works), "brotli:plrabn12.txt", 7),
         ]),
-        "encyclopaedia": Kind(0.15, 4.6, lambda: encyclopaedia(factbook)),
-        "technical": Kind(0.09, 3.2, lambda: [*own_pages(), *written("technical")]),
-        "python": Kind(0.09, 3.3, own_python),
+        "encyclopaedia": Kind(0.22, 4.2, lambda: encyclopaedia(factbook)),
+        "technical": Kind(0.10, 3.2, lambda: [*own_pages(), *written("technical")]),
+        "python": Kind(0.08, 3.3, own_python),
         "code": Kind(0.09, 3.1, lambda: [*written("code"), *made("code", generate_code.documents())]),
-        "markup": Kind(0.07, 2.35, lambda: [
+        "markup": Kind(0.06, 2.35, lambda: [
             *own_data(),
             *[piece for name, texts in records(factbook) for piece in pieces_of(f"factbook:{name}", texts)],
             *[piece for name, texts in generate_data.documents() for piece in made(name, texts)],
         ]),
-        "mathematics": Kind(0.05, 2.15, lambda: [
+        "mathematics": Kind(0.06, 2.15, lambda: [
             *written("mathematics"),
             *made("mathematics", by_turns(generate_maths.documents())),
         ]),
-        "dialogue": Kind(0.08, 3.2, lambda: [
+        "dialogue": Kind(0.06, 3.2, lambda: [
             *written("dialogue"),
             *alternate(classics.as_you_like_it(works), "brotli:asyoulik.txt"),
             *made("dialogue", by_turns(generate_dialogue.documents())),
         ]),
-        "languages": Kind(0.15, 1.75, lambda: [
+        "languages": Kind(0.12, 1.75, lambda: [
             *written("languages"),
             *[piece for name, texts in generate_languages.documents() for piece in made(name, texts)],
         ]),

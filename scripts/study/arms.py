@@ -12,12 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import programs
-from plan import Arm, Stage, arms_of
+from plan import REGISTERS, Arm, Stage, arms_of
 from prepare import Place
 from results import Line, is_parent, read
 
-REGISTERS = "REGISTERS"
-"""In a plan's arguments, the folder of texts to calibrate on, one a register."""
 NEVER = 10**9
 """Steps between evaluations, so that only the ends of an uptraining are measured."""
 
@@ -116,12 +114,12 @@ def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
         started = time.perf_counter()
         measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
         line = describe(place, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
-        if place.plan.behaviour or place.plan.registers:
+        if place.plan.behaviour or place.plan.register_windows:
             measured = model if stage is None else export(folder / "run")
         if place.plan.behaviour:
             line["behaviour"] = behave(place, case, measured)
-        if place.plan.registers:
-            line["registers"] = on_registers(case, measured)
+        if place.plan.register_windows:
+            line["registers"] = on_registers(place, case, measured)
         append(place.results, line)
         what = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
         tell(f"{case.name}, {what}: {measures['loss']:.4f}, {line['seconds']} s")
@@ -172,9 +170,12 @@ def behave(place: Place, case: Case, model: Path) -> Line:
     return found
 
 
-def on_registers(case: Case, model: Path) -> dict[str, float]:
-    """Return the loss on each register's held-out texts."""
-    words = (model, "--registers", case.subject.registers / "held-out")
+def on_registers(place: Place, case: Case, model: Path) -> dict[str, float]:
+    """Return the loss on each register's held-out texts; after calibration on one register, on that alone."""
+    texts = case.subject.registers / "held-out"
+    if case.arm.register and (texts / f"{case.arm.register}.jsonl").exists():
+        texts /= f"{case.arm.register}.jsonl"
+    words = (model, "--registers", texts, "--windows", place.plan.register_windows)
     found: dict[str, float] = json.loads(programs.run("scripts.study.on_registers", *words))
     return found
 

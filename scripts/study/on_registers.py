@@ -16,19 +16,20 @@ from tokenizers import Tokenizer
 from model.llama import LlamaForCausalLM
 from model.loading import load_model
 
+PATH = click.Path(exists=True, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 BATCH = 4
 
 
 @click.command(help=__doc__)
 @click.argument("model", type=FOLDER)
-@click.option("--registers", type=FOLDER, required=True, help="Where the texts lie, one .jsonl a register.")
+@click.option("--registers", type=PATH, required=True, help="A folder of texts, one .jsonl a register; or one of them.")
 @click.option("--windows", type=click.IntRange(min=1), default=16, show_default=True, help="Of each register.")
 @click.option("--length", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window.")
 def main(model: Path, registers: Path, windows: int, length: int) -> None:
     tokenizer, loaded = Tokenizer.from_file(str(model / "tokenizer.json")), load_model(model, torch.float32)
     assert isinstance(loaded, LlamaForCausalLM)
-    files = sorted(registers.glob("*.jsonl"))
+    files = sorted(registers.glob("*.jsonl")) if registers.is_dir() else [registers]
     print(json.dumps({file.stem: loss_on(loaded, ids_of(tokenizer, file), windows, length) for file in files}))
 
 

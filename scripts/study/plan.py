@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import click
 
 PLANS = Path(__file__).parent / "plans"
+REGISTERS = "REGISTERS"
+"""In a plan's arguments, the folder of texts to calibrate on, one a kind."""
 SHARED = ("texts", "tokenizer", "seq_len", "windows", "parent")
 """What a plan takes from the one it names in `parents_of`; of the parent, it can have `seeds` of its own."""
 T = TypeVar("T")
@@ -78,6 +80,12 @@ class Arm:
     def is_parent(self) -> bool:
         return self.convert is None and not self.from_nothing
 
+    @property
+    def register(self) -> str | None:
+        """The one kind of text that it is calibrated on, if it is."""
+        texts = [Path(word).stem for word in self.convert or () if word.startswith(f"{REGISTERS}/")]
+        return texts[0] if texts else None
+
 
 @dataclass(frozen=True)
 class Outside:
@@ -111,9 +119,10 @@ class Plan:
     outside: tuple[Outside, ...] = ()
     behaviour: bool = False
     """Whether it is also measured where in a text models fail, and what they write."""
-    registers: bool = False
-    """Whether losses are also measured on texts of many kinds, those of --registers. In the arguments of `convert`,
-    REGISTERS stands for the folder of texts to calibrate on, one .jsonl a kind."""
+    register_windows: int = 0
+    """Of how many windows losses are also measured on each of many kinds of text, those of --registers. In the
+    arguments of `convert`, REGISTERS/KIND.jsonl is a text of that kind to calibrate on; then only that kind is
+    measured on."""
 
 
 def find_plan(name: str) -> Path:

@@ -106,17 +106,18 @@ def check_home(place: Place) -> None:
 
 
 def shared_steps(place: Place) -> list[Step]:
-    """Return what comes before the parents, in order."""
+    """Return what comes before the parents, in order. Without parents of its own, a plan needs less."""
     plan, home = place.plan, place.home
     cache = partial(make_caches, place, home / "init", home, plan.seq_len)
-    return [
-        Step(place.valid_texts, partial(write_excerpts if place.has_novels else copy_speeches, place)),
-        Step(home / "init", partial(make_init, place)),
-        Step(home / "train", partial(cache, "train", None)),
-        Step(home / "valid", partial(cache, "valid", plan.windows)),
-        *(Step(place.init(groups), partial(make_init_with, place, groups)) for groups in fewer_heads(place.plan)),
-        *(step for outside in plan.outside for step in outside_steps(place, outside)),
-    ]
+    steps = [Step(place.valid_texts, partial(write_excerpts if place.has_novels else copy_speeches, place))]
+    if plan.parent.seeds:
+        steps += [
+            Step(home / "init", partial(make_init, place)),
+            Step(home / "train", partial(cache, "train", None)),
+            Step(home / "valid", partial(cache, "valid", plan.windows)),
+            *(Step(place.init(groups), partial(make_init_with, place, groups)) for groups in fewer_heads(place.plan)),
+        ]
+    return [*steps, *(step for outside in plan.outside for step in outside_steps(place, outside))]
 
 
 def outside_steps(place: Place, outside: Outside) -> list[Step]:
@@ -126,7 +127,7 @@ def outside_steps(place: Place, outside: Outside) -> list[Step]:
         Step(folder / "model", partial(fetch_model, outside, folder / "model")),
         Step(folder / "valid", partial(cache, "valid", outside.windows)),
     ]
-    if place.plan.registers:
+    if place.plan.register_windows:
         steps.append(
             Step(folder / "registers", partial(render_registers, place, folder / "model", folder / "registers"))
         )

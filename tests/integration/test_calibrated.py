@@ -290,6 +290,7 @@ def test_dataset_without_texts(convert, source, tmp_path):
         (("--method", "pca", "--calibration", "SOURCE"), "it holds no text that is read here"),
         (("--method", "pca", "--calibration", "hub:nobody/nothing"), "hub:nobody/nothing cannot be loaded ("),
         (("--method", "pca", "--calibration-tokens", "100"), "is too few; give at least 256"),
+        (("--method", "pca", "--calibration-tokens", "16777217"), "is too many; give at most 16777216"),
         (("--method", "pca", "--calibration", "TEXT", "--calibration-tokens", "999999"), "give a longer one"),
     ],
 )

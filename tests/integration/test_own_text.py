@@ -71,17 +71,30 @@ def test_another_seed_gives_another_text(convert, source, tmp_path):
     assert (kept(tmp_path / "out0") != kept(tmp_path / "out1")).any()
 
 
-def test_the_text_is_the_models(source):
-    """Its tokens are drawn from the model's distribution: transformers gives each of them its probability."""
+def test_the_text_is_the_models(tmp_path):
+    """Its tokens are drawn from the model's distribution, as transformers gives it, and from no other."""
     import torch
 
-    model, ids_NT = tiny.build(vocab_size=300).bfloat16().float(), torch.from_numpy(written(source, 64))
+    model = tiny.build(vocab_size=300, bos_token_id=0, eos_token_id=None)
+    with torch.no_grad():
+        model.lm_head.weight *= 60  # far from uniform, so that another distribution shows
+    folder = tiny.save(model, tmp_path / "source")
+    (folder / "chat_template.jinja").unlink()
+    make_tokenizer(folder, 300, eos=False)
+    ids_NT = torch.from_numpy(written(folder, 64))
     with torch.inference_mode():
         p_NTV = model(ids_NT).logits[:, 1:-1].softmax(-1)
     drawn = torch.nn.functional.one_hot(ids_NT[:, 2:], 300).float()
-    # The expected share of each token against the share drawn: a sum of variances tells how far chance may take it.
-    apart = (drawn - p_NTV).sum((0, 1)).square().sum()
-    assert apart < 2 * (p_NTV * (1 - p_NTV)).sum()
+
+    def fits(p_NTV: torch.Tensor) -> bool:
+        # The expected share of each token against the share drawn: a sum of variances tells how far chance may take it.
+        apart = (drawn - p_NTV).sum((0, 1)).square().sum()
+        return bool(apart < 2 * (p_NTV * (1 - p_NTV)).sum())
+
+    assert fits(p_NTV)
+    assert not fits(torch.full_like(p_NTV, 1 / 300))
+    sharper_NTV = p_NTV.pow(1.5)
+    assert not fits(sharper_NTV / sharper_NTV.sum(-1, keepdim=True))
 
 
 def test_without_a_token_that_begins_texts(tmp_path):
@@ -219,6 +232,7 @@ def test_a_family_without_own_code(convert, tmp_path):
         ("self+shipped", ["self", "shipped"]),
         ("shipped+self+a+b.txt", ["shipped", "self", "a+b.txt"]),
         ("a+self", ["a+self"]),
+        ("self+self+self+a", ["self", "self", "self+a"]),
         ("self+hub:org/name:train", ["self", "hub:org/name:train"]),
     ],
 )

