@@ -521,7 +521,7 @@ def test_a_plan_is_judged_on_registers(tmp_path):
     subprocess.run([*command, "--registers", tmp_path / "texts"], env=environment, check=True)
     found = {line["arm"]: line["registers"] for line in read(tmp_path / "work", "judged")}
     assert {arm: sorted(losses) for arm, losses in found.items()} == {
-        **dict.fromkeys(("parent", "mean", "shipped 2048"), ["chat", "prose"]), "chat 2048": ["chat"],
+        **{arm: ["chat", "prose"] for arm in ("parent", "mean", "shipped 2048")}, "chat 2048": ["chat"],
     }  # fmt: skip
     rendered = json.loads((tmp_path / "work/judged/tiny/registers/held-out/chat.jsonl").read_text())["text"]
     assert rendered.startswith("<user>word0 said 0 times") and rendered.endswith("<assistant>yes\n")
