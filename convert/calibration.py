@@ -6,7 +6,7 @@ Letters: N windows, B of them together, T tokens, M hidden size, H query heads, 
 F the keys or values of a group side by side, S sampled queries, C keys drawn for each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,13 @@ from convert.attention import LayerAttention, Real
 from convert.grouping import reorder, similar_order
 from convert.layer_merge import LayerMerge, apply_maps, finish_layer, read_attention, save_layer
 from convert.layer_walk import Heads, Layer, Progress, last_states, walk
+from convert.merged_attention import outputs, squared_error, weights_of
 from convert.methods import find_group_method, fit
 from convert.moments import Moments, of_weights
 from convert.recipe import Recipe
-from convert.refit import is_held_out, refit_output, squared_error
+from convert.refine import refine
+from convert.refit import is_held_out, refit_output
 from convert.sample import Sample
-from model.attention import attend
 from model.checkpoint import Checkpoint
 from model.files import sync_folder
 from model.rope import rotate
@@ -40,7 +41,7 @@ JUDGED_TOKENS = 4096
 """Held-out tokens, at most, on which solutions are compared."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def calibrate_layers(
     checkpoint: Checkpoint, merges: list[LayerMerge], sample: Sample, folder: Path, progress: Progress
 ) -> None:  # fmt: skip
@@ -59,6 +60,26 @@ def calibrate_layers(
     last_states(checkpoint, folder).unlink()
 
 
+@torch.no_grad()
+def held_out_errors(
+    checkpoint: Checkpoint,
+    sample: Sample,
+    folder: Path,
+    indices: Container[int],
+    versions: Callable[[int], Sequence[LayerAttention]],
+) -> dict[int, list[float]]:
+    """Return how far versions of some layers, given by their index, are from what these layers gave before."""
+    folder.mkdir(parents=True)
+    errors = {}
+    for layer in walk(checkpoint, sample, folder, lambda n: None):
+        layer.attend(lambda heads: None)
+        if layer.index in indices:
+            windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+            found = versions(layer.index)
+            errors[layer.index] = [squared_error(layer, weights_of(attention), windows) for attention in found]
+    return errors
+
+
 def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path) -> None:
     before = read_attention(checkpoint, merge)
     order = list(range(len(before.k_KDX)))
@@ -70,7 +91,9 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
     after = _best(layer, before, sums.moments(outputs_HDD, before.n_planes), merge.recipe)
     if merge.recipe.refit:
-        after = refit_output(after, _answers(layer, after, range(layer.text.n_windows)))
+        after = refit_output(after, outputs(layer, after, range(layer.text.n_windows)))
+    if merge.recipe.refine:
+        after = refine(layer, after, merge.recipe.refine)
     save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
 
 
@@ -81,38 +104,15 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: 
     if recipe.method != "fit":
         return best
     windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
-    least = squared_error(best, _answers(layer, best, windows))
+    least = squared_error(layer, weights_of(best), windows)
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
     others = [fit.alternatives(known, found, of_weights(group)) for known, found, group in groups]
     for other in zip(*others, strict=True):
         merged = apply_maps(before, moments, list(other), recipe)
-        error = squared_error(merged, _answers(layer, merged, windows))
+        error = squared_error(layer, weights_of(merged), windows)
         if error < least:
             best, least = merged, error
     return best
-
-
-def _answers(layer: Layer, merged: LayerAttention, windows: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each window what the merged heads give, [T, H·D], and what the layer gives as it is, [T, M]."""
-    rows = [
-        torch.from_numpy(heads.reshape(-1, heads.shape[2])).float()
-        for heads in (merged.q_HDX, merged.k_KDX, merged.v_KDX)
-    ]
-    attended_NTM, bias_M = layer.attended_NTM, layer.block.self_attn.o_proj.bias
-    for chosen in layer.text.batches(windows):
-        x_BTM = layer.inputs(chosen)
-        whole_BTM = torch.from_numpy(attended_NTM[chosen])
-        target_BTM = whole_BTM if bias_M is None else whole_BTM - bias_M
-        q_BTHD, k_BTGD, v_BTGD = (_project(x_BTM, weight, merged.q_HDX.shape[1]) for weight in rows)
-        q_BTHD, k_BTGD = (rotate(heads, *layer.text.rotation) for heads in (q_BTHD, k_BTGD))
-        mask = layer.text.mask(layer.index, len(chosen))
-        yield from zip(attend(q_BTHD, k_BTGD, v_BTGD, mask).flatten(2), target_BTM, strict=True)
-
-
-def _project(x_BTM: Tensor, rows_CX: Tensor, head_dim: int) -> Tensor:
-    weight_CM, bias_C = rows_CX[:, : x_BTM.shape[2]], rows_CX[:, x_BTM.shape[2] :].flatten()
-    heads_BTC: Tensor = F.linear(x_BTM, weight_CM, bias_C if len(bias_C) else None)
-    return heads_BTC.view(*x_BTM.shape[:2], -1, head_dim)
 
 
 def _root(layer: Layer, attention: LayerAttention) -> Real:

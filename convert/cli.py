@@ -78,6 +78,9 @@ def _conversion_options(command: Command) -> Command:
             click.option("--refit", is_flag=True,
                          help="Fit output projections to what the layers gave before, where that holds on text that "
                          "was held out.  [default: only where no --method is given]"),
+            click.option("--refine", type=click.IntRange(min=0), default=0, show_default=True, metavar="TOKENS",
+                         help="Then train each merged layer's attention on so many tokens of the calibration text, to "
+                         "give what the layer gave before; held-out text decides what is kept."),
             click.option("--calibration", metavar="TEXT",
                          help="Text to run the model on, for aligned, pca and fit: shipped (a text of many kinds, part "
                          "of Groupwise), self (the model writes it, which needs the whole model in memory), a .txt or "

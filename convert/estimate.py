@@ -20,6 +20,8 @@ _EFFICIENCY = 0.6
 """Of the speed of one matrix product, what calibrating reaches (SmolLM2-135M on two cores: 0.63)."""
 _WRITING_EFFICIENCY = 0.35
 """The same of writing text (SmolLM2-135M on two cores, 64 rows: 0.39)."""
+_TRAINING = 3
+"""What a token costs that is trained on, in forward passes."""
 _BYTES_PER_SECOND = 1e10
 """At which weights are read from memory."""
 
@@ -54,7 +56,9 @@ def calibration_operations(plan: Plan) -> float:
     passes = 2 if plan.recipe.refit else 1
     solving = 60 * plan.n_kv_heads * width**3
     layer = sample.n_tokens * (2 * numbers + passes * attention + (passes - 1) * 8 * heads * geometry.hidden_size)
-    return geometry.n_layers * (layer + keys + solving)
+    merged = 2 * (geometry.n_heads + plan.n_kv_heads) * geometry.head_dim * geometry.hidden_size
+    refining = _TRAINING * plan.recipe.refine * (2 * merged + attention)
+    return geometry.n_layers * (layer + keys + solving + refining)
 
 
 def _choosing_operations(plan: Plan, sample: Sample) -> float:

@@ -85,7 +85,7 @@ def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Map
 
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
     """Read a layer. Biases stand beside their weights, as the column that reads a constant 1."""
-    return _attention({name: _read(checkpoint, name) for name in (*merge.weights, *merge.biases)}, merge)
+    return attention_of({name: _read(checkpoint, name) for name in (*merge.weights, *merge.biases)}, merge)
 
 
 def finish_layer(
@@ -166,7 +166,8 @@ def _read(checkpoint: Checkpoint, name: str) -> Real:
     return values
 
 
-def _attention(source: dict[str, Real], merge: LayerMerge) -> LayerAttention:
+def attention_of(source: dict[str, Real], merge: LayerMerge) -> LayerAttention:
+    """Return the attention that consists of these tensors."""
     sizes = merge.sizes
     rows = [source[name] for name in merge.weights[:3]]
     if merge.biases:

@@ -106,6 +106,7 @@ class Plan:
         moments = 8 * self.n_kv_heads * width**2
         refits = self.recipe.refit or self.recipe.method == AUTO
         copies = 6 if refits else 4  # of it: as it was, as it may become, and what least squares needs
+        copies += 3 if self.recipe.refine else 0  # gradients, Adam's moments, the best so far, all in float32
         running = 2 * layer + copies * (self.largest_group // 2 + moments)
         return _TORCH + self.reader_bytes + max(running, self._embedding_memory())
 

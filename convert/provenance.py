@@ -167,6 +167,8 @@ def _method(plan: Plan) -> str:
         parts.append("similar heads grouped")
     if recipe.refit:
         parts.append("output projections refitted")
+    if recipe.refine:
+        parts.append(f"each layer refined on {recipe.refine:,} tokens")
     if recipe.sample:
         parts.append(f"calibrated on {recipe.sample.n_tokens:,} tokens ({markdown(recipe.sample.label)})")
     return ", ".join(parts)

@@ -26,6 +26,8 @@ class Recipe:
     seed: int = 0
     renorm: str = "none"
     refit: bool = False
+    refine: int = 0
+    """Tokens that each merged layer is trained on."""
     grouping: str = "contiguous"
     sample: "Sample | None" = None
     """The text that layers are calibrated on; None for the weights alone."""
@@ -42,7 +44,10 @@ class Recipe:
         if self.method == REPEAT:
             return found
         sample = self.sample.record if self.sample else None
-        return {**found, "renorm": self.renorm, "refit": self.refit, "grouping": self.grouping, "calibration": sample}
+        return {
+            **found, "renorm": self.renorm, "refit": self.refit, "refine": self.refine, "grouping": self.grouping,
+            "calibration": sample,
+        }  # fmt: skip
 
     def check(self) -> None:
         """Raise NotFeasible where the choices do not go together."""
@@ -52,6 +57,8 @@ class Recipe:
             )
         if self.refit and (self.sample is None or not self.by_layer):
             raise NotFeasible(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
+        if self.refine and (self.sample is None or self.method not in LAYER_METHODS):
+            raise NotFeasible(f"--refine needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
         if self.grouping == "similar" and not self.by_layer:
             raise NotFeasible(
                 f"--group-heads similar moves queries, which --method {self.method} leaves as they are; choose one of "

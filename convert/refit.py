@@ -5,13 +5,12 @@ where nothing helps there, the projection stays: so a refit does not make a laye
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from convert.attention import LayerAttention, Real
+from convert.attention import LayerAttention
+from convert.merged_attention import output_matrix, with_output
 
 PULLS = (1e-1, 1e-2, 1e-3)
 """Ridge penalties tried, as shares of the features' mean power."""
@@ -44,7 +43,7 @@ def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]
     `answers` are, window by window, what the merged layer's heads give [T, H·D] and what the layer must make of it
     [T, M], without the projection's bias.
     """
-    old_CM = torch.from_numpy(_projection(merged).T.copy())
+    old_CM = torch.from_numpy(output_matrix(merged).T.copy())
     fit, held = (_Sums(*old_CM.shape) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
         (held if is_held_out(window) else fit).add(heads_TC, target_TM)
@@ -52,7 +51,7 @@ def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]
     for found_CM in _solutions(old_CM, fit):
         if (error := held.error(found_CM)) < least:
             best_CM, least = found_CM, error
-    return merged if best_CM is old_CM else replace(merged, o_HMD=_heads(best_CM.T.numpy(), merged))
+    return merged if best_CM is old_CM else with_output(merged, best_CM.T.numpy())
 
 
 def _solutions(old_CM: Tensor, fit: _Sums) -> Iterator[Tensor]:
@@ -67,20 +66,3 @@ def _solutions(old_CM: Tensor, fit: _Sums) -> Iterator[Tensor]:
 
 def is_held_out(window: int) -> bool:
     return window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-
-
-def squared_error(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]]) -> float:
-    """Return how far a merged layer is from what it must give; `answers` as for `refit_output`."""
-    o_CM = torch.from_numpy(_projection(merged).T.copy()).float()
-    return sum(float((target_TM - heads_TC @ o_CM).double().square().sum()) for heads_TC, target_TM in answers)
-
-
-def _projection(attention: LayerAttention) -> Real:
-    o_MC: Real = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
-    return o_MC
-
-
-def _heads(o_MC: Real, attention: LayerAttention) -> Real:
-    n_heads, n_outputs, size = attention.o_HMD.shape
-    o_HMD: Real = np.ascontiguousarray(o_MC.reshape(n_outputs, n_heads, size).transpose(1, 0, 2))
-    return o_HMD

@@ -52,7 +52,8 @@ def inspection(found: dict[str, Any]) -> None:
 def plan(planned: dict[str, Any]) -> None:
     cache = planned["kv_cache_bytes_per_token"]
     what = "repeat" if planned["method"] == "repeat" else "merge"
-    how = f", method {planned['method']}{' with refit' * bool(planned.get('refit'))}" if planned["n_regrouped"] else ""
+    steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
+    how = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
     facts(
         f"{planned['source']} → {planned['out']}",
         [

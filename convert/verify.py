@@ -18,16 +18,17 @@ from typing import Any
 import numpy as np
 
 from convert import provenance, side_files
+from convert.attention import LayerAttention
 from convert.conversion import calibrate
 from convert.execute import digest
-from convert.layer_merge import LayerMerge, Layers
+from convert.layer_merge import LayerMerge, Layers, attention_of
 from convert.merge import merge_groups
 from convert.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.plan import Plan, make_plan
 from convert.recipe import GROUPINGS, NONE, RENORMS, Recipe
-from convert.rounding import BFLOAT16
-from convert.sample import NO_TORCH, Sample, read_kept
-from model.checkpoint import Checkpoint, open_checkpoint
+from convert.rounding import BFLOAT16, widen
+from convert.sample import MOST_TOKENS, NO_TORCH, Sample, read_kept
+from model.checkpoint import Array, Checkpoint, open_checkpoint
 from model.checkpoint.folder import INDEX
 from model.checkpoint.writer import index_text
 from model.errors import CheckpointError
@@ -43,6 +44,9 @@ APART, NUMBER_APART = 1e-2, 0.25
 On another kind of processor some of the keys are drawn differently that calibrating looks at: one in 10^5, which moves
 the tensors of SmolLM2 by up to 0.002 of their norms, and single numbers by 0.07 of their root mean square.
 """
+WORSE = 1.05
+"""How much larger than a recomputed layer's the held-out error of a refined one may be. Training magnifies what differs
+between processors, so the weights themselves cannot be compared."""
 
 
 @dataclass
@@ -84,6 +88,8 @@ def verify(
         plan = make_plan(source, record["groups"], _recipe(source, out_path, record, findings), None)
         same_names = _compare_names(plan, out, findings)
         layers = _layers(source, plan, Path(scratch), findings, workers, quiet)
+        if layers is not None and plan.recipe.refine and set(plan.regrouped) <= set(same_names):
+            _compare_refined(source, out, plan, layers, Path(scratch) / "scored", findings)
         checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
         layer_wise = [name for name in same_names if name in plan.regrouped and plan.regrouped[name].layer]
         digests = [
@@ -111,12 +117,14 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     renorm, refit = record.get("renorm", NONE), record.get("refit", False)
-    grouping = record.get("grouping", GROUPINGS[0])
+    refine, grouping = record.get("refine", 0), record.get("grouping", GROUPINGS[0])
+    if type(refine) is not int or not 0 <= refine <= MOST_TOKENS:
+        raise CheckpointError(f"{out_path / provenance.FILE} records that layers were refined on {refine!r} tokens.")
     if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
         raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
     recorded = record.get("calibration")
     sample = None if recorded is None else _sample(source, out_path, recorded, findings)
-    return Recipe(record["method"], record["seed"], renorm, refit, grouping, sample)
+    return Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, sample)
 
 
 def _sample(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findings: Findings) -> Sample:
@@ -203,6 +211,8 @@ def _compare_merged(
     expected, found = layers.get(layer).tensors[name], out.rows(name, 0, out.tensors[name].shape[0])
     if found.tobytes() == expected.tobytes():
         return []
+    if layer.recipe.refine:
+        return []  # see `_compare_refined`
     wanted, got = expected.astype(np.float64), found.astype(np.float64)
     step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of a bfloat16 or half; finer types need no more
     beyond = np.maximum(np.abs(wanted - got) - step * np.abs(wanted), 0) / (np.sqrt(np.mean(wanted**2)) or 1.0)
@@ -212,6 +222,40 @@ def _compare_merged(
         findings.rounded[name] = apart
         return []
     return [f"the tensor {name} differs from the one recomputed from the source"]
+
+
+def _compare_refined(
+    source: Checkpoint, out: Checkpoint, plan: Plan, layers: Layers, scratch: Path, findings: Findings
+) -> None:  # fmt: skip
+    """Compare refined layers that differ from the recomputed ones by what they do on the text that was held out."""
+    from convert.calibration import held_out_errors
+
+    sample = plan.recipe.sample
+    assert sample is not None
+
+    def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return a layer's tensors as they are in OUT, and as recomputed."""
+        expected = layers.get(plan.layers[index]).tensors
+        return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
+
+    def attentions(index: int) -> list[LayerAttention]:
+        merge = plan.layers[index]
+        wide = ({name: widen(x).astype(np.float64) for name, x in found.items()} for found in versions(index))
+        return [attention_of(tensors, merge) for tensors in wide]
+
+    def differs(index: int) -> bool:
+        found, expected = versions(index)
+        return any(found[name].tobytes() != expected[name].tobytes() for name in expected)
+
+    different = {index for index in range(len(plan.layers)) if differs(index)}
+    errors = held_out_errors(source, sample, scratch, different, attentions) if different else {}
+    for index, (theirs, ours) in errors.items():
+        if theirs <= WORSE * ours:  # not so for NaN
+            findings.rounded |= dict.fromkeys(plan.layers[index].weights, max(0.0, theirs / ours - 1) if ours else 0.0)
+        else:
+            findings.differences.append(
+                f"layer {index} was refined; its held-out error is {theirs:.4g}, where recomputing it gives {ours:.4g}"
+            )
 
 
 def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:

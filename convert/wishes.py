@@ -18,6 +18,7 @@ class Wishes:
     seed: int = 0
     renorm: str | None = None
     refit: bool = False
+    refine: int = 0
     grouping: str = GROUPINGS[0]
     calibration: str | None = None
     """`none`, `shipped`, `self`, the path of a text, `hub:NAME…`, or several joined by +."""
@@ -76,13 +77,13 @@ def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, wishes: Wishes) -> R
         given = "--calibration" if wishes.calibration else "--calibration-tokens"
         raise NotFeasible(f"{given} does not go with --method {wishes.method}, which needs no text.")
     renorm = wishes.renorm or ("spread" if by_layer else "none")
-    recipe = Recipe(wishes.method, wishes.seed, renorm, wishes.refit, wishes.grouping)
+    recipe = Recipe(wishes.method, wishes.seed, renorm, wishes.refit, wishes.refine, wishes.grouping)
     make_plan(checkpoint, n_kv_heads, recipe, None)  # refuses what no text would help
     if by_layer and wishes.calibration != NONE:
         try:
             recipe = _calibrated(checkpoint, recipe, wishes)
         except NotFeasible as error:
-            if wishes.refit or wishes.method in (*CALIBRATED, AUTO):
+            if wishes.refit or wishes.refine or wishes.method in (*CALIBRATED, AUTO):
                 raise
             raise NotFeasible(f"{error} --calibration none merges by the weights alone.") from error
     recipe.check()

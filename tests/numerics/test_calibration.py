@@ -143,14 +143,17 @@ def test_states_are_the_models(tmp_path, watched):
         assert np.abs(kept[index] - hidden[index].numpy()).max() < 1e-5
 
 
-def test_stopped_anywhere_it_goes_on_to_the_same(tmp_path):
+@pytest.mark.parametrize("refine", [0, 64])
+def test_stopped_anywhere_it_goes_on_to_the_same(tmp_path, refine):
     class Stop(Exception):
         pass
 
     folder = source_folder(tmp_path / "source", num_hidden_layers=3)
     with open_checkpoint(folder) as checkpoint:
         sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
-        plan = make_plan(checkpoint, GROUPS, Recipe("fit", renorm="spread", refit=True, sample=sample), None)
+        plan = make_plan(
+            checkpoint, GROUPS, Recipe("fit", renorm="spread", refit=True, refine=refine, sample=sample), None
+        )
 
         def run(place, stop_at):
             calls = iter(range(100))
