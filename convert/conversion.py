@@ -8,21 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convert import provenance, side_files
-from convert.execute import execute, total_bytes
-from convert.plan import Plan, fingerprint, make_plan
-from convert.sample import pack
-from model import terminal
+from convert.calibration.text import pack
+from convert.output import config_json
+from convert.output.model_card import model_card
+from convert.output.record import RECORD_FILE, build_record, earlier_conversion
+from convert.output.write import execute, total_bytes
+from convert.planning.plan import Plan, fingerprint, make_plan
 from model.checkpoint import Checkpoint
-from model.checkpoint.folder import CALIBRATION_TOKENS, INDEX, json_text
+from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, json_text
 from model.checkpoint.hub import origin_of
 from model.checkpoint.writer import index_text
-from model.errors import CheckpointError, InputError
-from model.files import check_name, copy_file, sync_file, sync_folder
-from model.staging import Staging, check_out
+from model.common import console
+from model.common.errors import CheckpointError, InputError
+from model.common.files import check_name, copy_file, sync_file, sync_folder
+from model.common.staging import Staging, check_out
 
 if TYPE_CHECKING:
-    from convert.choose import Choice
+    from convert.calibration.auto import Choice
 
 SPARE_BYTES = 16 << 20
 """Room for what is not weights and not counted: config, journal, folders."""
@@ -80,7 +82,7 @@ def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Sta
     """Raise CheckpointError for everything that can be known to be wrong before writing."""
     staging = Staging(check_target(checkpoint, out, overwrite), _is_replaceable if overwrite else None)
     check_space(plan, checkpoint, staging)
-    provenance.earlier_conversion(checkpoint)
+    earlier_conversion(checkpoint)
     return staging
 
 
@@ -99,7 +101,7 @@ def run(
     with _continued(staging, before):
         plan = _with_own_text(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
-        with terminal.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
+        with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             execute(checkpoint, plan, staging, workers, progress)
         if fingerprint(checkpoint, asked or plan) != before:
             raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
@@ -128,10 +130,10 @@ def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: 
     sample = plan.recipe.sample
     if sample is None or sample.ids_NT is not None or not plan.layers:
         return plan
-    from convert.own_text import OwnText  # runs the model, and so needs torch
+    from convert.calibration.own_text import OwnText  # runs the model, and so needs torch
 
     own = OwnText(checkpoint, sample.first, len(sample.own), sample.window, plan.recipe.seed)
-    with terminal.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
+    with console.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
         own_NT = own.write(staging.scratch / "own-text", progress)
     recipe = replace(plan.recipe, sample=sample.with_own(own_NT))
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
@@ -142,10 +144,10 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
     sample = plan.recipe.sample
     if sample is None or not plan.layers:
         return
-    from convert.calibration import calibrate_layers  # runs the model, and so needs torch
+    from convert.calibration.solve import calibrate_layers  # runs the model, and so needs torch
 
     total = len(plan.layers) * sample.n_tokens
-    with terminal.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
+    with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
         calibrate_layers(checkpoint, plan.layers, sample, folder, progress)
 
 
@@ -153,7 +155,7 @@ def choose_recipe(
     checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, quiet: bool
 ) -> "Choice":  # fmt: skip
     """Return the way to merge that `--method auto` finds best. What it finds out lies in OUT's staging area."""
-    from convert.choose import candidates, check_can_score, choose, work
+    from convert.calibration.auto import candidates, check_can_score, choose, work
 
     check_can_score(checkpoint)
     staging = check(checkpoint, plan, out, overwrite)
@@ -161,22 +163,22 @@ def choose_recipe(
         recipe = _with_own_text(checkpoint, plan, staging, quiet).recipe
         tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
         total = work(checkpoint, tried)
-        with terminal.progress_bar("Choosing", total, quiet, unit="tokens x layers") as progress:
+        with console.progress_bar("Choosing", total, quiet, unit="tokens x layers") as progress:
             return choose(checkpoint, plan.n_kv_heads, tried, staging, progress)
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
     """Write everything but the weights; return the content of `groupwise.json`."""
     folder = staging.folder
-    record = provenance.build(checkpoint, plan, staging)
+    record = build_record(checkpoint, plan, staging)
     index, sample = index_text(plan.shards, plan.tensors), plan.recipe.sample
     files: dict[str, Path | bytes] = {
-        **side_files.copied(checkpoint, plan),
-        "config.json": side_files.config_text(checkpoint, plan),
+        **config_json.copied(checkpoint, plan),
+        "config.json": config_json.config_text(checkpoint, plan),
         **({} if index is None else {INDEX: index}),
         **({} if sample is None else {CALIBRATION_TOKENS: pack(sample)}),
-        provenance.FILE: json_text(record),
-        "README.md": provenance.model_card(checkpoint, plan, origin_of(checkpoint.path)),
+        RECORD_FILE: json_text(record),
+        "README.md": model_card(checkpoint, plan, origin_of(checkpoint.path)),
     }
     for name, content in files.items():
         copy_file(content, folder / name)

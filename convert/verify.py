@@ -17,22 +17,24 @@ from typing import Any
 
 import numpy as np
 
-from convert import provenance, side_files
-from convert.attention import LayerAttention
+from convert.calibration.text import NO_TORCH, Sample, read_kept
 from convert.conversion import calibrate
-from convert.execute import digest
-from convert.layer_merge import LayerMerge, Layers, attention_of
-from convert.merge import merge_groups
-from convert.methods import LAYER_METHODS, METHODS, REPEAT
-from convert.plan import Plan, make_plan
-from convert.recipe import GROUPINGS, NONE, RENORMS, Recipe
-from convert.rounding import BFLOAT16, widen
-from convert.sample import MOST_TOKENS, NO_TORCH, Sample, read_kept
+from convert.merging.heads import merge_groups
+from convert.merging.layer import LayerMerge, Layers, attention_of
+from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
+from convert.merging.rounding import BFLOAT16, widen
+from convert.merging.weights import LayerAttention
+from convert.output import config_json
+from convert.output.model_card import model_card
+from convert.output.record import RECORD_FILE, read_record
+from convert.output.write import digest
+from convert.planning.plan import Plan, make_plan
+from convert.planning.recipe import GROUPINGS, MAX_TOKENS, NONE, RENORMS, Recipe
 from model.checkpoint import Array, Checkpoint, open_checkpoint
-from model.checkpoint.folder import INDEX
+from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.writer import index_text
-from model.errors import CheckpointError
-from model.files import has_content
+from model.common.errors import CheckpointError
+from model.common.files import has_content
 
 PIECE = 8 << 20
 ROUNDING = 1e-3
@@ -82,7 +84,7 @@ def verify(
 
     Raises CheckpointError if either cannot be read at all or OUT does not say how it was made.
     """
-    record = provenance.read(out_path)
+    record = read_record(out_path)
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
         plan = make_plan(source, record["groups"], _recipe(source, out_path, record, findings), None)
@@ -115,13 +117,13 @@ def verify(
 def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings: Findings) -> Recipe:
     """Return how OUT says it was made; with a remark where it does not keep the tokens it was calibrated on."""
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
-        raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
+        raise CheckpointError(f"{out_path / RECORD_FILE} names no method and seed that this version knows.")
     renorm, refit = record.get("renorm", NONE), record.get("refit", False)
     refine, grouping = record.get("refine", 0), record.get("grouping", GROUPINGS[0])
-    if type(refine) is not int or not 0 <= refine <= MOST_TOKENS:
-        raise CheckpointError(f"{out_path / provenance.FILE} records that layers were refined on {refine!r} tokens.")
+    if type(refine) is not int or not 0 <= refine <= MAX_TOKENS:
+        raise CheckpointError(f"{out_path / RECORD_FILE} records that layers were refined on {refine!r} tokens.")
     if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
-        raise CheckpointError(f"{out_path / provenance.FILE} names no method and seed that this version knows.")
+        raise CheckpointError(f"{out_path / RECORD_FILE} names no method and seed that this version knows.")
     recorded = record.get("calibration")
     sample = None if recorded is None else _sample(source, out_path, recorded, findings)
     return Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, sample)
@@ -132,7 +134,7 @@ def _sample(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findin
     try:
         if find_spec("torch") is None:
             raise CheckpointError(NO_TORCH)
-        from convert.layer_walk import check_tokens
+        from convert.calibration.layer_stream import check_tokens
 
         sample = read_kept(out_path, recorded)
         check_tokens(source, sample)
@@ -228,7 +230,7 @@ def _compare_refined(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: Layers, scratch: Path, findings: Findings
 ) -> None:  # fmt: skip
     """Compare refined layers that differ from the recomputed ones by what they do on the text that was held out."""
-    from convert.calibration import held_out_errors
+    from convert.calibration.solve import held_out_errors
 
     sample = plan.recipe.sample
     assert sample is not None
@@ -306,7 +308,7 @@ def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
 
 
 def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
-    expected = json.loads(side_files.config_text(source, plan))
+    expected = json.loads(config_json.config_text(source, plan))
     for key in sorted(expected.keys() | out.config.keys()):
         if key not in out.config:
             findings.differences.append(f"config.json lacks the key {key}")
@@ -321,7 +323,7 @@ def _compare_files(
     source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
 ) -> None:  # fmt: skip
     origin = record["source"]["name"], record["source"]["revision"]  # the same source may lie elsewhere now
-    wanted = {**side_files.copied(source, plan), "README.md": provenance.model_card(source, plan, origin)}
+    wanted = {**config_json.copied(source, plan), "README.md": model_card(source, plan, origin)}
     for name, content in wanted.items():
         path = out.path / name
         if not path.is_file():
@@ -350,4 +352,4 @@ def _compare_index(out: Checkpoint, findings: Findings) -> None:
 def _compare_record(plan: Plan, record: dict[str, Any], findings: Findings) -> None:
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
     if reported != [(heads.tensor, heads.kind) for heads in plan.reported]:
-        findings.differences.append(f"{provenance.FILE} does not report on exactly the merged tensors")
+        findings.differences.append(f"{RECORD_FILE} does not report on exactly the merged tensors")

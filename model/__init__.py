@@ -2,25 +2,25 @@
 
     from model import load_model, generate
 
-brings the model in memory, and torch with it; the model on disk (`model.checkpoint`, `model.config`) does without.
+brings the model in memory, and torch with it; the model on disk (`model.checkpoint`, `model.geometry`) does without.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from model.generate import generate as generate
-    from model.loading import load_model as load_model
+    from model.decoder.generation import generate as generate
+    from model.decoder.loading import load_model as load_model
 
 __all__ = ["generate", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "load_model":
-        from model.loading import load_model
+        from model.decoder.loading import load_model
 
         return load_model
     if name == "generate":
-        from model.generate import generate
+        from model.decoder.generation import generate
 
         return generate
     raise AttributeError(f"module 'model' has no attribute {name!r}")

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train_demo_model import SEQ_LEN, split_speeches
+from scripts.train_demo_model import SEQ_LEN, split_speeches
 
 PROMPT = "Once upon a time there was a little girl who"
 # The opening of Jane Austen's Pride and Prejudice (1813), in the public domain.

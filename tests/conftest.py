@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import tiny
 
@@ -119,7 +119,7 @@ def device() -> "torch.device":
     """Return what `tests/gpu` runs on: a GPU with `--gpu`, else the CPU."""
     import torch
 
-    from uptrain.accelerator import has_accelerator
+    from uptrain.distributed.accelerator import has_accelerator
 
     found = torch.accelerator.current_accelerator() if has_accelerator() else None
     return found or torch.device("cpu")
@@ -134,7 +134,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a finished run on the CPU: 12 steps of distillation, evaluated every 4, stopped and resumed after 6."""
-    from training import arguments, drive, make_inputs
+    from real_runs import arguments, drive, make_inputs
 
     folder = tmp_path_factory.mktemp("distilled")
     inputs, run = make_inputs(folder), folder / "run"

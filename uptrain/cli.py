@@ -9,18 +9,13 @@ import importlib
 
 import click
 
-from model import terminal
+from model.common import console
 from uptrain.commands import COMMANDS
 
 
-class _InOrder(click.Group):
-    """Lists the commands in the order in which they are used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-
-@click.group(cls=_InOrder, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=console.CommandsInOrder, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(package_name="groupwise", prog_name="uptrain")
 def cli() -> None:
     """Uptrain a converted checkpoint: continue its pre-training for a small share α of the original steps.
@@ -35,4 +30,4 @@ for _name in COMMANDS:
 
 def main() -> None:
     """Run the command line."""
-    terminal.run(cli)
+    console.run(cli)

@@ -3,16 +3,22 @@
 from importlib import import_module
 from pathlib import Path
 
-from model.checkpoint.checkpoint import Checkpoint, Shard
-from model.checkpoint.folder import refuse_without_weights
+from model.checkpoint.hf_folder import refuse_without_weights
 from model.checkpoint.hub import find_in_cache
+from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, Tensor
-from model.errors import CheckpointError
+from model.common.errors import CheckpointError
 
 __all__ = ["FLOAT_DTYPES", "Array", "Checkpoint", "Shard", "Span", "Tensor", "open_checkpoint"]
 
-# One module each in this folder, imported when used; tried in this order, so that safetensors are preferred.
-READERS = ("gguf", "safetensors", "bin", "meta", "dcp")
+READERS = {
+    "gguf": "gguf.reader",
+    "safetensors": "safetensors",
+    "bin": "pytorch_bin",
+    "meta": "meta_llama.reader",
+    "dcp": "dcp.reader",
+}
+"""Formats and their modules in `model.checkpoint.formats`, imported when used. The first that matches reads."""
 
 WHAT = "SOURCE is a checkpoint folder, a .gguf file, or the name of a model in the Hugging Face cache (org/name)"
 
@@ -37,9 +43,9 @@ def _open(path: Path) -> Checkpoint:
         if found is None:
             raise CheckpointError(f"{path}: no such file or folder; {WHAT}.")
         path = found
-    for name in READERS:
-        reader = import_module(f"model.checkpoint.{name}")
-        if reader.recognises(path):
+    for name in READERS.values():
+        reader = import_module(f"model.checkpoint.formats.{name}")
+        if reader.matches(path):
             checkpoint: Checkpoint = reader.read(path)
             return checkpoint
     if path.is_dir():

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from model.errors import CheckpointError
+from model.common.errors import CheckpointError
 
 # The hub's own rule for names (huggingface_hub, `validate_repo_id`); a revision is a branch, a tag or a commit.
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)

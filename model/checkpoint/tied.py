@@ -6,7 +6,7 @@ dict as it stands have both.
 
 import numpy as np
 
-from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.interface import Checkpoint
 from model.checkpoint.tensor import Tensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

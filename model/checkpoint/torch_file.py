@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes  # noqa: F401  registers bfloat16 and the 8-bit floats with numpy
 import numpy as np
 
-from model.checkpoint.folder import refuse_lfs_pointer
+from model.checkpoint.hf_folder import refuse_lfs_pointer
 from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span
-from model.errors import CheckpointError
+from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from model.checkpoint.checkpoint import Shard
-from model.checkpoint.folder import SINGLE, json_text
+from model.checkpoint.hf_folder import SINGLE, json_text
+from model.checkpoint.interface import Shard
 from model.checkpoint.tensor import Array, Span, Tensor
-from model.errors import CheckpointError
+from model.common.errors import CheckpointError
 
 # What copy_file_range answers where it cannot do the job (other file system, old kernel, sandbox): copy by hand then.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}

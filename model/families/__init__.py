@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from model.errors import CheckpointError
+from model.common.errors import CheckpointError
 from model.families.family import Family, Wrapper
-from model.families.refused import reason
+from model.families.unsupported import reason
 
 __all__ = ["FAMILIES", "Family", "Found", "find_family", "load_family"]
 

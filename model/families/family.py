@@ -55,7 +55,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class CustomCode:
-    """Code in `model/custom_code`, with which transformers opens what a family's stock class cannot hold.
+    """Code in `model/remote_code`, with which transformers opens what a family's stock class cannot hold.
 
     It travels in the output folder, and `auto_map` in `config.json` names it.
     """
@@ -69,7 +69,7 @@ class CustomCode:
     @property
     def files(self) -> tuple[Path, Path]:
         """The config's file and the model's."""
-        folder = Path(__file__).parents[1] / "custom_code"
+        folder = Path(__file__).parents[1] / "remote_code"
         return folder / f"configuration_{self.model_type}.py", folder / f"modeling_{self.model_type}.py"
 
 

@@ -11,7 +11,7 @@ Makes a synthetic sharded bf16 Llama checkpoint of each size asked for and measu
 Times are the best of --rounds, after one warm-up round, in an order that changes each round. Memory is the peak of one
 process: RSS, and RssAnon (anonymous memory: what a mapped or cached file does not count towards), sampled from /proc.
 
-    python scripts/bench/convert.py --gb 2 4 8 --json docs/bench/convert.json
+    python -m scripts.bench.convert --gb 2 4 8 --json docs/bench/convert.json
 """
 
 import argparse

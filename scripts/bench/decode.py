@@ -5,7 +5,7 @@ then --steps greedy steps, timed one by one: ours and transformers' in turns, an
 steps, since a machine is not as fast at all times. Medians are compared. Writes a table (JSON and Markdown) and a
 figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
 
-    python scripts/bench/decode.py --batches 1 8 --contexts 256 1024 --out docs/bench/decode
+    python -m scripts.bench.decode --batches 1 8 --contexts 256 1024 --out docs/bench/decode
 """
 
 import argparse
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import facts
 from transformers import DynamicCache
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM as Theirs
 
-from model.cache import KVCache
-from model.generate import decode, prefill
-from model.llama import LlamaForCausalLM as Ours
-from model.llama_config import read_llama_config
+from model.decoder.config import read_llama_config
+from model.decoder.generation import decode, prefill
+from model.decoder.kv_cache import KVCache
+from model.decoder.llama import LlamaForCausalLM as Ours
+from scripts.bench.machine import facts
 
 SHAPES = {
     # of the parents in scripts/study/plans/merges.toml

@@ -5,7 +5,7 @@
 Times in turns (ABAB …) in this process, medians; memory is each one's peak over what its process held before, in a
 process of its own.
 
-    python scripts/bench/loss.py --vocab 32000 --tokens 4096
+    python -m scripts.bench.loss --vocab 32000 --tokens 4096
 """
 
 import argparse
@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from machine import facts
 from torch import Tensor
 
-from model.loss import chunked_cross_entropy
-from uptrain.losses.distill import chunked_kl
+from model.decoder.cross_entropy import chunked_cross_entropy
+from scripts.bench.machine import facts
+from uptrain.training.losses.distill import chunked_kl
 
 HIDDEN = 512
 
@@ -72,7 +72,7 @@ def make_inputs(vocab: int, tokens: int) -> tuple[Tensor, ...]:
 
 def peak_bytes(loss: str, way: str, vocab: int, tokens: int, precision: str) -> int:
     """Return the peak memory of one step over what the process held before, measured in a process of its own."""
-    command = [sys.executable, __file__, "--peak-of", way, "--losses", loss, "--vocab", str(vocab)]
+    command = [sys.executable, "-m", "scripts.bench.loss", "--peak-of", way, "--losses", loss, "--vocab", str(vocab)]
     command += ["--tokens", str(tokens), "--precision", precision]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

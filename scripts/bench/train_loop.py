@@ -1,6 +1,6 @@
 """Tokens/s of `uptrain run` ÷ of the Hugging Face Trainer: whole loops, each in a process of its own, in turns.
 
-    python scripts/bench/train_loop.py --json docs/bench/train_loop.json
+    python -m scripts.bench.train_loop --json docs/bench/train_loop.json
 
 full     windows of one document: same weights, windows, micro-batch, accumulation and precision, with everything a
          step does on either side (clipping, schedule, logging)
@@ -26,7 +26,11 @@ from queue import Empty
 from typing import Any
 
 import torch
-from runs import (
+from torch.utils.data import Dataset
+from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+from scripts.bench.runs import (
     ACCUMULATION,
     BUDGET,
     MICRO_BATCH,
@@ -38,11 +42,7 @@ from runs import (
     settings,
     write_rows,
 )
-from torch.utils.data import Dataset
-from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import logging
-
-from uptrain.run import start
+from uptrain.runs.run import start
 
 
 class Turns:

@@ -4,9 +4,9 @@ Both train on the same batch, in turns (ABAB …), in this process; medians are 
 cross-entropy. The peer is transformers' LlamaForCausalLM, from the same weights and with sdpa attention, as it runs by
 default; or litgpt's GPT of the same shape, with 2 K/V heads.
 
-    python scripts/bench/train_step.py --sizes 7M 25M --precision fp32 bf16 --compile no yes
+    python -m scripts.bench.train_step --sizes 7M 25M --precision fp32 bf16 --compile no yes
     pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse
-    python scripts/bench/train_step.py --peer litgpt --sizes 25M
+    python -m scripts.bench.train_step --peer litgpt --sizes 25M
 """
 
 import argparse
@@ -21,8 +21,8 @@ import torch
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM as Theirs
 
-from model.llama import LlamaForCausalLM as Ours
-from model.llama_config import read_llama_config
+from model.decoder.config import read_llama_config
+from model.decoder.llama import LlamaForCausalLM as Ours
 
 SIZES = {
     "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8},

@@ -1,6 +1,6 @@
 """Resuming late ÷ early, and saving a training checkpoint ÷ `torch.save`.
 
-    python scripts/bench/training_checkpoint.py --json docs/bench/training_checkpoint.json
+    python -m scripts.bench.training_checkpoint --json docs/bench/training_checkpoint.json
 
 resume   time to the first step's end of `uptrain resume` from step 100 000 ÷ from step 1, in fresh processes
 save     time of a training checkpoint, checked and on the disk ÷ `torch.save` of the same tensors, and with fsync
@@ -22,12 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from runs import BUDGET, SEQ_LEN, Row, make_cache, make_documents, make_model, reset, settings, write_rows
 from transformers import LlamaConfig
 from transformers.utils import logging
 
-from uptrain.run import start
-from uptrain.training_checkpoint import Checkpoints
+from scripts.bench.runs import BUDGET, SEQ_LEN, Row, make_cache, make_documents, make_model, reset, settings, write_rows
+from uptrain.checkpoints.save_load import Checkpoints
+from uptrain.runs.run import start
 
 FAR = 100_000
 
@@ -110,8 +110,8 @@ def compare_save(work: Path, rounds: int) -> Row:
     """Save a model of 113 M parameters with AdamW states, 1.36 GB."""
     from accelerate import Accelerator
 
-    from model.llama import LlamaForCausalLM as Ours
-    from model.llama_config import read_llama_config
+    from model.decoder.config import read_llama_config
+    from model.decoder.llama import LlamaForCausalLM as Ours
 
     reset()
     config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=12,

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-import programs
-from plan import REGISTERS, Arm, Stage, arms_of
-from prepare import Place
-from results import Line, is_parent, read
+from scripts.study import programs
+from scripts.study.plan import REGISTERS, Arm, Stage, arms_of
+from scripts.study.prepare import Place
+from scripts.study.results import Line, is_parent, read
 
 NEVER = 10**9
 """Steps between evaluations, so that only the ends of an uptraining are measured."""

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from model.generate import generate
-from model.llama import LlamaForCausalLM
-from model.loading import load_model
+from model.decoder.generation import generate
+from model.decoder.llama import LlamaForCausalLM
+from model.decoder.loading import load_model
 
 WINDOWS_PER_TEXT, BATCH = 4, 4
 PROMPT, WRITTEN = 32, 64

@@ -16,7 +16,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from results import BETTER, WEAK, Line, Seeds, at, at_best_setting, gaps, read, shares, united
+
+from scripts.study.results import BETTER, WEAK, Line, Seeds, at, at_best_setting, gaps, read, shares, united
 
 HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
 SOURCES = {

@@ -1,6 +1,6 @@
 """Make tasks for EleutherAI's lm-evaluation-harness of texts that lie here, so that it needs no hub.
 
-    python scripts/study/lm_eval_tasks.py valid.jsonl TASKS
+    python -m scripts.study.lm_eval_tasks valid.jsonl TASKS
     lm_eval run --model hf --model_args pretrained=OUT --include_path TASKS --tasks last_word,prose
 
 TEXTS has JSON lines with a key `text`, or is a folder of .txt. `last_word`: what is the last word of a passage? (as
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from behaviour import documents
+
+from scripts.study.behaviour import documents
 
 LONGEST, SHORTEST = 800, 400
 """Characters of a passage: they fit in the context of small models."""

@@ -13,8 +13,8 @@ import click
 import torch
 from tokenizers import Tokenizer
 
-from model.llama import LlamaForCausalLM
-from model.loading import load_model
+from model.decoder.llama import LlamaForCausalLM
+from model.decoder.loading import load_model
 
 PATH = click.Path(exists=True, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)

@@ -1,6 +1,6 @@
 """Bring results into the repository and onto its pages.
 
-    python scripts/study/page.py    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figures
+    python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents` or `results`.
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
-from arms import key_of_line
-from figures import draw
-from plan import PLANS, PlanError
-from results import BETTER, WEAK, Line, losses, of_seeds, read, read_lines, shares, unique, united
-from table import kv_heads, markdown, savings, show, tables
+
+from scripts.study.arms import key_of_line
+from scripts.study.figures import draw
+from scripts.study.plan import PLANS, PlanError
+from scripts.study.results import BETTER, WEAK, Line, losses, of_seeds, read, read_lines, shares, unique, united
+from scripts.study.table import kv_heads, markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), RESULTS / "tables.md")

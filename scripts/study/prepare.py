@@ -17,17 +17,14 @@ import json
 import lzma
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import programs
-from plan import SHARED, Outside, Plan, PlanError, Vocabulary
-
-sys.path.append(str(Path(__file__).parents[1]))  # for what is shared with the demo
+from scripts.study import programs
+from scripts.study.plan import SHARED, Outside, Plan, PlanError, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def write_excerpts(place: Place) -> None:
 
 
 def copy_speeches(place: Place) -> None:
-    from train_demo_model import split_speeches
+    from scripts.train_demo_model import split_speeches
 
     folder = _fresh(place.home / "texts.partial")
     split_speeches(folder)
@@ -167,7 +164,7 @@ def copy_speeches(place: Place) -> None:
 
 
 def make_init(place: Place) -> None:
-    from train_demo_model import CONFIG, byte_level_bpe, write_init
+    from scripts.train_demo_model import CONFIG, byte_level_bpe, write_init
 
     wanted = place.plan.tokenizer
     tokenizer, trainer = byte_level_bpe(wanted.vocab)
@@ -230,7 +227,7 @@ def render_registers(place: Place, model: Path, out: Path) -> None:
         raise PlanError(
             f"the plan {place.plan.name} measures on many kinds of text; say with --registers where they lie."
         )
-    from model.tokenizer import open_tokenizer
+    from model.common.tokenizer import open_tokenizer
 
     tokenizer, folder = open_tokenizer(model), _fresh(out.with_suffix(".partial"))
     for part in ("held-out", "own"):

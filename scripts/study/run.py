@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import click
-from arms import missing_cases, work_on
-from plan import find_plan, read_plan
-from prepare import Place, Step, check_home, parent_steps, shared_steps
-from programs import ProgramFailed
+
+from scripts.study.arms import missing_cases, work_on
+from scripts.study.plan import find_plan, read_plan
+from scripts.study.prepare import Place, Step, check_home, parent_steps, shared_steps
+from scripts.study.programs import ProgramFailed
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 

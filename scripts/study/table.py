@@ -1,6 +1,6 @@
 """Print the figures of a study as Markdown: held-out losses, means over seeds ± their sample standard deviation.
 
-    python scripts/study/table.py .study/merges/results.jsonl
+    python -m scripts.study.table .study/merges/results.jsonl
 
 Each number of K/V heads has its tables, with the arms from the best start to the worst. "of mean's gap" is the share of
 the loss that merging by mean costs: (the arm's loss − the parent's) / (mean's − the parent's), right after conversion.
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
-from results import (
+
+from scripts.study.results import (
     Line,
     Seeds,
     Stage,

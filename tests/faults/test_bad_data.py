@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
-from dying import dying_at
-from tokenizers_ import make_tokenizer
+from self_kill import dying_at
+from tiny_tokenizers import make_tokenizer
 
-from model.errors import InputError
-from model.staging import Staging
-from uptrain.data import build, units
-from uptrain.data.cache import Cache
-from uptrain.data.sources import find_sources
-from uptrain.data.tokenise import shard_names
+from model.common.errors import InputError
+from model.common.staging import Staging
+from uptrain.data.prepare import build, work_units
+from uptrain.data.prepare.sources import find_sources
+from uptrain.data.prepare.tokenise import shard_names
+from uptrain.data.token_cache import Cache
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("unit_bytes", [64, 1 << 20])
 def test_bad_line_in_the_middle(prepare, tmp_path, monkeypatch, kind, unit_bytes):
-    monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", unit_bytes)
     bad, reason = BAD[kind]
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 16 + bad + line() * 16)
@@ -136,7 +136,7 @@ def test_skipped_records_are_counted(prepare, tmp_path):
 
 @pytest.mark.parametrize("unit_bytes", [1000, 1 << 20])
 def test_more_than_a_thousandth_is_too_many(prepare, tmp_path, monkeypatch, unit_bytes):
-    monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", unit_bytes)
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 500 + b"{\n" + line() * 1000 + b"3\n" + line() * 497)
     prepare(path, options=SKIP).refused(
@@ -146,7 +146,7 @@ def test_more_than_a_thousandth_is_too_many(prepare, tmp_path, monkeypatch, unit
 
 
 def test_too_many_bad_records_stop_before_the_end(prepare, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
     monkeypatch.setattr(build, "SKIPPED_RECORDS", 200)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"{\n" * 2 + line() * 5000)
@@ -169,7 +169,7 @@ def test_a_corrected_file_is_all_that_is_done_anew(prepare, tmp_path):
 
 
 def test_units_with_skipped_records_are_not_taken_over_by_a_strict_build(prepare, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 20 + b"{\n" + line() * 500)
     prepare(path, options=SKIP).refused("1 of 521 records are bad")
@@ -178,7 +178,7 @@ def test_units_with_skipped_records_are_not_taken_over_by_a_strict_build(prepare
 
 def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
     """It is never an error, however many workers read ahead."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 100 + b"{\n" + line() * 100)
     assert prepare(path, options=("--tokens", 200, "--workers", 3)).code == 0
@@ -313,20 +313,20 @@ def test_source_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):
 def test_source_that_changes_under_a_worker(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 10)
-    (unit,) = units.make_units(find_sources((str(path),)))
+    (unit,) = work_units.make_units(find_sources((str(path),)))
     before = unit.identity()
-    units.check_unchanged(unit, before)
+    work_units.check_unchanged(unit, before)
     path.write_bytes(line() * 11)
     with pytest.raises(InputError, match="changed while it was read"):
-        units.check_unchanged(unit, before)
+        work_units.check_unchanged(unit, before)
     path.unlink()
     with pytest.raises(InputError, match="changed while it was read"):
-        units.check_unchanged(unit, before)
+        work_units.check_unchanged(unit, before)
 
 
 # Kills
 
-SMALL_UNITS = "from uptrain.data import units; units.UNIT_BYTES = 1000"
+SMALL_UNITS = "from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 1000"
 
 
 def start(command):
@@ -363,7 +363,7 @@ def ids_source(tmp_path):
 
 @pytest.mark.parametrize("share", [(), ("--shard", "2/2")])
 def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_source, share):
-    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
     arguments = ("prepare", "--data", ids_source, "--vocab-size", 300, "--seq-len", 8, "--tokens", 700, "--workers", 2)
     assert uptrain(*arguments, "--out", tmp_path / "expected").code == 0
     expected = tiny.snapshot(tmp_path / "expected")
@@ -385,8 +385,8 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_so
 
 SLOW = """
 import sys
-from uptrain.data import units
-units.UNIT_BYTES = 200_000
+from uptrain.data.prepare import work_units
+work_units.UNIT_BYTES = 200_000
 from uptrain.cli import main
 main()
 """
@@ -399,7 +399,7 @@ def start_slow(*arguments):
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals, whole_group):
-    monkeypatch.setattr(units, "UNIT_BYTES", 200_000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 200_000)
     source, out = tmp_path / "a.jsonl", tmp_path / "out"
     source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)  # 8 MB, some seconds
     arguments = ("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1, "--out", out)

@@ -11,8 +11,8 @@ import tiny
 from gguf_files import write_gguf
 
 from model.checkpoint import open_checkpoint
-from model.checkpoint.gguf_header import MAX_ELEMENTS
-from model.errors import CheckpointError
+from model.checkpoint.formats.gguf.header import MAX_ELEMENTS
+from model.common.errors import CheckpointError
 
 UINT8, UINT32, STRING, ARRAY, F32 = 0, 4, 8, 9, 0
 
@@ -180,7 +180,7 @@ def test_the_unchanged_file_is_read(whole, tmp_path):
     ],
 )
 def test_tokenizers_of_wrong_types(tmp_path, changes, words):
-    from model.checkpoint.gguf_tokenizer import tokenizer_files
+    from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
 
     fields = {
         "model": "llama", "tokens": ["a", "b", "c"], "scores": [0.0, -1.0, -2.0], "token_type": [1, 1, 1], **changes,

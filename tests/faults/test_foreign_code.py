@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from tokenizers_ import make_tokenizer
+from tiny_tokenizers import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +84,7 @@ def test_run_on_texts_runs_no_tokenizer_of_its_own(uptrain, tmp_path, pwned, tex
 def test_generating_runs_no_tokenizer_of_its_own(tmp_path, pwned):
     from click.testing import CliRunner
 
-    from model.generate import main
+    from model.decoder.generation import main
 
     model = tiny.save(tiny.build(), tmp_path / "model")
     with_own_tokenizer(slow_only(make_tokenizer(model)), pwned, tokenizer_class="T")
@@ -137,7 +137,7 @@ def test_version_3_of_datasets_is_told_not_to_ask(monkeypatch, tmp_path):
     """Version 3 asks on stdin where `trust_remote_code` is None, its default; 4 and later drop the argument."""
     import datasets
 
-    from model.hub_dataset import hub_files
+    from model.common.hub_datasets import hub_files
 
     class Loaded:
         cache_files = ({"filename": "a.arrow"},)
@@ -160,8 +160,8 @@ def test_version_3_of_datasets_is_told_not_to_ask(monkeypatch, tmp_path):
     ],
 )
 def test_kernels_of_the_hub_are_not_fetched(tmp_path, config):
-    from model.errors import CheckpointError
-    from model.foreign import build_foreign
+    from model.common.errors import CheckpointError
+    from model.decoder.transformers_model import build_foreign
 
     folder = tiny.save(tiny.build(), tmp_path / "model")
     path = folder / "config.json"
@@ -223,7 +223,7 @@ def test_only_the_restricted_unpickler_imports_pickle():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import) and any(alias.name in ("pickle", "marshal", "shelve") for alias in node.names)
     ]
-    assert importing == ["model/checkpoint/dcp_metadata.py", "model/checkpoint/torch_file.py"]
+    assert importing == ["model/checkpoint/formats/dcp/metadata.py", "model/checkpoint/torch_file.py"]
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fake_runs
 import pytest
-import runs
 import tiny
 import torch
-from tokenizers_ import make_tokenizer
+from tiny_tokenizers import make_tokenizer
 
-from convert import estimate
+from convert.calibration import estimate
 from model import load_model
 from model.checkpoint import open_checkpoint
-from model.errors import InputError
-from model.loading import stop_ids
-from uptrain.data.tokenizer import load_tokenizer
+from model.common.errors import InputError
+from model.decoder.loading import stop_ids
+from uptrain.data.prepare.tokenizer import load_tokenizer
 
 VOCAB = 302
 VALUES: list[Any] = [
@@ -235,15 +235,15 @@ def test_config(models, convert, uptrain, tmp_path, n):
 # What a run's folder holds
 
 RECORDS = [
-    runs.event(0, "started"),
-    runs.with_teacher(0, 5.0),
-    runs.step(1),
-    runs.step(2, None, skipped=True),
-    runs.event(2, "not saved", why="no room"),
-    runs.with_teacher(2, 4.0),
-    runs.event(2, "resumed", passed_over=["x"]),
-    runs.step(3),
-    runs.evaluation(3, 3.5),
+    fake_runs.event(0, "started"),
+    fake_runs.with_teacher(0, 5.0),
+    fake_runs.step(1),
+    fake_runs.step(2, None, skipped=True),
+    fake_runs.event(2, "not saved", why="no room"),
+    fake_runs.with_teacher(2, 4.0),
+    fake_runs.event(2, "resumed", passed_over=["x"]),
+    fake_runs.step(3),
+    fake_runs.evaluation(3, 3.5),
 ]
 STATE = {"status": "preempted", "step": 3, "reason": "SIGTERM", "pid": 12345}
 
@@ -283,9 +283,9 @@ def _both(first: Callable[[], None], second: Callable[[], object]) -> None:
 @amounts(45)
 def test_a_run_s_files(uptrain, tmp_path, n):
     parent = {"run": "/runs/parent", "step": 1}
-    run = runs.write_run(tmp_path / "run", RECORDS, STATE, parent, teacher="/models/mha")
+    run = fake_runs.write_run(tmp_path / "run", RECORDS, STATE, parent, teacher="/models/mha")
     for step in (1, 2, 3):
-        runs.write_checkpoint(run, step)
+        fake_runs.write_checkpoint(run, step)
     out = tmp_path / "out"
     status: list[Callable[[], object]] = [
         lambda: accepted(uptrain("status", run)),
@@ -353,8 +353,8 @@ def test_a_file_of_options(models, uptrain, tmp_path, monkeypatch, n):
     """Up to where training would begin."""
     import caches
 
-    from uptrain import launch
     from uptrain.commands.run import command
+    from uptrain.runs import launch
 
     watched: list[object] = []
     monkeypatch.setattr(launch, "_watch", lambda *given: watched.append(given))

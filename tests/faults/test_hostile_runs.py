@@ -6,22 +6,22 @@ import pickle
 import shutil
 
 import pytest
+import real_runs
 import tiny
 import torch
-import training
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from model.checkpoint.dcp_metadata import read_metadata
-from uptrain.checkpoint_files import checksum
+from model.checkpoint.formats.dcp.metadata import read_metadata
+from uptrain.checkpoints.files import checksum
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """Return a run of 6 steps that was stopped after the first, and could go on, or be made longer."""
     folder = tmp_path_factory.mktemp("stopped")
-    arguments = training.arguments(training.make_inputs(folder), folder / "run", "--schedule", "constant", steps=6)
-    training.drive([{"arguments": [*arguments, "--max-minutes", "0"]}], on_cpu=True)
+    arguments = real_runs.arguments(real_runs.make_inputs(folder), folder / "run", "--schedule", "constant", steps=6)
+    real_runs.drive([{"arguments": [*arguments, "--max-minutes", "0"]}], on_cpu=True)
     return folder / "run"
 
 
@@ -146,7 +146,7 @@ def test_states_that_are_none(uptrain, hostile, state, command):
 
 def test_metadata_are_read_as_torch_reads_them(stopped):
     """Names, dtypes, shapes and places, of tensors and of all else."""
-    from uptrain.training_checkpoint import _Reader
+    from uptrain.checkpoints.save_load import _Reader
 
     tensors = stopped / "checkpoints/step-00000001/tensors"
     ours, theirs = _Reader(tensors).read_metadata(), FileSystemReader(tensors).read_metadata()

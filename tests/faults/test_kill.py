@@ -12,7 +12,7 @@ import time
 
 import pytest
 import tiny
-from dying import dying_at
+from self_kill import dying_at
 
 
 def kill_at(n, *arguments):
@@ -122,7 +122,7 @@ def test_killed_while_replacing(convert, source, tmp_path, expected):
 
 
 def test_interrupt_says_how_to_continue(source, tmp_path):
-    code = "import signal, time, convert.execute as e\n"
+    code = "import signal, time, convert.output.write as e\n"
     code += "e.wait = lambda *a, **k: (signal.raise_signal(signal.SIGINT), time.sleep(60))\n"
     code += "from convert.cli import main\nmain()"
     command = [sys.executable, "-c", code, "mha-to-mqa", "--method", "mean", str(source), str(tmp_path / "out")]

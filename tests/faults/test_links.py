@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import tiny
-from tokenizers_ import make_tokenizer
+from tiny_tokenizers import make_tokenizer
 
 SECRET = b"a key of this machine"
 REVISION = "0" * 40
@@ -182,7 +182,7 @@ def test_data_files_elsewhere(uptrain, tmp_path, content):
 
 
 def test_the_card_of_an_export_takes_no_file_from_outside(tmp_path, secret):
-    from uptrain.card import model_card
+    from uptrain.export.model_card import model_card
 
     record = {
         "settings": {"model": "m", "steps": 2, "loss": "next-token", "teacher": "", "schedule": "cosine", "lr": 1e-3,

@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+import real_runs
 import tiny
-import training
 from conftest import Result
-from dying import dying_at
+from self_kill import dying_at
 
-from model.errors import CheckpointError, InputError
-from model.files import FileLock, LockedError
-from model.staging import Staging
-from uptrain.run_folder import locked
+from model.common.errors import CheckpointError, InputError
+from model.common.files import FileLock, LockedError
+from model.common.staging import Staging
+from uptrain.runs.folder import locked
 
 MEAN = ("--method", "mean", "--groups", 2)
 LOCKS = {
@@ -37,8 +37,8 @@ LOCKS = {
 def run(tmp_path_factory):
     """Return a finished run."""
     folder = tmp_path_factory.mktemp("finished")
-    inputs = training.make_inputs(folder)
-    training.drive([{"arguments": training.arguments(inputs, folder / "run", steps=4)}], on_cpu=True)
+    inputs = real_runs.make_inputs(folder)
+    real_runs.drive([{"arguments": real_runs.arguments(inputs, folder / "run", steps=4)}], on_cpu=True)
     return folder / "run"
 
 
@@ -55,10 +55,10 @@ def writers(convert, uptrain, source, run, ids, tmp_path):
     out = tmp_path / "out"
     return {
         "convert": (lambda: convert("mha-to-gqa", source, out, *MEAN), "convert.conversion._write_side_files"),
-        "export": (lambda: uptrain("export", run, out), "uptrain.export._write_files"),
+        "export": (lambda: uptrain("export", run, out), "uptrain.export.export._write_files"),
         "prepare": (
             lambda: uptrain("prepare", "--data", ids, "--vocab-size", 300, "--seq-len", 8, "--out", out),
-            "uptrain.data.publish._write",
+            "uptrain.data.prepare.publish._write",
         ),
     }
 
@@ -229,8 +229,8 @@ def test_side_files_that_source_no_longer_has_do_not_travel(convert, source, tmp
 
 def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path):
     """As sshfs, s3fs and the like may answer for one file."""
-    from convert.plan import fingerprint, make_plan
-    from convert.recipe import Recipe
+    from convert.planning.plan import fingerprint, make_plan
+    from convert.planning.recipe import Recipe
     from model.checkpoint import open_checkpoint
 
     found = set()
@@ -432,11 +432,11 @@ def test_two_conversions_to_one_out(convert, source, tmp_path, locks):
 @pytest.mark.parametrize("locks", LOCKS)
 def test_two_trainings_of_one_run(tmp_path, locks):
     """The second is refused while the first trains, and finds nothing left to do after it."""
-    inputs, out, expected = training.make_inputs(tmp_path), tmp_path / "run", tmp_path / "expected"
-    alone = training.arguments(inputs, expected, steps=6)
-    stopped = [*training.arguments(inputs, out, steps=6), "--max-minutes", "0"]
-    training.drive([{"arguments": alone}, {"arguments": stopped}], on_cpu=True)
-    code = LOCKS[locks] + f"import os\nos.environ.update({training.environment(on_cpu=True)!r})\n"
+    inputs, out, expected = real_runs.make_inputs(tmp_path), tmp_path / "run", tmp_path / "expected"
+    alone = real_runs.arguments(inputs, expected, steps=6)
+    stopped = [*real_runs.arguments(inputs, out, steps=6), "--max-minutes", "0"]
+    real_runs.drive([{"arguments": alone}, {"arguments": stopped}], on_cpu=True)
+    code = LOCKS[locks] + f"import os\nos.environ.update({real_runs.environment(on_cpu=True)!r})\n"
     code += "from uptrain.cli import main\nmain()"
     first = start(code, "resume", out)
     while not (out / ".lock").exists() and first.poll() is None:
@@ -445,18 +445,18 @@ def test_two_trainings_of_one_run(tmp_path, locks):
     results = finish([first, second])
     assert results[0].code == 0, results
     assert results[1].code == 0 or "is being trained by process" in results[1].err, results
-    training.assert_same_run(out, expected)
+    real_runs.assert_same_run(out, expected)
     assert left_behind(out) == []
 
 
 def test_two_starts_of_one_run(tmp_path):
-    inputs, out = training.make_inputs(tmp_path), tmp_path / "run"
-    code = f"import os\nos.environ.update({training.environment(on_cpu=True)!r})\nfrom uptrain.cli import main\nmain()"
-    results = finish([start(code, *training.arguments(inputs, out, steps=4)) for _ in range(2)])
+    inputs, out = real_runs.make_inputs(tmp_path), tmp_path / "run"
+    code = f"import os\nos.environ.update({real_runs.environment(on_cpu=True)!r})\nfrom uptrain.cli import main\nmain()"
+    results = finish([start(code, *real_runs.arguments(inputs, out, steps=4)) for _ in range(2)])
     assert sorted(r.code for r in results) == [0, 2], results
     (error,) = [r.err.splitlines()[-1] for r in results if r.code == 2]
     assert "exists" in error or "is being written" in error
-    assert training.status(out) == ("finished", 4)
+    assert real_runs.status(out) == ("finished", 4)
     assert left_behind(tmp_path) == []
 
 
@@ -483,14 +483,14 @@ def test_copies_have_the_permissions_of_new_files(uptrain, run, tmp_path):
 @pytest.mark.parametrize("name", ["step-00000001-best", "step-old", "step-1", "step-000000004", ".unfinished-mine"])
 def test_a_users_own_copy_of_a_checkpoint_stays(uptrain, run, tmp_path, name):
     """It is none of the run's: neither rotated away, nor in the way of other commands."""
-    inputs, out = training.make_inputs(tmp_path), tmp_path / "run"
+    inputs, out = real_runs.make_inputs(tmp_path), tmp_path / "run"
     options = ("--keep-last", 1, "--save-every-steps", 1, "--schedule", "constant")
-    assert uptrain(*training.arguments(inputs, out, *options, steps=4), "--max-minutes", 0).code == 0
+    assert uptrain(*real_runs.arguments(inputs, out, *options, steps=4), "--max-minutes", 0).code == 0
     mine = shutil.copytree(out / "checkpoints/step-00000001", out / "checkpoints" / name)
     before = tiny.snapshot(mine)
     assert uptrain("resume", out).code == 0
     assert tiny.snapshot(mine) == before
-    assert training.checkpoints(out) == sorted([name, "step-00000004"])
+    assert real_runs.checkpoints(out) == sorted([name, "step-00000004"])
     assert [entry["step"] for entry in json.loads(uptrain("status", out, "--json").out)["checkpoints"]] == [4]
     assert uptrain("extend", out, "--out", tmp_path / "longer", "--steps", 5, "--max-minutes", 0).code == 0
     assert uptrain("export", out, tmp_path / "out").code == 0
@@ -514,11 +514,11 @@ def test_names_that_are_not_utf_8(convert, uptrain, source, run, ids, tmp_path):
     uptrain(*prepare, odd_data, "--out", tmp_path / "out").refused("--data", r"na\xefve", "not UTF-8")
     ids = odd_data.rename(ids)
     uptrain(*prepare, ids, "--out", odd).refused("OUT", r"na\xefve", "not UTF-8")
-    inputs = training.make_inputs(tmp_path)
+    inputs = real_runs.make_inputs(tmp_path)
     inputs["model"] = inputs["model"].rename(odd)
-    uptrain(*training.arguments(inputs, tmp_path / "out")).refused(r"na\xefve", "not UTF-8")
+    uptrain(*real_runs.arguments(inputs, tmp_path / "out")).refused(r"na\xefve", "not UTF-8")
     inputs["model"] = odd.rename(tmp_path / "model")
-    uptrain(*training.arguments(inputs, odd)).refused("OUT", r"na\xefve", "not UTF-8")
+    uptrain(*real_runs.arguments(inputs, odd)).refused("OUT", r"na\xefve", "not UTF-8")
     made = {path.name for path in tmp_path.iterdir()}
     assert made == {"source", "ids.jsonl", "model", "parent", "data", "held-out"}
 

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from safetensors.torch import save_file
 
-from model.printable import markdown, markdown_code, printable, printable_json
+from model.common.printable import markdown, markdown_code, printable, printable_json
 
 ROOT = Path(__file__).parents[2]
 EVIL = "a\x1b]0;pwned\x07\x1b[2J\x9b31m\x7f\u202egnp.\u2066z"
@@ -100,7 +100,7 @@ def test_the_status_of_a_run(uptrain, distilled, tmp_path):
 
 
 def test_generated_text(capsys):
-    from model.terminal import echo
+    from model.common.console import echo
 
     echo(f"one\n\ttwo {EVIL}", nl=False)
     assert capsys.readouterr().out == f"one\n\ttwo {SPELT}"
@@ -121,7 +121,7 @@ def test_the_card_of_a_conversion(convert, tmp_path):
 def test_the_card_of_a_gguf():
     import yaml
 
-    from model.checkpoint.gguf import _card
+    from model.checkpoint.formats.gguf.reader import _card
 
     text = _card({"general.name": "x\n---\n# <b>y", "general.license": "mit\nbase_model: evil"}).decode()
     _, front, body = text.split("---\n", 2)
@@ -131,7 +131,7 @@ def test_the_card_of_a_gguf():
 
 
 def test_the_card_of_an_export(tmp_path):
-    from uptrain.card import model_card
+    from uptrain.export.model_card import model_card
 
     record = {
         "settings": {"model": "m`|<b>", "steps": 2, "loss": "mix", "teacher": "t|`", "schedule": "<i>", "lr": 1e-3,
@@ -148,7 +148,7 @@ def test_text_leaves_through_one_door():
     """`terminal.echo`, `echo_line`, `print_json` and `console`: whatever prints otherwise prints raw."""
     for folder in ("convert", "model", "uptrain"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path == ROOT / "model/terminal.py":
+            if path == ROOT / "model/common/console.py":
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import tiny
+from fault_injection import Fault, Faults, run
 from faulty_runs import error_of, succeed
-from faulty_training import Fault, Faults, run
-from training import assert_same_run, checkpoints, events
+from real_runs import assert_same_run, checkpoints, events
 
 DAMAGE = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-2]),
@@ -39,7 +39,7 @@ def killed_run(runs, folder, processes=1):
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "tensors/.metadata", "state.json", "manifest.json"])
 def test_is_seen_and_named(killed, tmp_path, name, kind):
-    from uptrain.checkpoint_files import find_damage
+    from uptrain.checkpoints.files import find_damage
 
     checkpoint = shutil.copytree(killed / "checkpoints/step-00000008", tmp_path / "step-00000008")
     assert not find_damage(checkpoint)

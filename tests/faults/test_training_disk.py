@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-import training
+import real_runs
+from fault_injection import Fault, Faults, run
 from faulty_runs import ROTATION, SAVE, UNFINISHED, error_of, only_error, succeed
-from faulty_training import Fault, Faults, run
-from training import assert_each_is_whole, assert_same_run, checkpoints, events, records, state, status
+from real_runs import assert_each_is_whole, assert_same_run, checkpoints, events, records, state, status
 
 
 def refused(out):
@@ -108,7 +108,7 @@ def test_metrics_end_with_a_whole_line(runs, tmp_path):
     assert "File too large" in results[0].err.splitlines()[-1]
     assert results[0].code == 1
     assert 1500 - 300 < (out / "metrics.jsonl").stat().st_size <= 1500
-    assert [r["step"] for r in records(out) if "loss" in r] == list(range(1, len(training.steps(out)) + 1))
+    assert [r["step"] for r in records(out) if "loss" in r] == list(range(1, len(real_runs.steps(out)) + 1))
     assert checkpoints(out) == []
     succeed(("resume", out), tmp_path)
     assert_same_run(out, runs.expected())
@@ -140,7 +140,7 @@ def test_a_disk_that_is_really_full(runs, tmp_path, spare):
     script += f"wait; cp -r {out} {copy}; exit $code"
     result = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
-        env=training.environment(), capture_output=True, text=True, check=False,
+        env=real_runs.environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if result.returncode == 77 or "unshare" in result.stderr:
         pytest.skip("no file system may be mounted here")
@@ -151,7 +151,7 @@ def test_a_disk_that_is_really_full(runs, tmp_path, spare):
     assert_each_is_whole(copy)
     if spare:
         assert refused(copy)[0] == [8, 10, 12]
-        assert training.steps(copy) == [(step,) for step in range(1, 13)]
+        assert real_runs.steps(copy) == [(step,) for step in range(1, 13)]
     else:
         assert "step 12: held-out loss" in result.stderr
     succeed(("resume", copy), tmp_path)

@@ -6,14 +6,14 @@ import shutil
 
 import caches
 import pytest
+import real_runs
 import tiny
-import training
+from fault_injection import Faults, run
 from faulty_runs import error_of, succeed
-from faulty_training import Faults, run
 from safetensors.torch import load_file, save_file
-from tokenizers_ import make_tokenizer
+from tiny_tokenizers import make_tokenizer
 
-from uptrain.run_folder import locked
+from uptrain.runs.folder import locked
 
 BEYOND = (
     "{foreign} holds the id 301, but the model knows only those below 257; prepare the data with the model's own "
@@ -26,10 +26,10 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     ids = [[[1, 2, 3] * 40, [299, 300, 301]]]
     return {
-        **training.make_inputs(folder),
+        **real_runs.make_inputs(folder),
         "foreign": caches.write_cache(folder / "foreign", ids, 32, 302),
         "tokenised": caches.write_cache(folder / "tokenised", ids, 32, 302, tokenizer="0" * 64),
-        "experts": tiny.save(tiny.build("mixtral", vocab_size=training.VOCAB), folder / "experts"),
+        "experts": tiny.save(tiny.build("mixtral", vocab_size=real_runs.VOCAB), folder / "experts"),
         "other teacher": tiny.save(tiny.build(vocab_size=67), folder / "other-teacher"),
         "with tokenizer": make_tokenizer(
             tiny.save(tiny.build(vocab_size=302, num_key_value_heads=2), folder / "with-tokenizer"), 300
@@ -84,7 +84,7 @@ def test_refused(inputs, tmp_path, case):
     changes, more, message = REFUSED[case]
     inputs = {**inputs, **{name: inputs[other] for name, other in changes.items()}}
     options = [option.format(**inputs) for option in more]
-    results = run(*training.arguments(inputs, tmp_path / "run", *options), folder=tmp_path)
+    results = run(*real_runs.arguments(inputs, tmp_path / "run", *options), folder=tmp_path)
     error = error_of(results, 2)
     assert not results[0].out
     if message is not None:
@@ -98,7 +98,7 @@ def assert_nothing_made(folder):
 
 def test_one_line_from_all_processes(inputs, tmp_path):
     """Seven windows, say, cannot be shared evenly by two."""
-    arguments = training.arguments(inputs, tmp_path / "run", "--global-batch-tokens", 7 * 32)
+    arguments = real_runs.arguments(inputs, tmp_path / "run", "--global-batch-tokens", 7 * 32)
     error = error_of(run(*arguments, folder=tmp_path, processes=2), 2)
     assert error == (
         "a global batch of 7 windows cannot be shared evenly by 2 processes; it can by 1, 7. "
@@ -110,7 +110,7 @@ def test_one_line_from_all_processes(inputs, tmp_path):
 @pytest.mark.parametrize("command", ["run", "evaluate", "extend"])
 def test_processes_that_no_launcher_started(inputs, runs, tmp_path, uptrain, monkeypatch, command):
     arguments = {
-        "run": training.arguments(inputs, tmp_path / "out"),
+        "run": real_runs.arguments(inputs, tmp_path / "out"),
         "evaluate": ("evaluate", inputs["model"], "--data", inputs["data"]),
         "extend": ("extend", runs.expected(), "--out", tmp_path / "out", "--steps", 20),
     }[command]
@@ -126,7 +126,7 @@ def test_processes_that_no_launcher_started(inputs, runs, tmp_path, uptrain, mon
 
 def test_sharding_that_accelerate_drops(inputs, tmp_path):
     """As it does on CPUs, without a word."""
-    arguments = training.arguments(inputs, tmp_path / "run")
+    arguments = real_runs.arguments(inputs, tmp_path / "run")
     results = run(*arguments, folder=tmp_path, processes=2, sharded=True, faults=Faults(drops_sharding=True))
     assert error_of(results, 2).startswith("sharding (FSDP) was asked for, but accelerate dropped it on this device")
     assert_nothing_made(tmp_path)
@@ -135,7 +135,7 @@ def test_sharding_that_accelerate_drops(inputs, tmp_path):
 def test_resuming_with_other_data(inputs, tmp_path):
     """Cut short, or another cache in its place: then the run stays as it is."""
     out, data = tmp_path / "run", shutil.copytree(inputs["data"], tmp_path / "data")
-    arguments = training.arguments({**inputs, "data": data}, out, "--max-minutes", 0)
+    arguments = real_runs.arguments({**inputs, "data": data}, out, "--max-minutes", 0)
     succeed(arguments, tmp_path)
     before = tiny.snapshot(out)
     truncated(data / "tokens-00000.bin")
@@ -156,7 +156,7 @@ def test_resuming_with_another_input(inputs, tmp_path, name, said):
     out, place = tmp_path / "run", shutil.copytree(inputs[name], tmp_path / name)
     given = {**inputs, name: place}
     more = ("--eval-data", given["held_out"], "--max-minutes", 0)
-    succeed(training.arguments(given, out, *more, loss="distill"), tmp_path)
+    succeed(real_runs.arguments(given, out, *more, loss="distill"), tmp_path)
     if name == "model":
         shutil.rmtree(out / "checkpoints")
     before = tiny.snapshot(out)
@@ -165,7 +165,7 @@ def test_resuming_with_another_input(inputs, tmp_path, name, said):
         shutil.copytree(inputs["data"], place)
     else:
         heads = {"model": {"num_key_value_heads": 2}, "parent": {}}[name]
-        tiny.save(tiny.build(vocab_size=training.VOCAB, seed=7, **heads), place)
+        tiny.save(tiny.build(vocab_size=real_runs.VOCAB, seed=7, **heads), place)
     error = error_of(run("resume", out, folder=tmp_path), 2)
     assert error == f"{place} is {said} than when the run began; bring that back, or start a new run."
     assert tiny.snapshot(out) == before
@@ -173,19 +173,19 @@ def test_resuming_with_another_input(inputs, tmp_path, name, said):
 
 def test_the_model_is_not_needed_once_there_is_a_checkpoint(inputs, tmp_path):
     out, model = tmp_path / "run", shutil.copytree(inputs["model"], tmp_path / "model")
-    succeed((*training.arguments({**inputs, "model": model}, out), "--max-minutes", 0), tmp_path)
+    succeed((*real_runs.arguments({**inputs, "model": model}, out), "--max-minutes", 0), tmp_path)
     shutil.rmtree(model)
     succeed(("resume", out), tmp_path)
 
 
 def test_where_something_is_already(inputs, tmp_path):
     out = tmp_path / "run"
-    succeed(training.arguments(inputs, out, "--max-minutes", 0), tmp_path)
+    succeed(real_runs.arguments(inputs, out, "--max-minutes", 0), tmp_path)
     before = tiny.snapshot(out)
-    error = error_of(run(*training.arguments(inputs, out), folder=tmp_path), 2)
+    error = error_of(run(*real_runs.arguments(inputs, out), folder=tmp_path), 2)
     assert error == f"{out} exists already; `uptrain resume {out}` goes on with it."
     assert tiny.snapshot(out) == before
-    error = error_of(run(*training.arguments(inputs, inputs["data"]), folder=tmp_path), 2)
+    error = error_of(run(*real_runs.arguments(inputs, inputs["data"]), folder=tmp_path), 2)
     assert error == f"{inputs['data']} exists already; choose another --out."
 
 
@@ -198,7 +198,7 @@ def test_a_model_that_lacks_a_tensor(inputs, tmp_path, sharded):
     tensors.pop("model.norm.weight")
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     out = tmp_path / "run"
-    results = run(*training.arguments({**inputs, "model": model}, out), folder=tmp_path, processes=2, sharded=sharded)
+    results = run(*real_runs.arguments({**inputs, "model": model}, out), folder=tmp_path, processes=2, sharded=sharded)
     assert error_of(results, 2) == f"{model} lacks the tensor model.norm.weight."
     assert not out.exists()
 
@@ -214,7 +214,7 @@ def test_resuming_what_is_no_run(inputs, tmp_path):
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_resuming_where_another_trains(inputs, tmp_path, processes):
     out = tmp_path / "run"
-    succeed(training.arguments(inputs, out, "--max-minutes", 0), tmp_path)
+    succeed(real_runs.arguments(inputs, out, "--max-minutes", 0), tmp_path)
     before = tiny.snapshot(out)
     with locked(out):
         error = error_of(run("resume", out, folder=tmp_path, processes=processes), 2)

@@ -7,10 +7,10 @@ import signal
 import time
 
 import pytest
-import training
+import real_runs
+from fault_injection import Fault, Faults, launch, run, start
 from faulty_runs import PUBLISHED, ROTATION, SAVE, UNFINISHED, only_error, succeed
-from faulty_training import Fault, Faults, launch, run, start
-from training import assert_each_is_whole, assert_same_run, checkpoints, events, records, status
+from real_runs import assert_each_is_whole, assert_same_run, checkpoints, events, records, status
 
 
 class TestAtAMomentOfASave:
@@ -118,12 +118,12 @@ def test_before_there_is_a_run(runs, tmp_path):
 def test_at_twenty_random_moments(runs, tmp_path):
     """A save after every step, so that many of them fall into one."""
     expected, out, options = tmp_path / "expected", tmp_path / "run", ("--save-every-steps", 1)
-    succeed(training.arguments(runs.inputs, expected, *options, steps=40), tmp_path)  # the server of forks starts
+    succeed(real_runs.arguments(runs.inputs, expected, *options, steps=40), tmp_path)  # the server of forks starts
     shutil.rmtree(expected)
     started = time.monotonic()
-    succeed(training.arguments(runs.inputs, expected, *options, steps=40), tmp_path)
+    succeed(real_runs.arguments(runs.inputs, expected, *options, steps=40), tmp_path)
     duration = time.monotonic() - started
-    first = arguments = training.arguments(runs.inputs, out, *options, steps=40)
+    first = arguments = real_runs.arguments(runs.inputs, out, *options, steps=40)
     rng, kills, in_a_save, rounds = random.Random(0), 0, 0, 0
     while kills < 20:
         (process,) = start(*arguments, folder=tmp_path)

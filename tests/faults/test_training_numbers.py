@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import caches
 import numpy as np
 import pytest
+import real_runs
 import tiny
 import torch
-import training
+from fault_injection import Fault, Faults, run
 from faulty_runs import error_of, succeed
-from faulty_training import Fault, Faults, run
-from training import assert_same_run, checkpoints, differing_tensors, records, status, tensors
+from real_runs import assert_same_run, checkpoints, differing_tensors, records, status, tensors
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    return training.make_inputs(tmp_path_factory.mktemp("inputs"))
+    return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def left_out(out):
@@ -38,7 +38,7 @@ def saved_after(out, step):
 def test_the_update_is_left_out(inputs, tmp_path, processes, factor):
     """In all processes, where it was one's loss; and what was logged is no average that hides it."""
     out = tmp_path / "run"
-    arguments = training.arguments(inputs, out, "--save-every-steps", 1, "--keep-last", 99)
+    arguments = real_runs.arguments(inputs, out, "--save-every-steps", 1, "--keep-last", 99)
     succeed(arguments, tmp_path, processes, Faults(losses={5: factor}, losses_rank=processes - 1))
     assert not differing_tensors(saved_after(out, 5), saved_after(out, 6))
     assert differing_tensors(saved_after(out, 6), saved_after(out, 7))
@@ -56,10 +56,10 @@ def test_the_first_update(inputs, tmp_path):
     """Then there is no state of the optimizer to save yet."""
     out, other = tmp_path / "run", tmp_path / "other"
     faults = Faults([Fault("SIGTERM", "before _backward 0")], losses={0: math.nan})
-    succeed(training.arguments(inputs, out), tmp_path, faults=faults)
+    succeed(real_runs.arguments(inputs, out), tmp_path, faults=faults)
     assert status(out) == ("preempted", 1)
     succeed(("resume", out), tmp_path)
-    succeed(training.arguments(inputs, other), tmp_path, faults=Faults(losses={0: math.nan}))
+    succeed(real_runs.arguments(inputs, other), tmp_path, faults=Faults(losses={0: math.nan}))
     assert_same_run(out, other)
 
 
@@ -69,11 +69,11 @@ def test_the_first_update(inputs, tmp_path):
 def test_nothing_to_predict(inputs, tmp_path, processes, sharded):
     """Where every document is one token long, a step has no loss to divide, and changes no weight."""
     out = tmp_path / "run"
-    data = caches.write_cache(tmp_path / "data", [[[i] for i in range(256)]], 32, training.VOCAB)
+    data = caches.write_cache(tmp_path / "data", [[[i] for i in range(256)]], 32, real_runs.VOCAB)
     options = ("--save-every-steps", 1, "--warmup-steps", 1)
-    arguments = training.arguments({**inputs, "data": data}, out, *options, loss="mix", steps=2)
+    arguments = real_runs.arguments({**inputs, "data": data}, out, *options, loss="mix", steps=2)
     succeed(arguments, tmp_path, processes, sharded=sharded)
-    assert training.steps(out, "loss", "grad_norm", "tokens") == [(1, 0.0, 0.0, 256), (2, 0.0, 0.0, 512)]
+    assert real_runs.steps(out, "loss", "grad_norm", "tokens") == [(1, 0.0, 0.0, 256), (2, 0.0, 0.0, 512)]
     differing = differing_tensors(saved_after(out, 1), saved_after(out, 2))
     assert differing
     assert all(name.endswith(".step") for name in differing)
@@ -82,7 +82,7 @@ def test_nothing_to_predict(inputs, tmp_path, processes, sharded):
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_third_ends_the_run(inputs, tmp_path, processes):
     out, good = tmp_path / "run", tmp_path / "good"
-    arguments = training.arguments(inputs, out, "--save-every-steps", 100)
+    arguments = real_runs.arguments(inputs, out, "--save-every-steps", 100)
     faults = Faults(losses=dict.fromkeys((5, 8, 9), math.nan), losses_rank=processes - 1)
     results = run(*arguments, folder=tmp_path, processes=processes, faults=faults)
     assert error_of(results, 1) == (
@@ -91,7 +91,7 @@ def test_the_third_ends_the_run(inputs, tmp_path, processes):
     )
     assert status(out) == ("halted", 10)
     assert checkpoints(out) == ["step-00000010"]
-    arguments = training.arguments(inputs, good, "--save-every-steps", 8)
+    arguments = real_runs.arguments(inputs, good, "--save-every-steps", 8)
     faults = Faults([Fault("kill", "before _backward 9")], losses={5: math.nan})
     run(*arguments, folder=tmp_path, processes=processes, faults=faults)
     assert not differing_tensors(saved_after(out, 10), saved_after(good, 8))
@@ -101,11 +101,11 @@ def test_the_third_ends_the_run(inputs, tmp_path, processes):
 
 def test_weights_that_are_no_numbers(inputs, tmp_path):
     """A model that was broken before: its first evaluation is written as null, and it halts at once, saving nothing."""
-    model, out = tiny.build(vocab_size=training.VOCAB, num_key_value_heads=2), tmp_path / "run"
+    model, out = tiny.build(vocab_size=real_runs.VOCAB, num_key_value_heads=2), tmp_path / "run"
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight[0, 0] = math.nan
     inputs = {**inputs, "model": tiny.save(model, tmp_path / "broken")}
-    arguments = training.arguments(inputs, out, "--eval-data", inputs["held_out"], "--eval-every", 7)
+    arguments = real_runs.arguments(inputs, out, "--eval-data", inputs["held_out"], "--eval-every", 7)
     error = error_of(run(*arguments, folder=tmp_path), 1)
     assert error.startswith("after step 1, weights are NaN or infinite, and were not saved: they are those that")
     assert checkpoints(out) == []
@@ -119,7 +119,7 @@ def test_weights_that_are_no_numbers(inputs, tmp_path):
 )
 def test_a_hundred_are_a_hundred(not_finite, halts):
     """Steps are counted from 1; only the step just made can end the run."""
-    from uptrain.loop import Halted, Progress, _halt_if_hopeless
+    from uptrain.training.loop import Halted, Progress, _halt_if_hopeless
 
     step = max(100, *not_finite)
     training = SimpleNamespace(
@@ -138,10 +138,10 @@ def test_spikes(inputs, tmp_path):
     """One before the rule has seen enough is taken, one later is left out; a stopped run decides the same."""
     straight, stopped, rule = tmp_path / "straight", tmp_path / "stopped", ("--spike-sigma", 20)
     faults = {"constants": {"SPIKE_WINDOW": 4}, "losses": {2: 1000.0, 8: 1000.0}}
-    succeed(training.arguments(inputs, straight, *rule), tmp_path, faults=Faults(**faults))
+    succeed(real_runs.arguments(inputs, straight, *rule), tmp_path, faults=Faults(**faults))
     assert left_out(straight) == [9]
     strike = Fault("SIGTERM", "before _backward 7")
-    succeed(training.arguments(inputs, stopped, *rule), tmp_path, faults=Faults([strike], **faults))
+    succeed(real_runs.arguments(inputs, stopped, *rule), tmp_path, faults=Faults([strike], **faults))
     succeed(("resume", stopped), tmp_path, faults=Faults(**faults))
     assert left_out(stopped) == [9]
     assert_same_run(stopped, straight)
@@ -150,7 +150,7 @@ def test_spikes(inputs, tmp_path):
 @pytest.mark.parametrize("sigma", [3, 6, 20])
 def test_a_rise_that_lasts_is_no_spike(sigma):
     """Else all further updates would be left out. A single spike does not hide the next."""
-    from uptrain.loop import SPIKE_WINDOW, Progress, _is_bad
+    from uptrain.training.loop import SPIKE_WINDOW, Progress, _is_bad
 
     rng, progress, t = np.random.default_rng(0), Progress(), SimpleNamespace(spike_sigma=sigma)
 
@@ -166,9 +166,9 @@ def test_a_rise_that_lasts_is_no_spike(sigma):
 def test_spikes_are_taken_without_the_rule_and_never_halt_with_it(inputs, tmp_path):
     taken, refused = tmp_path / "taken", tmp_path / "refused"
     faults = Faults(constants={"SPIKE_WINDOW": 4}, losses=dict.fromkeys((6, 7, 8, 9), 1000.0))
-    succeed(training.arguments(inputs, taken), tmp_path, faults=faults)
+    succeed(real_runs.arguments(inputs, taken), tmp_path, faults=faults)
     assert left_out(taken) == []
-    succeed(training.arguments(inputs, refused, "--spike-sigma", 20), tmp_path, faults=faults)
+    succeed(real_runs.arguments(inputs, refused, "--spike-sigma", 20), tmp_path, faults=faults)
     assert left_out(refused) == [7, 8, 9, 10]
 
 
@@ -178,7 +178,7 @@ class TestAnUpdateThatBreaksTheWeights:
     def broken(self, inputs, folder, processes=1, sharded=False):
         out = folder / "run"
         options = ("--lr", 1e38, "--schedule", "constant", "--warmup-steps", 0, "--save-every-steps", 1)
-        arguments = training.arguments(inputs, out, *options, "--weight-decay", 1e30, "--keep-last", 1)
+        arguments = real_runs.arguments(inputs, out, *options, "--weight-decay", 1e30, "--keep-last", 1)
         return out, error_of(run(*arguments, folder=folder, processes=processes, sharded=sharded), 1)
 
     @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ class TestAnUpdateThatBreaksTheWeights:
     def test_resuming_leaves_the_good_ones(self, inputs, tmp_path):
         """Each resumed run breaks again, as it is the same run."""
         out = tmp_path / "run"
-        succeed(training.arguments(inputs, out, "--keep-last", 1), tmp_path, faults=stop_before(5))
+        succeed(real_runs.arguments(inputs, out, "--keep-last", 1), tmp_path, faults=stop_before(5))
         assert "step-00000006" in checkpoints(out)
         settings = json.loads((out / "run.json").read_text())
         settings["settings"] |= {"lr": 1e38, "weight_decay": 1e30, "schedule": "constant", "warmup_steps": 0}
@@ -208,7 +208,7 @@ class TestAnUpdateThatBreaksTheWeights:
     def test_a_checkpoint_of_an_earlier_version(self, inputs, tmp_path, uptrain):
         """Neither trained on nor exported."""
         out = tmp_path / "run"
-        succeed(training.arguments(inputs, out), tmp_path, faults=stop_before(5))
+        succeed(real_runs.arguments(inputs, out), tmp_path, faults=stop_before(5))
         spoil(out / "checkpoints/step-00000006", math.nan)
         error = error_of(run("resume", out, folder=tmp_path), 2)
         assert error.endswith("step-00000006 holds weights that are NaN or infinite; remove it to use an older one.")
@@ -220,7 +220,7 @@ class TestAnUpdateThatBreaksTheWeights:
 def test_halting_again_removes_no_checkpoint(inputs, tmp_path):
     """With three bad gradients in a hundred behind it, each resumed run may halt at its first: that is no rotation."""
     out = tmp_path / "run"
-    arguments = training.arguments(inputs, out, "--save-every-steps", 2, "--keep-last", 1)
+    arguments = real_runs.arguments(inputs, out, "--save-every-steps", 2, "--keep-last", 1)
     bad = dict.fromkeys((1, 3, 6, 7), math.nan)
     assert "halted with the last good weights saved" in error_of(
         run(*arguments, folder=tmp_path, faults=Faults(losses=bad)), 1
@@ -240,8 +240,8 @@ def stop_before(step):
 
 def spoil(checkpoint, value):
     """Write a number into a weight, as if the run had saved it so."""
-    from model.checkpoint.dcp import DistributedFolder
-    from uptrain.checkpoint_files import checksum
+    from model.checkpoint.formats.dcp.reader import DistributedFolder
+    from uptrain.checkpoints.files import checksum
 
     with DistributedFolder(checkpoint / "tensors", ("model.student.",)) as weights:
         span = weights.span("model.norm.weight")

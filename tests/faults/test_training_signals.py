@@ -4,10 +4,10 @@ import re
 import time
 
 import pytest
-import training
+import real_runs
+from fault_injection import Fault, Faults, launch, run, start
 from faulty_runs import SAVE, succeed
-from faulty_training import Fault, Faults, launch, run, start
-from training import assert_each_is_whole, assert_same_run, checkpoints, state, status
+from real_runs import assert_each_is_whole, assert_same_run, checkpoints, state, status
 
 PHASES = {
     "before the first step": ("after mkdir checkpoints", 0),
@@ -28,7 +28,7 @@ def assert_saved_at(out, step, reason):
     assert status(out) == ("preempted", step)
     assert state(out)["reason"] == reason
     assert checkpoints(out)[-1] == f"step-{step:08d}"
-    assert len(training.steps(out)) == step
+    assert len(real_runs.steps(out)) == step
     assert_each_is_whole(out)
 
 
@@ -84,7 +84,7 @@ def test_two_at_once_are_one_request(runs, tmp_path):
 def test_from_outside_once_ready(runs, tmp_path):
     """Sent as people send them, to a run that does not end by itself."""
     out, err = tmp_path / "run", tmp_path / "output-0.err"
-    (process,) = start(*training.arguments(runs.inputs, out, steps=10**6), folder=tmp_path)
+    (process,) = start(*real_runs.arguments(runs.inputs, out, steps=10**6), folder=tmp_path)
     while not (err.exists() and "READY: started" in err.read_text()):
         assert process.exitcode is None
         time.sleep(0.02)
@@ -145,9 +145,9 @@ def test_a_run_by_a_launcher(runs, tmp_path, program):
 def test_no_minutes_are_one_step(runs, tmp_path):
     out = tmp_path / "run"
     options = ("--save-every-steps", 4, "--max-minutes", 0)
-    succeed(training.arguments(runs.inputs, out, *options), tmp_path)
+    succeed(real_runs.arguments(runs.inputs, out, *options), tmp_path)
     assert_saved_at(out, 1, "max-minutes")
     succeed(("resume", out, "--max-minutes", 0), tmp_path)
     assert_saved_at(out, 2, "max-minutes")
     succeed(("resume", out), tmp_path)
-    assert training.steps(out, "loss", "grad_norm") == training.steps(runs.expected(), "loss", "grad_norm")
+    assert real_runs.steps(out, "loss", "grad_norm") == real_runs.steps(runs.expected(), "loss", "grad_norm")

@@ -3,22 +3,22 @@
 import json
 
 import caches
+import fake_runs
 import pytest
-import runs
 import tiny
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from tokenizers_ import make_tokenizer
+from tiny_tokenizers import make_tokenizer
 
 from model import load_model
 from model.checkpoint import open_checkpoint
-from model.errors import CheckpointError, InputError
-from model.generate import main
-from model.loading import stop_ids
+from model.common.errors import CheckpointError, InputError
+from model.decoder.generation import main
+from model.decoder.loading import stop_ids
 from uptrain.commands.run import command
-from uptrain.data.cache import Cache
-from uptrain.models import random_student
+from uptrain.data.token_cache import Cache
+from uptrain.training.models import random_student
 
 NOT_FINITE = ("nan", "-nan", "inf", "-inf", "infinity", "1e999")
 
@@ -70,7 +70,7 @@ def test_a_number_that_is_not_finite_for_generating(tmp_path, option, value):
 
 def test_every_number_of_a_run_is_finite():
     """A new option of a float cannot forget it."""
-    from model.checks import FiniteFloat
+    from model.common.checks import FiniteFloat
 
     floats = [option for option in command.params if "float" in option.type.name]
     assert len(floats) == 5
@@ -143,13 +143,13 @@ def test_a_name_that_no_file_can_have(convert, uptrain, model, tmp_path, length)
         ("run_state.json", {"status": "running", "step": 1, "reason": "", "pid": 10**12}, "pid = 1000000000000"),
         ("metrics.jsonl", 5, "5 where a JSON object belongs"),
         ("metrics.jsonl", {"step": 1}, "none of loss, evaluation, event"),
-        ("metrics.jsonl", runs.step(1) | {"loss": "x"}, "loss = 'x'"),
-        ("metrics.jsonl", runs.step(1) | {"tokens": None}, "tokens = None"),
-        ("metrics.jsonl", runs.step(1) | {"tokens_per_s": 0}, "tokens_per_s = 0"),
-        ("metrics.jsonl", runs.step(-1), "step = -1"),
+        ("metrics.jsonl", fake_runs.step(1) | {"loss": "x"}, "loss = 'x'"),
+        ("metrics.jsonl", fake_runs.step(1) | {"tokens": None}, "tokens = None"),
+        ("metrics.jsonl", fake_runs.step(1) | {"tokens_per_s": 0}, "tokens_per_s = 0"),
+        ("metrics.jsonl", fake_runs.step(-1), "step = -1"),
         ("metrics.jsonl", {"step": 1, "evaluation": 5}, "evaluation = 5"),
         ("metrics.jsonl", {"step": 1, "evaluation": {"targets": 1, "loss": 1, "kl": 1}}, "no evaluation.teacher_loss"),
-        ("metrics.jsonl", runs.event(0, "started") | {"time": 1e15}, "time = 1000000000000000"),
+        ("metrics.jsonl", fake_runs.event(0, "started") | {"time": 1e15}, "time = 1000000000000000"),
         ("run.json", {"settings": {"steps": "abc"}}, "settings.steps = 'abc'"),
         ("run.json", {"settings": {"steps": 0}}, "0 steps"),
         ("run.json", {"settings": {"steps": True}}, "settings.steps = True"),
@@ -170,7 +170,9 @@ def test_a_name_that_no_file_can_have(convert, uptrain, model, tmp_path, length)
     ],
 )
 def test_a_run_s_files(uptrain, tmp_path, name, change, words):
-    run = runs.write_run(tmp_path / "run", [runs.step(1)], {"status": "finished", "step": 1, "reason": "", "pid": 1})
+    run = fake_runs.write_run(
+        tmp_path / "run", [fake_runs.step(1)], {"status": "finished", "step": 1, "reason": "", "pid": 1}
+    )
     path = run / name
     if name == "run.json":
         found = json.loads(path.read_text())

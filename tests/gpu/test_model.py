@@ -7,9 +7,9 @@ import tiny
 import torch
 
 from model import generate, load_model
-from model.attention import has_packed_attention
-from model.loss import chunked_cross_entropy
-from uptrain.losses.distill import chunked_kl
+from model.decoder.attention import has_packed_attention
+from model.decoder.cross_entropy import chunked_cross_entropy
+from uptrain.training.losses.distill import chunked_kl
 
 VOCAB = 67
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+import real_runs
 import torch
-import training
 
-from uptrain.accelerator import has_accelerator
+from uptrain.distributed.accelerator import has_accelerator
 
 STEPS, STOP_IN = 12, 5
 MANY = [pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)]
@@ -15,20 +15,20 @@ MANY = [pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, ma
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """Return models with heads of 8, the fewest that flash attention takes."""
-    return training.make_inputs(tmp_path_factory.mktemp("inputs"), hidden_size=64)
+    return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"), hidden_size=64)
 
 
 def arguments(inputs, run):
     held_out = ("--eval-data", inputs["held_out"], "--eval-every", 4, "--save-every-steps", 4)
-    return training.arguments(inputs, run, *held_out, loss="distill", steps=STEPS)
+    return real_runs.arguments(inputs, run, *held_out, loss="distill", steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def expected(inputs, tmp_path_factory):
     """Return what a run in float32 on the CPU writes down."""
     run = tmp_path_factory.mktemp("expected") / "run"
-    training.drive([{"arguments": arguments(inputs, run)}], on_cpu=True)
-    return training.records(run)
+    real_runs.drive([{"arguments": arguments(inputs, run)}], on_cpu=True)
+    return real_runs.records(run)
 
 
 def losses(records):
@@ -42,8 +42,8 @@ def test_distillation(tmp_path, device, inputs, expected, processes, sharded):
         pytest.skip(f"needs {processes} GPUs")
     run = tmp_path / "run"
     first = {"arguments": arguments(inputs, run), "stop_in": STOP_IN}
-    training.drive([first, {"arguments": ["resume", str(run)]}], processes, sharded)
-    found = training.records(run)
+    real_runs.drive([first, {"arguments": ["resume", str(run)]}], processes, sharded)
+    found = real_runs.records(run)
     assert {r["device"] for r in found if r.get("event") in ("started", "resumed")} == {device.type}
     precision = json.loads((run / "run.json").read_text())["settings"]["precision"]
     assert precision == ("bf16" if has_accelerator() else "fp32")
@@ -59,5 +59,5 @@ def test_distillation(tmp_path, device, inputs, expected, processes, sharded):
 @pytest.mark.parametrize("more", [(), ("--activation-checkpointing",)])
 def test_compiled_layers(tmp_path, inputs, expected, more):
     run = tmp_path / "run"
-    training.drive([{"arguments": [*arguments(inputs, run), "--compile", *more]}])
-    assert losses(training.records(run)) == pytest.approx(losses(expected), rel=0.02)
+    real_runs.drive([{"arguments": [*arguments(inputs, run), "--compile", *more]}])
+    assert losses(real_runs.records(run)) == pytest.approx(losses(expected), rel=0.02)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.attention import LayerAttention
-from convert.layer_merge import LayerMerge, merge_attention, read_attention
-from convert.methods import LAYER_METHODS, aligned, fit, pca
-from convert.moments import Maps, Moments, lost_logits, lost_output, of_weights, without_coupling
-from convert.plan import make_plan
-from convert.recipe import RENORMS, Recipe
-from convert.renorm import renorm
+from convert.merging.layer import LayerMerge, merge_attention, read_attention
+from convert.merging.methods import LAYER_METHODS, aligned, fit, pca
+from convert.merging.moments import Maps, Moments, lost_logits, lost_output, of_weights, without_coupling
+from convert.merging.rescale import renorm
+from convert.merging.weights import LayerAttention
+from convert.planning.plan import make_plan
+from convert.planning.recipe import RENORMS, Recipe
 from model.checkpoint import open_checkpoint
 
 N_HEADS, HEAD_DIM, HIDDEN = 8, 6, 64

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from scrambling import logits, scrambled
-from tokenizers_ import make_tokenizer
+from equivalent_heads import logits, scrambled
+from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from convert import calibration, layer_walk
-from convert.attention import Real
-from convert.layer_merge import load_layer
-from convert.moments import Moments
-from convert.plan import make_plan
-from convert.recipe import Recipe
-from convert.sample import read_sample
+from convert.calibration import layer_stream, solve
+from convert.calibration.text import read_sample
+from convert.merging.layer import load_layer
+from convert.merging.moments import Moments
+from convert.merging.weights import Real
+from convert.planning.plan import make_plan
+from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 
 WINDOW, N_WINDOWS, GROUPS = 32, 4, 2
@@ -31,16 +31,16 @@ FAMILIES = [
 def watched(monkeypatch):
     """Look at every query, and at very many keys for each; keep the moments."""
     seen: list[list[Moments]] = []
-    monkeypatch.setattr(calibration, "VALUE_QUERIES", 10**6)
-    monkeypatch.setattr(calibration, "KEY_QUERIES", 10**6)
-    monkeypatch.setattr(calibration, "KEYS_DRAWN", 4000)
-    moments = calibration._Sums.moments
+    monkeypatch.setattr(solve, "VALUE_QUERIES", 10**6)
+    monkeypatch.setattr(solve, "KEY_QUERIES", 10**6)
+    monkeypatch.setattr(solve, "KEYS_DRAWN", 4000)
+    moments = solve._Sums.moments
 
     def keep(sums, *rest):
         seen.append(moments(sums, *rest))
         return seen[-1]
 
-    monkeypatch.setattr(calibration._Sums, "moments", keep)
+    monkeypatch.setattr(solve._Sums, "moments", keep)
     return seen
 
 
@@ -105,7 +105,7 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
     with open_checkpoint(folder) as checkpoint:
         sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
         plan = make_plan(checkpoint, GROUPS, Recipe("fit", sample=sample), None)
-        calibration.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", lambda n: None)
+        solve.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", lambda n: None)
         for layer in plan.layers:
             assert load_layer(checkpoint, layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
@@ -123,7 +123,7 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
 def test_states_are_the_models(tmp_path, watched):
     """What the pass hands from layer to layer is what the model hands on."""
     folder, kept = source_folder(tmp_path / "source"), {}
-    states = layer_walk._states
+    states = layer_stream._states
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with open_checkpoint(folder) as checkpoint:
         sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
@@ -135,7 +135,7 @@ def test_states_are_the_models(tmp_path, watched):
                 if path.exists():
                     kept[index] = np.load(path)
 
-        calibration.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", progress)
+        solve.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", progress)
     with torch.inference_mode():
         hidden = model(torch.from_numpy(sample.ids_NT), output_hidden_states=True).hidden_states
     assert set(kept) >= set(range(len(plan.layers)))
@@ -162,7 +162,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same(tmp_path, refine):
                 if next(calls) == stop_at:
                     raise Stop
 
-            calibration.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / place, progress)
+            solve.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / place, progress)
             return [load_layer(checkpoint, layer, tmp_path / place).tensors for layer in plan.layers]
 
         whole = run("whole", -1)

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXForCausalLM, GPTNeoXModel, T5ForConditionalGeneration, T5Model
 
-import model.custom_code
-from model.custom_code.configuration_gpt_neox_gqa import GPTNeoXGQAConfig
-from model.custom_code.configuration_t5_gqa import T5GQAConfig
-from model.custom_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM, GPTNeoXGQAModel
-from model.custom_code.modeling_t5_gqa import T5GQAForConditionalGeneration, T5GQAModel
+import model.remote_code
+from model.remote_code.configuration_gpt_neox_gqa import GPTNeoXGQAConfig
+from model.remote_code.configuration_t5_gqa import T5GQAConfig
+from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM, GPTNeoXGQAModel
+from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration, T5GQAModel
 
 N_HEADS, HEAD_DIM, N_LAYERS = 8, 16, 2
 NEOX = {
@@ -338,7 +338,7 @@ def make_tokenizer(family: str) -> Tokenizer:
 def test_opens_anywhere_from_the_files_beside_it(tmp_path, family, changes):
     """Where none of our packages is installed; and what transformers saves then opens the same way."""
     folder, again = save(tmp_path / "model", *grouped(family, 2, changes)), tmp_path / "again"
-    for file in Path(model.custom_code.__file__).parent.glob(f"*_{family}_gqa.py"):
+    for file in Path(model.remote_code.__file__).parent.glob(f"*_{family}_gqa.py"):
         shutil.copy(file, folder)
     make_tokenizer(family).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 64}')

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model import chunked
-from uptrain.losses import LOSSES, distill, find_loss
+from model.decoder import chunked_loss
+from uptrain.training.losses import LOSSES, distill, find_loss
 
 N, V, M, TEACHER_M = 50, 67, 16, 24
 
@@ -24,7 +24,7 @@ def plain_kl(student, weight, teacher, teacher_weight, counts):
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 def test_value_and_gradients(monkeypatch, chunk):
-    for module in (chunked, distill):
+    for module in (chunked_loss, distill):
         monkeypatch.setattr(module, "tokens_of_a_chunk", lambda hidden, weight: chunk)
     ours, exact = inputs(), inputs(torch.float64)
     loss = distill.chunked_kl(*ours)

@@ -14,14 +14,14 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from convert.plan import make_plan
-from convert.recipe import Recipe
+from convert.planning.plan import make_plan
+from convert.planning.recipe import Recipe
 from model import load_model
 from model.checkpoint import Tensor, open_checkpoint
-from model.config import read_geometry
-from model.errors import CheckpointError
+from model.common.errors import CheckpointError
+from model.decoder.config import NATIVE_FAMILIES
 from model.families import FAMILIES, find_family
-from model.llama_config import NATIVE_FAMILIES
+from model.geometry import read_geometry
 
 # Layouts beside the plain one.
 VARIANTS = {

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from real_runs import VOCAB, arguments, drive, make_inputs, tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from training import VOCAB, arguments, drive, make_inputs, tensors
 
 from model import load_model
 from uptrain.data.batch import Batch
-from uptrain.data.cache import Cache
 from uptrain.data.order import windows_of_step
+from uptrain.data.token_cache import Cache
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.linear import linear
+from model.decoder.linear import linear
 
 
 def error(y, x, weight):

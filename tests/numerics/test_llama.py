@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from model import generate, load_model
-from model.cache import KVCache
-from model.errors import CheckpointError
-from model.generate import decode, pad_left, prefill
+from model.common.errors import CheckpointError
+from model.decoder.generation import decode, pad_left, prefill
+from model.decoder.kv_cache import KVCache
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -189,7 +189,7 @@ def test_sampling_is_seeded_and_keeps_to_the_nucleus(tmp_path):
 
 
 def test_sampling_follows_the_distribution():
-    from model.generate import choose
+    from model.decoder.generation import choose
 
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = p.log().expand(20000, 4)
@@ -356,7 +356,7 @@ def test_matrices_of_several_dtypes_are_widened(tmp_path):
 def test_what_text_cannot_be_made_with_is_said_in_a_line(tmp_path):
     from click.testing import CliRunner
 
-    from model.generate import main
+    from model.decoder.generation import main
 
     folder = tiny.save(tiny.build(), tmp_path / "model")
     for path in folder.glob("tokenizer*"):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from model import load_model
 from uptrain.data.batch import Batch
-from uptrain.losses import find_loss
+from uptrain.training.losses import find_loss
 
 FAMILIES = {
     "granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.0625}, "phi": {}, "nanochat": {}, "olmo2": {},

@@ -18,11 +18,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from convert.plan import make_plan
-from convert.recipe import Recipe
+from convert.planning.plan import make_plan
+from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
-from model.custom_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
-from model.custom_code.modeling_t5_gqa import T5GQAForConditionalGeneration
+from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
+from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 
 ROOT = Path(__file__).parents[2]
 N_HEADS, HEAD_DIM = 8, 16
@@ -255,7 +255,7 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
     assert (second / "config.json").read_bytes() == (direct / "config.json").read_bytes()
     for code in OURS[make].__module__, OURS[make].config_class.__module__:
         file = f"{code.rpartition('.')[2]}.py"
-        assert (second / file).read_bytes() == (ROOT / "model/custom_code" / file).read_bytes()
+        assert (second / file).read_bytes() == (ROOT / "model/remote_code" / file).read_bytes()
 
     assert convert("repeat-kv", direct, wide, "--kv-heads", 8).code == 0
     more = {"decoder_input_ids": torch.arange(21).view(3, 7)} if make is t5 else {}

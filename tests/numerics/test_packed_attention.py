@@ -12,11 +12,11 @@ import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import model.attention
-import model.llama
+import model.decoder.attention
+import model.decoder.llama
 from model import load_model
-from model.attention import attend, has_flash_attention, has_packed_attention
-from model.masks import document_mask
+from model.decoder.attention import attend, has_flash_attention, has_packed_attention
+from model.decoder.masks import document_mask
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -76,7 +76,7 @@ def test_training_in_bfloat16_gives_the_kernel_what_it_takes(tmp_path, monkeypat
     documents_BT = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
     losses = []
     for packed in (False, True):
-        monkeypatch.setattr(model.llama, "has_packed_attention", lambda x, head_dim, packed=packed: packed)
+        monkeypatch.setattr(model.decoder.llama, "has_packed_attention", lambda x, head_dim, packed=packed: packed)
         monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", strict_kernel)
         with torch.autocast("cpu", torch.bfloat16):
             loss, _ = ours(ids_BT, ids_BT, documents_BT)
@@ -105,7 +105,7 @@ def test_where_there_is_flash_attention(monkeypatch, dtype, head_dim, capability
 
 
 def test_older_torch_has_none_for_grouped_heads(monkeypatch):
-    monkeypatch.setattr(model.attention, "has_flash_attention", lambda x, head_dim: True)
+    monkeypatch.setattr(model.decoder.attention, "has_flash_attention", lambda x, head_dim: True)
     assert has_packed_attention(torch.zeros(1), 64)
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value, window_size: None)
     assert not has_packed_attention(torch.zeros(1), 64)

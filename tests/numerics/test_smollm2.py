@@ -60,7 +60,7 @@ def test_greedy_text_of_64_tokens_is_transformers_token_for_token(folder):
 def test_text_comes_from_the_command_line(folder):
     from click.testing import CliRunner
 
-    from model.generate import main
+    from model.decoder.generation import main
 
     result = CliRunner().invoke(main, [str(folder), "--prompt", PROMPT, "--max-new-tokens", "12"])
     assert result.exit_code == 0

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from model import terminal
-from uptrain.settings import PRECISIONS
+from model.common import console
+from uptrain.runs.settings import PRECISIONS
 
 FOLDER = click.Path(path_type=Path)
 
@@ -26,13 +26,13 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     """
     from accelerate import PartialState
 
-    from uptrain.evaluate import evaluate_folder
+    from uptrain.training.evaluate import evaluate_folder
 
     found = evaluate_folder(model, quiet=as_json, **options)
     if not PartialState().is_main_process:
         return
     if as_json:
-        terminal.print_json({"model": str(model), "data": str(options["data"]), **found})
+        console.print_json({"model": str(model), "data": str(options["data"]), **found})
         return
     rows = [("targets", f"{found['targets']:,}"), ("loss", f"{found['loss']:.4f} nats per token")]
     rows.append(("perplexity", f"{found['perplexity']:.4g}"))
@@ -40,4 +40,4 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         rows.append(("teacher's loss", f"{found['teacher_loss']:.4f}"))
         rows.append(("KL to the teacher", f"{found['kl']:.4f}"))
         rows.append(("same choice", f"{found['agreement']:.1%} of tokens"))
-    terminal.facts(str(model), rows)
+    console.facts(str(model), rows)

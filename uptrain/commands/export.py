@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from model import terminal
+from model.common import console
 
 FOLDER = click.Path(path_type=Path)
 
@@ -21,12 +21,12 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
     OUT holds the weights, the config, tokenizer and other files of the model the run began with, and a card of what was
     done; `uptraining.json` has the details.
     """
-    from uptrain.export import checkpoint_size, export, find_checkpoint
+    from uptrain.export.export import checkpoint_size, export, find_checkpoint
 
     checkpoint = find_checkpoint(run, step)
-    with terminal.progress_bar("Exporting", checkpoint_size(checkpoint), quiet=as_json) as progress:
+    with console.progress_bar("Exporting", checkpoint_size(checkpoint), quiet=as_json) as progress:
         record = export(run, checkpoint, out, dtype, progress)
     if as_json:
-        terminal.print_json(record)
+        console.print_json(record)
     else:
-        terminal.echo(f"Wrote {out}: the model after step {record['step']:,}, in {dtype}.")
+        console.echo(f"Wrote {out}: the model after step {record['step']:,}, in {dtype}.")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from model.checks import FiniteFloat
+from model.common.checks import FiniteFloat
 from uptrain.commands.options import count_option, max_minutes_option
-from uptrain.signals import stop_request
+from uptrain.runs.signals import stop_request
 
 
 @click.command("extend")
@@ -27,6 +27,6 @@ def command(
     The warm-up stays as long as it was.
     """
     stop_request.install()
-    from uptrain.launch import launch_extended
+    from uptrain.runs.launch import launch_extended
 
     launch_extended(run, out, alpha, tokens, steps, max_minutes)

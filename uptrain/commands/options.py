@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import click
 
-from model.checks import FiniteFloat
-from model.errors import InputError
-from uptrain.budget import Request
-from uptrain.counts import parse_count
-from uptrain.schedule import SCHEDULES
+from model.common.checks import FiniteFloat
+from model.common.errors import InputError
+from uptrain.budget.budget import Request
+from uptrain.budget.counts import parse_count
+from uptrain.budget.schedule import SCHEDULES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

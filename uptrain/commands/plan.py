@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from model.checks import LARGEST_COUNT
-from model.terminal import echo_line, facts, print_json, size
+from model.common.checks import LARGEST_COUNT
+from model.common.console import echo_line, facts, print_json, size
+from uptrain.budget.counts import show_count
+from uptrain.budget.schedule import Schedule, learning_rate
 from uptrain.commands.options import budget_options, count_option, request_from, schedule_options
-from uptrain.counts import show_count
-from uptrain.schedule import Schedule, learning_rate
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -31,7 +31,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
 
     Give one of --alpha, --tokens and --steps. What a well-known original was trained with is looked up.
     """
-    from uptrain.plan import make_plan
+    from uptrain.budget.plan import make_plan
 
     plan = make_plan(model, request_from(options), **options)
     if as_json:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from model import terminal
-from model.checks import LARGEST_SIZE
-from uptrain.signals import interruptible
+from model.common import console
+from model.common.checks import LARGEST_SIZE
+from uptrain.runs.signals import interruptible
 
 if TYPE_CHECKING:
-    from uptrain.data.prepare import Request
-    from uptrain.data.shares import Share
+    from uptrain.data.prepare.prepare import Request
+    from uptrain.data.prepare.quotas import Share
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -62,21 +62,21 @@ def command(**options: Any) -> None:
     `datasets.save_to_disk`. A record is a document: its text, or its token ids where it has input_ids instead, which
     are taken as they are. A killed build leaves no CACHE; the same command continues it.
     """
-    from uptrain.data.prepare import prepare
+    from uptrain.data.prepare.prepare import prepare
 
     as_json = options.pop("as_json")
     with interruptible():
         result = prepare(_request(**options), quiet=as_json)
     if as_json:
-        terminal.print_json(result)
+        console.print_json(result)
     else:
         _show(result)
 
 
 def _request(*, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any) -> "Request":
-    from uptrain.counts import parse_count
-    from uptrain.data.prepare import Request
-    from uptrain.data.texts import n_cores
+    from uptrain.budget.counts import parse_count
+    from uptrain.data.prepare.prepare import Request
+    from uptrain.data.run_data import n_cores
 
     return Request(
         n_tokens=None if tokens == "all" else parse_count(tokens),
@@ -88,7 +88,7 @@ def _request(*, tokens: str, on_bad_record: str, workers: int | None, shard: str
 
 
 def _share(text: str) -> "Share":
-    from uptrain.data.shares import Share
+    from uptrain.data.prepare.quotas import Share
 
     match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -98,13 +98,13 @@ def _share(text: str) -> "Share":
 
 def _show(result: dict[str, Any]) -> None:
     if "share" in result:
-        terminal.echo(
+        console.echo(
             f"Share {result['share']} is done: {result['units']:,} units, {result['documents']:,} documents, "
             f"{result['tokens']:,} tokens. When all are, the same command without --shard joins them."
         )
         return
     if result["was_complete"]:
-        terminal.echo(f"{result['out']} was complete already, with the same data and options.\n")
+        console.echo(f"{result['out']} was complete already, with the same data and options.\n")
     rows = [
         ("documents", f"{result['documents']:,}"),
         ("tokens", f"{result['tokens']:,}, {result['dtype']}, of a vocabulary of {result['vocab_size']:,}"),
@@ -113,7 +113,7 @@ def _show(result: dict[str, Any]) -> None:
         *((source["path"], _described(source)) for source in result["sources"]),
         *(("ignored", f"{file}: not a known format") for file in result["ignored"]),
     ]
-    terminal.facts(f"Token cache {result['out']}", rows)
+    console.facts(f"Token cache {result['out']}", rows)
 
 
 def _dropped(sources: list[dict[str, Any]]) -> str:

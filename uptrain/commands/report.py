@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from model.terminal import echo
+from model.common.console import echo
 
 FILE = click.Path(path_type=Path)
 
@@ -23,7 +23,7 @@ def command(runs: tuple[Path, ...], out: Path | None) -> None:
     Losses, recovered fraction, learning rate, speed, events. Several runs are compared in the same panels; then --out
     is needed. A report may be written while the run goes on, and replaces the one before.
     """
-    from uptrain.report import write_report
+    from uptrain.report.report import write_report
 
     page, picture = write_report(runs, out)
     echo(f"Wrote {page} and {picture}.")

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from uptrain.commands.options import max_minutes_option
-from uptrain.signals import stop_request
+from uptrain.runs.signals import stop_request
 
 
 @click.command("resume")
@@ -18,6 +18,6 @@ def command(run: Path, max_minutes: float | None) -> None:
     run began; the number of processes may differ.
     """
     stop_request.install()
-    from uptrain.launch import launch_resumed
+    from uptrain.runs.launch import launch_resumed
 
     launch_resumed(run, max_minutes)

@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from model.checks import LARGEST_SIZE, FiniteFloat, show
+from model.common.checks import LARGEST_SIZE, FiniteFloat, show
 from uptrain.commands.options import budget_options, max_minutes_option, request_from, schedule_options
-from uptrain.losses import LOSSES
-from uptrain.settings import OPTIMIZERS, PRECISIONS, TRACKERS, TRAINABLE
-from uptrain.signals import stop_request
+from uptrain.runs.settings import OPTIMIZERS, PRECISIONS, TRACKERS, TRAINABLE
+from uptrain.runs.signals import stop_request
+from uptrain.training.losses import LOSSES
 
 FOLDER = click.Path(path_type=Path)
 
@@ -169,6 +169,6 @@ def command(**options: Any) -> None:
     GPUs. Ctrl-C saves and stops; `uptrain resume RUN` goes on exactly where it stopped.
     """
     stop_request.install()
-    from uptrain.launch import launch_new
+    from uptrain.runs.launch import launch_new
 
     launch_new(request_from(options), **options)

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from model import terminal
-from model.errors import Failure
+from model.common import console
+from model.common.errors import Failure
 
 
 @click.command("status")
@@ -21,13 +21,13 @@ def command(run: Path, verify: bool, as_json: bool) -> None:
 
     Exit code 1 if --verify finds a damaged checkpoint.
     """
-    from uptrain.status import read_status
+    from uptrain.report.status import read_status
 
     status = read_status(run, verify)
     if as_json:
-        terminal.print_json(status)
+        console.print_json(status)
     else:
-        terminal.facts(str(run), _rows(status))
+        console.facts(str(run), _rows(status))
     damaged = [entry["damage"] for entry in status["checkpoints"] if entry.get("damage")]
     if damaged:
         raise Failure(f"damaged: {'; '.join(damaged)}.")
@@ -118,7 +118,7 @@ def _steps(steps: list[int]) -> str:
 
 
 def _checkpoint(entry: dict[str, Any]) -> str:
-    text = f"step {entry['step']:,}, {terminal.size(entry['bytes'])}"
+    text = f"step {entry['step']:,}, {console.size(entry['bytes'])}"
     if entry["kept"] is None:
         text += ", its state cannot be read"
     elif entry["kept"]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.loss import IGNORED
-from uptrain.data.cache import Cache, Integers
+from model.decoder.cross_entropy import IGNORED
+from uptrain.data.token_cache import Cache, Integers
 
 
 @dataclass(frozen=True)

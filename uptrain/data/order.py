@@ -8,7 +8,7 @@ costs what step 0 costs, and the number of processes plays no part.
 import numpy as np
 import numpy.typing as npt
 
-from uptrain.data.cache import Integers
+from uptrain.data.token_cache import Integers
 
 _ROUNDS = 6
 Words = npt.NDArray[np.uint64]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from model.errors import InputError
+from model.common.errors import InputError
 from uptrain.data.readers.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem, Read, some
 
 

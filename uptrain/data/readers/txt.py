@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from model import compression
-from model.errors import InputError
+from model.common import text_files
+from model.common.errors import InputError
 from uptrain.data.readers.record import EMPTY, Piece, Problem, Read
 
 SUFFIXES = (".txt",)
@@ -16,7 +16,7 @@ def split(path: str, piece_bytes: int) -> list[Piece]:
 
 
 def read(piece: Piece, text_column: str) -> Iterator[Read]:
-    limit = compression.MAX_LINE_BYTES
+    limit = text_files.MAX_LINE_BYTES
     if piece.nbytes > limit:
         raise InputError(
             f"{piece.path} has {piece.nbytes:,} bytes, and a .txt file is one document, of {limit:,} bytes at most; "

@@ -1,0 +1,217 @@
+"""A text's way through a model, one layer in memory at a time.
+
+The states between layers lie on the disk, so that memory grows neither with the text nor with the model's depth:
+
+    FOLDER/states-0012.npy      what goes into layer 12, float32 [windows, tokens, hidden]
+    FOLDER/attended.npy         what its attention adds
+
+A walk that was killed goes on at the layer whose states it has. Letters: N windows, B of them together, T tokens, M
+hidden size, H query heads, G key/value heads, D head_dim.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from convert.calibration.text import Sample
+from convert.planning.recipe import UnsupportedMethodError
+from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
+from model.common.files import sync_file, sync_folder
+from model.decoder.attention import Mask, attend
+from model.decoder.config import LlamaConfig, read_llama_config
+from model.decoder.llama import Block, Rotation
+from model.decoder.loading import check_runnable, embedding_name, load_block, load_embedding
+from model.decoder.masks import text_mask
+from model.decoder.rope import rotate, rotations
+
+_BATCH_TOKENS = 1024
+"""Run together: more do not stay in a processor's cache."""
+
+States = NDArray[np.float32]
+
+Progress = Callable[[int], None]
+"""Called with the number of tokens that have just passed a layer."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A batch of a layer's heads, before and after rotation."""
+
+    q_BTHD: Tensor
+    turned_q_BTHD: Tensor
+    turned_k_BTGD: Tensor
+    v_BTGD: Tensor
+
+
+Watch = Callable[[Heads], None]
+
+
+class Text:
+    """What is the same in all layers: geometry, rotary angles, masks."""
+
+    def __init__(self, config: LlamaConfig, sample: Sample) -> None:
+        self.config, self.n_windows, self.length = config, sample.n_windows, sample.window
+        positions_1T = torch.arange(self.length)[None]
+        self.rotation: Rotation = rotations(config.rope, positions_1T, torch.tensor([[self.length]]), torch.float32)
+        self._batch = max(1, _BATCH_TOKENS // self.length)
+
+    def mask(self, index: int, n_rows: int) -> Mask:
+        return text_mask(n_rows, 0, self.length, self.config.windows[index], None, torch.device("cpu"))
+
+    def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:
+        """Yield windows, all or these, as many at a time as are run together."""
+        chosen = list(range(self.n_windows) if windows is None else windows)
+        for start in range(0, len(chosen), self._batch):
+            yield chosen[start : start + self._batch]
+
+
+@dataclass
+class Layer:
+    """One layer and what goes into it."""
+
+    text: Text
+    index: int
+    block: Block
+    states_NTM: States
+    folder: Path
+
+    def inputs(self, windows: list[int]) -> Tensor:
+        """Return what the layer's attention reads, [B, T, M]."""
+        x_BTM: Tensor = self.block.input_layernorm(torch.from_numpy(self.states_NTM[windows]))
+        return x_BTM
+
+    def attend(self, watch: Watch) -> None:
+        """Run the layer's attention over the text, as its weights now are; `watch` sees the heads of every batch."""
+        attention, rotation = self.block.self_attn, self.text.rotation
+        with _writing(self._attended, self.states_NTM.shape, durable=False) as write:
+            for windows in self.text.batches():
+                x_BTM = self.inputs(windows)
+                q_BTHD, k_BTGD, v_BTGD = (
+                    projection(x_BTM).view(*x_BTM.shape[:2], -1, attention.head_dim)
+                    for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+                )
+                for numbers in (q_BTHD, k_BTGD, v_BTGD):
+                    self._check(numbers)
+                heads = Heads(q_BTHD, rotate(q_BTHD, *rotation), rotate(k_BTGD, *rotation), v_BTGD)
+                watch(heads)
+                mask = self.text.mask(self.index, len(windows))
+                out_BTHD = attend(heads.turned_q_BTHD, heads.turned_k_BTGD, v_BTGD, mask)
+                write(attention.o_proj(out_BTHD.flatten(2)))
+
+    @property
+    def attended_NTM(self) -> States:
+        """What the layer's attention gave."""
+        attended_NTM: States = np.load(self._attended, mmap_mode="r", allow_pickle=False)
+        return attended_NTM
+
+    @property
+    def _attended(self) -> Path:
+        return self.folder / "attended.npy"
+
+    def advance(self, progress: Progress) -> None:
+        """Write what the layer makes of its states, and remove these."""
+        block, attended_NTM = self.block, self.attended_NTM
+        with _writing(_states(self.folder, self.index + 1), self.states_NTM.shape) as write:
+            for windows in self.text.batches():
+                x_BTM = torch.from_numpy(self.states_NTM[windows]).add_(torch.from_numpy(attended_NTM[windows]))
+                next_BTM = block.mlp(block.post_attention_layernorm(x_BTM)).add_(x_BTM)
+                self._check(next_BTM)
+                write(next_BTM)
+                progress(x_BTM.shape[0] * x_BTM.shape[1])
+        self._attended.unlink()
+        _states(self.folder, self.index).unlink()
+
+    def _check(self, numbers: Tensor) -> None:
+        if not numbers.isfinite().all():
+            raise CheckpointError(
+                f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
+            )
+
+
+def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progress) -> Iterator[Layer]:
+    """Yield layer after layer, each to be run by its `attend`; then the text goes on through its MLP.
+
+    For use in inference mode. The states after the last layer stay in the folder (`last_states`).
+    """
+    config = read_llama_config(checkpoint.config)
+    text = Text(config, sample)
+    first = _begin(checkpoint, sample, folder)
+    progress(first * sample.n_tokens)
+    for index in range(first, config.n_layers):
+        states_NTM = np.load(_states(folder, index), mmap_mode="r", allow_pickle=False)
+        layer = Layer(text, index, load_block(checkpoint, config, index), states_NTM, folder)
+        yield layer
+        layer.advance(progress)
+
+
+def check_can_walk(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedMethodError where the project's own code cannot run the model."""
+    try:
+        read_llama_config(checkpoint.config)
+        check_runnable(checkpoint)
+    except CheckpointError as error:
+        raise UnsupportedMethodError(str(error)) from error
+
+
+def check_tokens(checkpoint: Checkpoint, sample: Sample) -> None:
+    """Raise CheckpointError where the text has tokens that the model does not know, by its embedding."""
+    embedding = checkpoint.tensors.get(embedding_name(checkpoint))
+    if embedding is None:
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {embedding_name(checkpoint)}.")
+    known = [ids_NT for ids_NT in (sample.ids_NT, sample.read_NT) if ids_NT is not None and ids_NT.size]
+    largest = max((int(ids_NT.max()) for ids_NT in known), default=0)
+    if largest >= embedding.shape[0]:
+        raise CheckpointError(
+            f"tokenizer.json gives the id {largest}, but the model has {embedding.shape[0]} tokens; they do not belong "
+            "together."
+        )
+
+
+def last_states(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Return the file of what the last layer gave."""
+    return _states(folder, read_llama_config(checkpoint.config).n_layers)
+
+
+def _states(folder: Path, index: int) -> Path:
+    return folder / f"states-{index:04}.npy"
+
+
+def _begin(checkpoint: Checkpoint, sample: Sample, folder: Path) -> int:
+    """Return the layer to go on with: the first one, with the embeddings as its states, if there are none yet."""
+    kept = sorted(folder.glob("states-*.npy"))
+    for old in kept[:-1]:
+        old.unlink()
+    if kept:
+        return int(kept[-1].stem.removeprefix("states-"))
+    embedding_VM = load_embedding(checkpoint)
+    assert sample.ids_NT is not None
+    shape = (sample.n_windows, sample.window, embedding_VM.shape[1])
+    with _writing(_states(folder, 0), shape) as write:
+        for ids_T in sample.ids_NT:
+            write(embedding_VM[torch.from_numpy(ids_T)])
+    return 0
+
+
+@contextmanager
+def _writing(path: Path, shape: tuple[int, ...], durable: bool = True) -> Iterator[Callable[[Tensor], None]]:
+    """Give a function that adds windows to an array on the disk, which takes its name when it is complete."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+
+        def write(windows_BTM: Tensor) -> None:
+            file.write(windows_BTM.float().contiguous().numpy().data)
+
+        yield write
+    if durable:
+        sync_file(partial)
+    partial.rename(path)
+    if durable:
+        sync_folder(path.parent)

@@ -1,0 +1,316 @@
+"""The text that a conversion is calibrated on, as windows of the model's own tokens.
+
+It is the text that ships with Groupwise, a file, a dataset, or text that the model writes itself (`own_text.py`).
+Several of these are mixed window by window.
+"""
+
+import hashlib
+import json
+import lzma
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import StringIO, TextIOWrapper
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convert.planning.recipe import MAX_TOKENS, NONE, UnsupportedMethodError
+from model.checkpoint import Checkpoint
+from model.checkpoint.hf_folder import CALIBRATION_TOKENS
+from model.common import checks, text_files
+from model.common.errors import CheckpointError
+from model.common.hub_datasets import HUB, hub_texts
+from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SHIPPED, SELF = "shipped", "self"
+DEFAULT_TOKENS = 65_536
+LONGEST_WINDOW = 1024
+"""Tokens that attention is watched over together: most of what it does happens within them, and cost grows with it."""
+_PIECE = 1 << 16
+_TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Windows of tokens, and where they come from. N windows, T tokens in each."""
+
+    name: str
+    """`shipped`, `self`, the path or dataset as it was given, or several joined by +."""
+    n_windows: int
+    window: int
+    """Tokens in each."""
+    ids_NT: NDArray[np.int64] | None
+    """None until the model has written its windows, and where `verify` has no tokens."""
+    own: tuple[int, ...] = ()
+    """The windows that the model writes."""
+    first: tuple[int, ...] = ()
+    """What the tokenizer puts before a text."""
+    read_NT: NDArray[np.int64] | None = None
+    """The other windows, in order."""
+    own_bytes: int = 0
+    """Memory that writing takes, in bytes."""
+    own_steps: int = 0
+    """How many times writing runs the whole model."""
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_windows * self.window
+
+    @property
+    def parts(self) -> list[str]:
+        return split_name(self.name)
+
+    @property
+    def private(self) -> list[str]:
+        """The parts that are the user's own texts."""
+        return [part for part in self.parts if part not in (SHIPPED, SELF)]
+
+    @property
+    def label(self) -> str:
+        """What to call the text, without the folders it lies in."""
+        return " and ".join(map(_label, self.parts))
+
+    @property
+    def record(self) -> dict[str, object]:
+        """What `groupwise.json` says of it."""
+        return {
+            "text": self.name, "sha256_of_ids": _sha256(self.ids_NT), "windows": self.n_windows, "window": self.window,
+        }  # fmt: skip
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What the output depends on, as far as it is known before the model has written its windows."""
+        return {**self.record, "sha256_of_read": _sha256(self.read_NT)}
+
+    def with_own(self, own_NT: NDArray[np.int64]) -> "Sample":
+        """Return the sample with the windows that the model has written."""
+        assert self.read_NT is not None
+        ids_NT = np.empty((self.n_windows, self.window), dtype=np.int64)
+        ids_NT[list(self.own)] = own_NT
+        ids_NT[np.setdiff1d(np.arange(self.n_windows), self.own)] = self.read_NT
+        return replace(self, ids_NT=ids_NT)
+
+
+def _label(part: str) -> str:
+    on_the_hub = part.startswith(HUB) and not Path(part.removeprefix(HUB)).is_absolute()
+    known = {SHIPPED: "the text that ships with Groupwise", SELF: "text that the model wrote itself"}
+    return known.get(part) or (part if on_the_hub else Path(part).name)
+
+
+def _sha256(ids_NT: NDArray[np.int64] | None) -> str | None:
+    return None if ids_NT is None else hashlib.sha256(ids_NT.tobytes()).hexdigest()
+
+
+def split_name(name: str) -> list[str]:
+    """Return the parts of a --calibration: `self`, `shipped`, then a path or dataset, whose name may hold a +."""
+    parts: list[str] = []
+    for _ in (SELF, SHIPPED):  # at most two, however often a file that is checked may repeat them
+        word, plus, rest = name.partition("+")
+        if not plus or word not in (SELF, SHIPPED):
+            break
+        parts.append(word)
+        name = rest
+    return [*parts, name]
+
+
+def pack(sample: Sample) -> bytes:
+    """Return the token ids as OUT keeps them: xz of 16 or 32 bits each, little-endian, window after window."""
+    assert sample.ids_NT is not None
+    return lzma.compress(sample.ids_NT.astype("<u2" if sample.ids_NT.max() < 1 << 16 else "<u4").tobytes(), preset=9)
+
+
+def read_kept(folder: Path, recorded: dict[str, Any]) -> Sample:
+    """Return the sample that OUT was calibrated on, with the tokens that it keeps.
+
+    Raises CheckpointError where these are missing, damaged, or not those that `groupwise.json` records.
+    """
+    path, shape = folder / CALIBRATION_TOKENS, (recorded["windows"], recorded["window"])
+    sample = Sample(recorded["text"], *shape, None)
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
+    if min(shape) < 1 or not sample.n_tokens <= MAX_TOKENS:
+        raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
+    content = read_bytes_up_to(path, 4 * MAX_TOKENS)
+    decompressor = lzma.LZMADecompressor(memlimit=text_files.MAX_WINDOW_BYTES)
+    try:
+        ids = decompressor.decompress(content, max_length=4 * sample.n_tokens + 1)
+    except lzma.LZMAError as error:
+        raise CheckpointError(f"{path} is damaged ({error})") from error
+    is_whole = decompressor.eof and not decompressor.unused_data
+    dtype = {2 * sample.n_tokens: "<u2", 4 * sample.n_tokens: "<u4"}.get(len(ids)) if is_whole else None
+    found = None if dtype is None else np.frombuffer(ids, dtype).astype(np.int64).reshape(shape)
+    if found is None or _sha256(found) != recorded["sha256_of_ids"]:
+        raise CheckpointError(f"{path} does not hold the tokens that were recorded at conversion")
+    return replace(sample, ids_NT=found)
+
+
+def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
+    """Read as many tokens as wanted of a text, or of several by turns; what the model is to write comes later.
+
+    A text is `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz), or a dataset of the hub.
+
+    Raises UnsupportedMethodError if the checkpoint has no tokenizer.json, CheckpointError if the text is too short.
+    """
+    window = min(_context(checkpoint), LONGEST_WINDOW)
+    n_windows = n_tokens // window
+    if n_windows < 4:
+        raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {4 * window}.")
+    if n_tokens > MAX_TOKENS:
+        raise CheckpointError(f"--calibration-tokens {n_tokens} is too many; give at most {MAX_TOKENS}.")
+    parts = split_name(name)
+    if len(set(parts)) < len(parts) or "" in parts:
+        raise CheckpointError(
+            f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
+        )
+    # The period of this order is no divisor of four, as every fourth window is held out (`convert.calibration.refit`).
+    part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
+    tokenizer = _open_tokenizer(checkpoint)
+    first = _before_texts(tokenizer, checkpoint)
+    read_NT = np.zeros((n_windows, window), dtype=np.int64)
+    for number, part in enumerate(parts):
+        if part != SELF:
+            chosen = np.flatnonzero(np.equal(part_N, number))
+            read_NT[chosen] = _read_windows(tokenizer, checkpoint, part, first, (len(chosen), window))
+    own = tuple(n for n in range(n_windows) if parts[part_N[n]] == SELF)
+    read_NT = np.delete(read_NT, own, axis=0)
+    return Sample(name, n_windows, window, None if own else read_NT, own, tuple(first), read_NT)
+
+
+def _read_windows(
+    tokenizer: "Tokenizer", checkpoint: Checkpoint, name: str, first: list[int], shape: tuple[int, int]
+) -> NDArray[np.int64]:  # fmt: skip
+    """Return so many windows of a text, each beginning as a text does. Raises CheckpointError where it is too short."""
+    n_windows, window = shape
+    length = window - len(first)
+    ids: list[int] = []
+    for piece in _pieces(name):
+        ids += _encode(tokenizer, piece, checkpoint)
+        if len(ids) >= n_windows * length:
+            break
+    if length < 1 or len(ids) < n_windows * length:
+        raise CheckpointError(
+            f"the calibration text {name} has only {len(ids):,} tokens, not {n_windows} windows of {window}; "
+            "give a longer one with --calibration, or fewer --calibration-tokens."
+        )
+    body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
+    return np.concatenate([np.tile(np.asarray(first, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
+
+
+def _context(checkpoint: Checkpoint) -> int:
+    """Return the longest text that the model takes; a model that does not say takes any."""
+    context = checkpoint.config.get("max_position_embeddings")
+    if context is None:
+        return LONGEST_WINDOW
+    return checks.whole_number(context, "config.json has max_position_embeddings", least=2)
+
+
+def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
+    content = checkpoint.side_files.get("tokenizer.json")
+    if content is None:
+        raise UnsupportedMethodError(
+            f"{checkpoint.path} has no tokenizer.json, which calibrating needs; save the tokenizer there "
+            "(transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))."
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise UnsupportedMethodError(NO_TORCH) from error
+    text = read_bytes_up_to(content, TOKENIZER_BYTES) if isinstance(content, Path) else content
+    try:
+        tokenizer = Tokenizer.from_str(text.decode())
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(f"{checkpoint.path}/tokenizer.json is damaged ({error}).") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _before_texts(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
+    """Return what the tokenizer puts before a text: a beginning-of-text token, or nothing."""
+    added, bare = (_encode(tokenizer, "a", checkpoint, special) for special in (True, False))
+    starts = added.index(bare[0]) if bare and bare[0] in added else 0
+    return added[:starts]
+
+
+def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: bool = False) -> list[int]:
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    except Exception as error:  # the library raises nothing more special
+        raise UnsupportedMethodError(
+            f"{checkpoint.path}/tokenizer.json cannot read the calibration text ({error})."
+        ) from error
+    return ids
+
+
+NO_TORCH = "calibrating runs the model, which needs torch and tokenizers: pip install 'groupwise[torch]'."
+
+
+def _pieces(name: str) -> Iterator[str]:
+    """Yield the text some thousand characters at a time."""
+    if name.startswith(HUB):
+        for text in hub_texts(name):
+            yield from _cut(StringIO(text))
+        return
+    for path in [_TEXT] if name == SHIPPED else _files(name):
+        try:
+            with _open(path) as file:
+                yield from _cut(file) if _kind(path) == ".txt" else _records(file, path)
+        except (UnicodeDecodeError, EOFError) as error:
+            raise CheckpointError(f"{path} cannot be read as text ({error}).") from error
+
+
+def _cut(file: IO[str]) -> Iterator[str]:
+    while piece := file.read(_PIECE):
+        yield piece
+
+
+def _records(file: IO[str], path: Path) -> Iterator[str]:
+    number = 0
+    while line := file.readline(text_files.MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > text_files.MAX_LINE_BYTES:
+            text_files.refuse_long_line(str(path), number)
+        if line.strip():
+            yield from _cut(StringIO(_text_of(line, f"{path}, line {number}")))
+
+
+def _files(name: str) -> list[Path]:
+    path = Path(name)
+    names = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = [file for file in names if _kind(file) is not None and file.is_file()]
+    if not files:
+        why = "it holds no text that is read here" if path.exists() else "there is no such text"
+        raise CheckpointError(
+            f"--calibration {name}: {why}; give {SELF}, {SHIPPED}, a .txt or .jsonl file (also .gz, .xz), a folder "
+            f"of them, {HUB}NAME for a dataset of the hub, or {NONE}."
+        )
+    return files
+
+
+def _kind(path: Path) -> str | None:
+    stem = path.with_suffix("") if path.suffix in (".gz", ".xz") else path
+    return stem.suffix if stem.suffix in (".txt", ".jsonl") else None
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[IO[str]]:
+    with path.open("rb") as raw:
+        content = text_files.open_compressed(raw, str(path)) if text_files.is_compressed(str(path)) else raw
+        with TextIOWrapper(content, encoding="utf-8-sig") as file:
+            yield file
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not a JSON object with a key text.") from error
+    if not isinstance(found, str):
+        raise CheckpointError(f"{where}: what stands under text is no text.")
+    return found.encode(errors="replace").decode()

@@ -1,0 +1,73 @@
+"""What all commands that write a checkpoint do: resolve the options, plan, convert, and print the result."""
+
+from pathlib import Path
+from typing import Any
+
+from convert import conversion, tables
+from convert.commands.options import OutputOptions
+from convert.merging.methods import AUTO, REPEAT
+from convert.planning.options import MergeOptions
+from convert.planning.plan import Plan, make_plan
+from convert.planning.resolve import resolve_options
+from model.checkpoint import open_checkpoint
+from model.checkpoint.hf_folder import CALIBRATION_TOKENS
+from model.checkpoint.writer import parse_size
+from model.common import console
+
+SLOW_SECONDS = 60
+"""A calibration that takes longer is announced."""
+
+
+def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
+    """Convert SOURCE to so many K/V heads, or to as many as it has, and print what was done."""
+    size = parse_size(output.max_shard_size) if output.max_shard_size is not None else None
+    with open_checkpoint(source) as checkpoint:
+        conversion.check_target(checkpoint, out, output.overwrite)
+        recipe, remarks = resolve_options(checkpoint, n_kv_heads, merge)
+        plan = requested = make_plan(checkpoint, n_kv_heads, recipe, size)
+        estimate = _estimate(plan, quiet=output.dry_run or output.as_json)
+        if output.dry_run:
+            conversion.check(checkpoint, plan, out, output.overwrite)
+        elif recipe.method == AUTO:
+            choice = conversion.choose_recipe(checkpoint, plan, out, output.overwrite, quiet=output.as_json)
+            plan = make_plan(checkpoint, n_kv_heads, choice.recipe, size)
+            estimate["auto"] = choice.losses
+        summary = {"source": str(source), "out": str(out), **plan.summary(output.workers)}
+        summary |= {"notes": (*remarks, *plan.notes), "left_out": checkpoint.left_out, **estimate}
+        if output.dry_run:
+            (console.print_json if output.as_json else tables.plan)(summary)
+            return
+        record = conversion.run(checkpoint, plan, out, output.overwrite, output.workers, output.as_json, requested)
+    if output.as_json:
+        console.print_json({**summary, "merge_report": record["merge_report"]})
+    else:
+        _print_result(source, out, plan, summary, record)
+
+
+def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]) -> None:
+    if plan.recipe.method != REPEAT:
+        tables.merges(record["merge_report"])
+    tables.plan(summary)
+    console.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
+    text = plan.recipe.sample
+    if text and text.private:
+        console.echo(
+            f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
+            "private, remove this file before you publish the folder."
+        )
+
+
+def _estimate(plan: Plan, quiet: bool) -> dict[str, Any]:
+    """Return the time and disk space of a calibration; announce a slow one."""
+    if plan.recipe.sample is None:
+        return {}
+    from convert.calibration.estimate import calibration_seconds
+
+    seconds = round(calibration_seconds(plan))
+    if not quiet and seconds > SLOW_SECONDS:
+        console.echo(
+            f"Calibrating takes about {console.duration(seconds)} here; "
+            "--method mean takes hardly longer than copying, and begins worse.",
+            err=True,
+        )
+    return {"calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}

@@ -1,0 +1,64 @@
+"""`convert inspect`: what a checkpoint is, and how its heads could be merged."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from model.common import console
+from model.common.printable import printable
+
+if TYPE_CHECKING:
+    from convert.inspection.heads import HeadReport
+    from model.checkpoint import Checkpoint
+
+
+@click.command("inspect")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--heads", is_flag=True,
+              help="Also show how alike the K/V heads of each layer are, and what merging them would lose. "
+              "Reads all attention weights.")  # fmt: skip
+@click.option("--figure", type=click.Path(path_type=Path), metavar="FILE.png",
+              help="Draw what --heads finds.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> None:
+    """Show the geometry of SOURCE, and what --groups can be.
+
+    For each number of groups: the size, the KV cache, and the tensor-parallel sizes it allows.
+    """
+    from convert import tables
+    from convert.inspection.summary import inspect
+    from model.checkpoint import open_checkpoint
+
+    if figure is not None and not heads:
+        raise click.UsageError("--figure draws what --heads finds; give --heads too.")
+    with open_checkpoint(source) as checkpoint:
+        summary = inspect(checkpoint)
+        report = _compare_heads(checkpoint, figure, as_json) if heads else None
+    if as_json:
+        console.print_json(summary if report is None else {**summary, "heads": report.record})
+        return
+    tables.inspection(summary)
+    if report is not None:
+        from convert.inspection.table import print_heads
+
+        print_heads(report)
+    if figure is not None:
+        console.echo(f"\nWrote {figure}.")
+
+
+def _compare_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -> "HeadReport":
+    from convert.inspection import figure_file
+    from convert.inspection.heads import head_layers, report_heads
+
+    if figure is not None:
+        figure_file.check(figure)
+    merges = head_layers(checkpoint)
+    with console.progress_bar("Comparing heads", len(merges), quiet, unit="layers") as progress:
+        report = report_heads(checkpoint, merges, progress)
+    if figure is not None:
+        from convert.inspection.figure import draw_png
+        from model.common.files import replace_file
+
+        replace_file(figure, draw_png(report, printable(checkpoint.path.resolve().name)))
+    return report

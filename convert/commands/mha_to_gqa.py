@@ -1,0 +1,28 @@
+"""`convert mha-to-gqa`: merge the K/V heads into G groups."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from convert.commands.options import merge_options, merge_options_from, output_options, output_options_from
+
+
+@click.command("mha-to-gqa")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--groups", type=int, required=True, metavar="G",
+    help="K/V heads to keep: 8 makes GQA-8. Not the number of heads in a group.",
+)  # fmt: skip
+@merge_options
+@output_options
+def command(source: Path, out: Path, groups: int, **options: Any) -> None:
+    """Merge the K/V heads of SOURCE into G groups.
+
+    OUT becomes the merged model. G must divide the number of K/V heads SOURCE has; `convert inspect SOURCE` lists the
+    possible values. A killed run leaves no OUT; the same command continues it.
+    """
+    from convert.commands.convert import convert
+
+    convert(source, out, groups, merge_options_from(options), output_options_from(options))

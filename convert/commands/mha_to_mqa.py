@@ -1,0 +1,23 @@
+"""`convert mha-to-mqa`: merge all K/V heads into one."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from convert.commands.options import merge_options, merge_options_from, output_options, output_options_from
+
+
+@click.command("mha-to-mqa")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@merge_options
+@output_options
+def command(source: Path, out: Path, **options: Any) -> None:
+    """Merge all K/V heads of SOURCE into one.
+
+    That is multi-query attention, the same as `mha-to-gqa --groups 1`.
+    """
+    from convert.commands.convert import convert
+
+    convert(source, out, 1, merge_options_from(options), output_options_from(options))

@@ -1,0 +1,26 @@
+"""`convert repeat-kv`: repeat the K/V heads, so that there are more."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from convert.commands.options import output_options, output_options_from
+
+
+@click.command("repeat-kv")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--kv-heads", type=int, required=True, metavar="N", help="K/V heads to have, each of SOURCE's repeated.")
+@output_options
+def command(source: Path, out: Path, kv_heads: int, **options: Any) -> None:
+    """Repeat the K/V heads of SOURCE, so that there are N.
+
+    For engines that cannot divide a few K/V heads among more devices. OUT computes what SOURCE does, with a larger KV
+    cache. N must be a multiple of SOURCE's number that divides the query heads; `convert inspect SOURCE` lists them.
+    """
+    from convert.commands.convert import convert
+    from convert.merging.methods import REPEAT
+    from convert.planning.options import MergeOptions
+
+    convert(source, out, kv_heads, MergeOptions(method=REPEAT), output_options_from(options))

@@ -1,0 +1,23 @@
+"""`convert to-hf`: write a checkpoint as a Hugging Face folder, its heads as they are."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from convert.commands.options import output_options, output_options_from
+
+
+@click.command("to-hf")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@output_options
+def command(source: Path, out: Path, **options: Any) -> None:
+    """Write SOURCE as a Hugging Face folder with safetensors, its heads as they are.
+
+    For checkpoints in another format: Meta's, .bin, .gguf, torch.distributed.checkpoint.
+    """
+    from convert.commands.convert import convert
+    from convert.planning.options import MergeOptions
+
+    convert(source, out, None, MergeOptions(method="mean"), output_options_from(options))

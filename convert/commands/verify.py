@@ -1,0 +1,53 @@
+"""`convert verify`: check an output against its source."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from convert.commands.options import WORKERS
+from model.common import console
+
+if TYPE_CHECKING:
+    from convert.verify import Findings
+
+DIFFERENT, NOT_ALL_CHECKED = 3, 4
+
+
+@click.command("verify")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+def command(source: Path, out: Path, as_json: bool) -> None:
+    """Check OUT against SOURCE.
+
+    Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
+    anything differs, 4 if something could not be compared, as where OUT has lost the tokens it was calibrated on.
+    """
+    from convert.verify import verify
+    from model.checkpoint import open_checkpoint
+
+    with open_checkpoint(source) as checkpoint:
+        total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        with console.progress_bar("Verifying", total, quiet=as_json) as progress:
+            findings = verify(checkpoint, out, progress, WORKERS, as_json)
+    if as_json:
+        console.print_json({"ok": findings.ok, **vars(findings)})
+    else:
+        _print(findings)
+    sys.exit(DIFFERENT if findings.differences else NOT_ALL_CHECKED if findings.unchecked else 0)
+
+
+def _print(findings: "Findings") -> None:
+    for remark in findings.unchecked:
+        console.echo_line(f"NOT CHECKED: {remark}")
+    if findings.ok:
+        apart = findings.rounded
+        rounded = f", {len(apart)} of them but for rounding (at most {max(apart.values()):.2g} of 1)" if apart else ""
+        console.echo(
+            f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
+            f"config and {findings.n_files} other files compared; all agree{rounded}."
+        )
+    for difference in findings.differences:
+        console.echo_line(f"DIFFERENT: {difference}")

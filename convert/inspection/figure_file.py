@@ -1,0 +1,19 @@
+"""Where a picture goes: whether it can be drawn and written is known before the work for it begins."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from model.common.errors import InputError
+
+
+def check(path: Path) -> None:
+    """Raise InputError if no picture can be written there."""
+    if find_spec("matplotlib") is None:
+        raise InputError("--figure needs matplotlib: pip install 'groupwise[torch]'; or leave --figure out.")
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise InputError(f"--figure {path} is to be a picture, FILE.png.")
+    if not path.parent.is_dir():
+        raise InputError(f"there is no folder {path.parent} to write {path.name} into.")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"the folder {path.parent} cannot be written to, so {path.name} cannot be put there.")

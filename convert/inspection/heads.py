@@ -1,0 +1,172 @@
+"""How alike a model's K and V heads are, layer by layer, and what merging them would lose: from the weights alone.
+
+H query heads, K key/value heads, D head_dim, F = K·D.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from convert.inspection.mixed_plan import Advice, advise
+from convert.merging.grouping import similarities
+from convert.merging.heads import compare_heads
+from convert.merging.layer import LayerMerge, read_attention
+from convert.merging.methods import pca
+from convert.merging.moments import Maps, Moments, energies, lost_logits, lost_output, of_weights, split
+from convert.merging.weights import LayerAttention, Real
+from convert.planning.plan import make_plan
+from convert.planning.recipe import Recipe
+from convert.planning.tensors import ROTATING
+from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
+from model.geometry import read_geometry
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """One number for the K heads and one for the V heads."""
+
+    k: float
+    v: float
+
+    @property
+    def mean(self) -> float:
+        return (self.k + self.v) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class LayerHeads:
+    """What is known of one layer's heads."""
+
+    layer: int
+    raw: KeysValues
+    """Mean cosine of two heads as they stand."""
+    keys_KK: Real
+    """Cosines of K heads after the best turns of their rotary planes."""
+    values_KK: Real
+    """Cosines of V heads after the best rotation."""
+    lost: dict[str, dict[int, KeysValues]]
+    """By method and number of groups: the share of the logits' energy that sharing keys loses, of the output's that
+    sharing values does."""
+
+    @property
+    def aligned(self) -> KeysValues:
+        return KeysValues(_mean_of_pairs(self.keys_KK), _mean_of_pairs(self.values_KK))
+
+    @property
+    def lost_in_all(self) -> float:
+        """By how much the layer is worse than others: pca's losses over all numbers of groups, in the mean."""
+        return float(np.mean([lost.mean for lost in self.lost["pca"].values()]))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        lost = [
+            {"groups": groups, **{method: asdict(by_groups[groups]) for method, by_groups in self.lost.items()}}
+            for groups in self.lost["pca"]
+        ]
+        return {"layer": self.layer, "raw": asdict(self.raw), "aligned": asdict(self.aligned), "lost": lost}
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """All layers, in order."""
+
+    n_kv_heads: int
+    groups: tuple[int, ...]
+    """The numbers of groups that merge heads, from many to few."""
+    layers: tuple[LayerHeads, ...]
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """For each number of groups the best plan of that size: losses of K and V by pca, summed over layers."""
+        lost = [{n: kv.k + kv.v for n, kv in layer.lost["pca"].items()} for layer in self.layers]
+        return advise([{self.n_kv_heads: 0.0, **layer} for layer in lost], self.groups)
+
+    @property
+    def worst(self) -> list[LayerHeads]:
+        """The layers, from those that lose most."""
+        return sorted(self.layers, key=lambda layer: -layer.lost_in_all)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What `--json` says."""
+        return {
+            "layers": [layer.record for layer in self.layers],
+            "worst_layers": [layer.layer for layer in self.worst],
+            "advice": [asdict(advice) for advice in self.advice],
+        }
+
+
+def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
+    """Return the layers that there can be a report on.
+
+    Raises CheckpointError where the family's heads cannot be aligned, or there are none to merge.
+    """
+    geometry = read_geometry(checkpoint)
+    if geometry.n_kv_heads == 1:
+        raise CheckpointError(f"{checkpoint.path} has one K/V head in each layer; --heads has nothing to compare.")
+    if geometry.n_planes is None:
+        raise CheckpointError(
+            "--heads turns heads to compare them, which is known to leave the model as it is for "
+            f"{', '.join(ROTATING)}, not for model_type {geometry.attention.family.model_type!r}; leave it out."
+        )
+    return make_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
+
+
+def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress) -> HeadReport:
+    """Look at one layer after another. Raises CheckpointError at a NaN or infinity. Progress counts layers."""
+    has, *fewer = reversed(read_geometry(checkpoint).legal_n_kv_heads)
+    layers = []
+    for merge in merges:
+        attention = read_attention(checkpoint, merge)
+        layers.append(_report_layer(attention, merge, fewer))
+        progress(1)
+    return HeadReport(has, tuple(fewer), tuple(layers))
+
+
+def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int]) -> LayerHeads:
+    number = re.search(r"\.(\d+)\.", merge.weights[1])
+    assert number is not None
+    whole = of_weights(attention)
+    return LayerHeads(
+        int(number[1]),
+        KeysValues(_raw_cosine(attention.k_KDX), _raw_cosine(attention.v_KDX)),
+        *similarities(whole),
+        {method: {n: _lost(split(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
+    )
+
+
+def _raw_cosine(heads_KDX: Real) -> float:
+    return float(compare_heads(heads_KDX.reshape(len(heads_KDX), -1), [])[1])
+
+
+def _mean_of_pairs(cosines_KK: Real) -> float:
+    return float(cosines_KK[~np.eye(len(cosines_KK), dtype=bool)].mean())
+
+
+def _lost(groups: list[Moments], merge: Callable[[Moments], Maps]) -> KeysValues:
+    """Return what a layer loses; a group counts by how much it gives."""
+    lost, whole = np.zeros(2), np.zeros(2)
+    for moments in groups:
+        maps, energy = merge(moments), np.array(energies(moments))
+        lost += energy * (lost_logits(moments, maps), lost_output(moments, maps))
+        whole += energy
+    share_2 = np.maximum(lost, 0) / np.where(whole > 0, whole, 1)
+    return KeysValues(*map(float, share_2))
+
+
+def _mean(moments: Moments) -> Maps:
+    """Return what `--method mean` does: queries and output projection read the mean as they read their own head."""
+    n, size = moments.n_keys, moments.head_dim
+    mean_DF = np.tile(np.eye(size), n) / n
+    same_HDD = np.tile(np.eye(size), (len(moments.queries_HDD), 1, 1))
+    return Maps(mean_DF, same_HDD, mean_DF, same_HDD)
+
+
+_MERGES: dict[str, Callable[[Moments], Maps]] = {"mean": _mean, "pca": pca.merge}

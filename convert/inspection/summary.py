@@ -1,0 +1,69 @@
+"""What a checkpoint is, and what merging its heads would bring."""
+
+from collections import Counter
+from typing import Any
+
+from convert.planning.notices import find_notes
+from model.attention_layout import Heads
+from model.checkpoint import Checkpoint, Tensor
+from model.geometry import Geometry, read_geometry
+
+# Sizes people run: powers of two. vLLM and its kind want the query heads to divide evenly (vLLM, `ModelConfig`,
+# `get_num_kv_heads` and `verify_with_parallel_config`).
+TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
+
+
+def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return geometry, dtypes, sizes and, for each legal number of groups, what it costs and serves."""
+    geometry = read_geometry(checkpoint)
+    dtypes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        dtypes[tensor.dtype] += tensor.nbytes
+    return {
+        "source": str(checkpoint.path),
+        "format": checkpoint.format,
+        "model_type": geometry.model_type,
+        "attention": attention_kind(geometry.n_heads, geometry.n_kv_heads),
+        "n_layers": geometry.n_layers,
+        "n_heads": geometry.n_heads,
+        "n_kv_heads": geometry.n_kv_heads,
+        "heads_per_group": geometry.heads_per_group,
+        "head_dim": geometry.head_dim,
+        "hidden_size": geometry.hidden_size,
+        "n_tensors": len(checkpoint.tensors),
+        "tensor_bytes": sum(dtypes.values()),
+        "bytes_by_dtype": dict(dtypes.most_common()),
+        "files": [path.name for path in checkpoint.weight_files],
+        "side_files": sorted(checkpoint.side_files),
+        "left_out": list(checkpoint.left_out),
+        "notes": list(find_notes(checkpoint, geometry.attention.family)),
+        "repeats": list(geometry.legal_repeats),
+        "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
+    }
+
+
+def attention_kind(n_heads: int, n_kv_heads: int) -> str:
+    return "MQA" if n_kv_heads == 1 else "MHA" if n_kv_heads == n_heads else f"GQA-{n_kv_heads}"
+
+
+def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[str, Any]:
+    kv_bytes = sum(_nbytes(checkpoint.tensors[heads.tensors[0]], heads) for heads in _kv_heads(geometry))
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    sizes = [n for n in TENSOR_PARALLEL if geometry.n_heads % n == 0]
+    return {
+        "groups": groups,
+        "attention": attention_kind(geometry.n_heads, groups),
+        "tensor_bytes": total - kv_bytes + kv_bytes * groups // geometry.n_kv_heads,
+        "kv_cache_bytes_per_token": geometry.kv_cache_bytes_per_token(groups),
+        "tensor_parallel_split": [n for n in sizes if groups % n == 0],
+        "tensor_parallel_replicated": [n for n in sizes if groups % n and n % groups == 0],
+    }
+
+
+def _kv_heads(geometry: Geometry) -> list[Heads]:
+    return [heads for heads in geometry.attention.heads(geometry.n_kv_heads) if heads.kind != "q"]
+
+
+def _nbytes(tensor: Tensor, heads: Heads) -> int:
+    """Return the bytes of all of these heads, which lie in `tensor` or in its likes."""
+    return heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])

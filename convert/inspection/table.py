@@ -1,0 +1,86 @@
+"""What `convert inspect --heads` found, as a table with a line of advice."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.table import Table
+
+from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
+from convert.inspection.summary import attention_kind
+from model.common.console import console
+
+_MOST_SHOWN = 4
+_WIDTH = 110
+
+
+def print_heads(report: HeadReport) -> None:
+    shown = shown_groups(report.n_kv_heads, report.groups)
+    table = Table(title="\nHow alike K/V heads are, and what merging them loses", title_justify="left")
+    for heading in ("layer", "K cosine\nraw", "K cosine\naligned", "V cosine\nraw", "V cosine\naligned"):
+        table.add_column(heading, justify="right")
+    for groups in shown:
+        table.add_column(f"{_kind(groups)}: %\nlost K, V", justify="right")
+    for layer in report.layers:
+        table.add_row(str(layer.layer), *_cosines([layer]), *_losses([layer], "pca", shown))
+    table.add_section()
+    table.add_row("mean", *_cosines(report.layers), *_losses(report.layers, "pca", shown))
+    table.add_row("mean *", *[""] * 4, *_losses(report.layers, "mean", shown))
+    screen = console()
+    if not screen.is_terminal:  # in a file there is room for what an 80-column terminal would fold
+        screen.width = max(screen.width, _WIDTH)
+    screen.print(table)
+    for line in (*_LEGEND, *_advice(report, shown)):
+        screen.print(line, highlight=False)
+
+
+_LEGEND = (
+    "Cosines: of two heads, mean of all pairs; aligned: after the best turns that leave the model as it is.",
+    "Lost: share of the energy of logits (K) and output (V) that is gone when neighbours share a head, by --method "
+    "pca; *: by --method mean. From the weights alone; no text was run.",
+)
+
+
+def shown_groups(n_kv_heads: int, groups: tuple[int, ...]) -> list[int]:
+    """Return the numbers of groups that a table has room for: halves of what there is, and one."""
+    wanted = [n for n in groups if n * 2 == n_kv_heads or n * 4 == n_kv_heads or n * 8 == n_kv_heads or n == 1]
+    others = [n for n in groups if n not in wanted]
+    return sorted([*wanted, *others][:_MOST_SHOWN], reverse=True)
+
+
+def _kind(groups: int) -> str:
+    return attention_kind(0, groups)
+
+
+def _cosines(layers: Sequence[LayerHeads]) -> list[str]:
+    raw, aligned = _mean([layer.raw for layer in layers]), _mean([layer.aligned for layer in layers])
+    return [f"{round(number, 3) + 0.0:.3f}" for number in (raw.k, aligned.k, raw.v, aligned.v)]
+
+
+def _losses(layers: Sequence[LayerHeads], method: str, shown: list[int]) -> list[str]:
+    means = (_mean([layer.lost[method][groups] for layer in layers]) for groups in shown)
+    return [f"{_percent(lost.k)}, {_percent(lost.v):>4}" for lost in means]
+
+
+def _percent(share: float) -> str:
+    percent = f"{share:.1%}".removesuffix("%")
+    return percent if len(percent) <= 4 else f"{share:.0%}".removesuffix("%")
+
+
+def _mean(numbers: list[KeysValues]) -> KeysValues:
+    return KeysValues(float(np.mean([n.k for n in numbers])), float(np.mean([n.v for n in numbers])))
+
+
+def _advice(report: HeadReport, shown: list[int]) -> list[str]:
+    worst = ", ".join(str(layer.layer) for layer in report.worst[:3])
+    better = []
+    for advice in report.advice:
+        uniform, mixed = (lost / (2 * len(report.layers)) for lost in (advice.uniform_lost, advice.mixed_lost))
+        if advice.groups in shown and uniform - mixed >= 0.0005:
+            better.append(f"{mixed:.1%} instead of {uniform:.1%} ({_kind(advice.groups)})")
+    first = f"\nLayers that lose most: {worst}. As many heads in all, divided unevenly over layers, would"
+    if not better:
+        return [f"{first} not lose less."]
+    return [
+        f"{first} lose {', '.join(better)}, mean of K and V. This is advice only: stock Llama-like classes take one "
+        "number of groups for all layers. --json has the plans."
+    ]

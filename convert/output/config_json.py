@@ -1,0 +1,52 @@
+"""What lies beside the weights in the output: `config.json`, edited in place, and the files that travel along."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from convert.planning.plan import Plan
+from model.checkpoint import Checkpoint
+from model.checkpoint.hf_folder import json_text
+from model.families.family import ConfigKeys
+from model.geometry import set_key
+
+
+def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
+    """Return `config.json` with the new number of K/V heads; every other key, its spelling and its order are kept.
+
+    Where heads were regrouped: what version 4 of transformers reads is added to what version 5 alone does; and if the
+    stock class cannot hold the heads, the config names the code that can.
+    """
+    family, text_config = plan.geometry.attention.family, plan.geometry.text_config
+    config = json.loads(checkpoint.config_text)
+    inner = config if text_config is None else config[text_config]
+    if plan.regrouped or family.stock_class_holds_few:
+        set_key(inner, family.keys.n_kv_heads, plan.n_kv_heads)
+    if plan.regrouped and family.switch is not None:
+        set_key(inner, family.switch.key, family.switch.merged)
+    if plan.code is not None:
+        config |= plan.code.settings
+    if plan.regrouped:
+        _add_old_spelling(inner, family.keys)
+    return checkpoint.config_text if config == json.loads(checkpoint.config_text) else json_text(config)
+
+
+def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
+    """Say RoPE as transformers 4 does too, which overlooks `rope_parameters` and would take its defaults.
+
+    (Not where kinds of layers differ, which each class of version 4 says in its own way.)
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
+        return
+    config.setdefault(keys.rope_theta, rope["rope_theta"])
+    if "partial_rotary_factor" in rope:
+        config.setdefault(keys.partial_rotary_factor, rope["partial_rotary_factor"])
+    if rope.get("rope_type", "default") != "default":
+        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        config.setdefault("rope_scaling", scaling)
+
+
+def copied(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
+    """Return the other files: the source's, and the code that the output needs. Relative name to file or content."""
+    return {**checkpoint.side_files, **(plan.code.files if plan.code is not None else {})}

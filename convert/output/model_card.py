@@ -1,0 +1,113 @@
+"""Write the output's model card: the source's own card, and a section on the conversion.
+
+It holds no times and no paths, so the same conversion gives the same bytes.
+"""
+
+from pathlib import Path
+
+from convert.merging.methods import REPEAT
+from convert.output.record import RECORD_FILE
+from convert.planning.plan import Plan
+from model.checkpoint import Checkpoint
+from model.checkpoint.hub import Origin
+from model.common.printable import markdown
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+
+CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
+
+
+def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
+    """Return `README.md`: the source's own card, whole, and a section on the conversion after it."""
+    source = checkpoint.side_files.get("README.md")
+    if isinstance(source, Path):
+        source = read_bytes_up_to(source, CONFIG_BYTES)
+    card = source or _front_matter(origin).encode()
+    return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
+
+
+def _front_matter(origin: Origin) -> str:
+    name, revision = origin
+    lines = [f"base_model: {name}"] if revision else []
+    return "\n".join(["---", *lines, "library_name: transformers", "tags: [groupwise, gqa]", "---"])
+
+
+def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:
+    name, revision = origin
+    rows = [("Base model", f"{markdown(name)}{f' (revision {revision})' if revision else ''}"), *_facts(plan)]
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
+    quantised = " The source is a GGUF file; where its weights were quantised, so are the values here." * (
+        checkpoint.format == "gguf"
+    )
+    notes = "".join(f"- {markdown(note)}\n" for note in plan.notes)
+    return f"""{CARD_BEGIN}
+## Conversion by Groupwise
+
+| | |
+|---|---|
+{table}
+
+{_what_was_done(plan)}{quantised} Details,
+with the SHA-256 of every source file, are in `{RECORD_FILE}`. The base model's licence applies.
+{_how_to_open(plan)}{notes}{CARD_END}
+"""
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    geometry = plan.geometry
+    if not plan.regrouped:
+        return [("K/V heads", f"{geometry.n_kv_heads} (query heads: {geometry.n_heads})")]
+    before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
+    after = geometry.kv_cache_bytes_per_token(plan.n_kv_heads)
+    return [
+        ("K/V heads", f"{geometry.n_kv_heads} → {plan.n_kv_heads} (query heads: {geometry.n_heads})"),
+        ("Method", _method(plan)),
+        ("KV cache per token, 16 bit", f"{before:,} → {after:,} bytes"),
+    ]
+
+
+def _method(plan: Plan) -> str:
+    recipe = plan.recipe
+    parts = [f"`{recipe.method}`"]
+    if recipe.renorm != "none":
+        parts.append(f"renorm {recipe.renorm}")
+    if recipe.grouping == "similar":
+        parts.append("similar heads grouped")
+    if recipe.refit:
+        parts.append("output projections refitted")
+    if recipe.refine:
+        parts.append(f"each layer refined on {recipe.refine:,} tokens")
+    if recipe.sample:
+        parts.append(f"calibrated on {recipe.sample.n_tokens:,} tokens ({markdown(recipe.sample.label)})")
+    return ", ".join(parts)
+
+
+def _what_was_done(plan: Plan) -> str:
+    exactly = "value for value" if plan.rewrites else "byte for byte"
+    if not plan.regrouped:
+        return f"No heads were merged: the weights are the base model's, {exactly}."
+    if plan.recipe.method == REPEAT:
+        return (
+            "Each K/V head stands here several times, so that tensor parallelism can divide them; the model computes\n"
+            f"what the base model does. All other weights are the base model's, {exactly}."
+        )
+    if plan.recipe.by_layer:
+        return (
+            "The K/V heads of each group were merged, and queries and output projections changed so that the group\n"
+            f"can share them; all other weights are the base model's, {exactly}. Merging costs quality, which\n"
+            "*uptraining* restores: measure before you use it as it is."
+        )
+    return (
+        "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all other\n"
+        f"weights are the base model's, {exactly}. Merging costs much quality, which *uptraining* restores: do\n"
+        "not use this model before."
+    )
+
+
+def _how_to_open(plan: Plan) -> str:
+    if plan.code is None:
+        return ""
+    return (
+        f"\nThe stock class of `{plan.geometry.model_type}` cannot hold fewer K/V heads than query heads. Code that\n"
+        f"can is in {' and '.join(f'`{name}`' for name in plan.code.files)}; open the model with\n"
+        "`trust_remote_code=True`.\n"
+    )

@@ -1,0 +1,106 @@
+"""Write and read `groupwise.json`, the record of a conversion.
+
+It holds no times and no paths, so the same conversion gives the same bytes.
+"""
+
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from convert.output.write import checksum_key, merge_reports, merged_digests
+from convert.planning.plan import Plan
+from model.checkpoint import Checkpoint
+from model.checkpoint.hub import origin_of
+from model.common.errors import CheckpointError, InputError
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.staging import Staging
+from model.common.typed_json import check_types, parse_object
+
+RECORD_FILE = "groupwise.json"
+SCHEMA = 1
+
+
+def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
+    """Return the content of `groupwise.json`."""
+    name, revision = origin_of(checkpoint.path)
+    digests = merged_digests(plan, staging)
+    checksums = {path.name: staging.finished[checksum_key(path)] for path in checkpoint.weight_files}
+    source: dict[str, Any] = {
+        "name": name,
+        "revision": revision,
+        "format": checkpoint.format,
+        "n_kv_heads": plan.geometry.n_kv_heads,
+        "files": [
+            {"name": path.name, "bytes": path.stat().st_size, "sha256": checksums[path.name]}
+            for path in checkpoint.weight_files
+        ],
+        "groupwise": earlier_conversion(checkpoint),
+    }
+    return {
+        "schema": SCHEMA,
+        "source": source,
+        **plan.recipe.record,
+        "groups": plan.n_kv_heads,
+        "geometry": {
+            "model_type": plan.code.settings["model_type"] if plan.code else plan.geometry.model_type,
+            "n_layers": plan.geometry.n_layers,
+            "n_heads": plan.geometry.n_heads,
+            "n_kv_heads": plan.n_kv_heads,
+            "head_dim": plan.geometry.head_dim,
+            "hidden_size": plan.geometry.hidden_size,
+        },
+        "versions": {name: version(name) for name in ("groupwise", "numpy", "ml-dtypes")},
+        "merge_report": _summary(plan, staging),
+        "sha256": {name: digests[name] for name in plan.tensors if name in digests},
+    }
+
+
+def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
+    """Return, layer by layer, what became of the heads of each merged tensor: means over its groups."""
+    reports = merge_reports(plan, staging)
+    return [
+        {
+            "tensor": heads.tensor,
+            "heads": heads.kind,
+            "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[heads.label]), 6),
+            "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[heads.label]), 6),
+        }
+        for heads in plan.reported
+    ]
+
+
+def earlier_conversion(checkpoint: Checkpoint) -> Any:
+    """Return the source's own `groupwise.json`, if it was converted before."""
+    return read_record(checkpoint.home) if (checkpoint.home / RECORD_FILE).exists() else None
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read a folder's `groupwise.json`. Raises CheckpointError where there is none that we understand."""
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {RECORD_FILE}, so it was not made by convert and cannot be verified.")
+    try:
+        content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+        _check(content)
+    except InputError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if content["schema"] != SCHEMA:
+        raise CheckpointError(f"{path} has schema {content['schema']}; this version understands {SCHEMA}.")
+    return content
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Raise InputError if a key that is read is missing or of another type."""
+    check_types(content, {"schema": int, "method": str, "seed": int, "groups": int, "sha256": dict[str, str]})
+    check_types(content, {"source": dict, "merge_report": tuple[dict[str, Any], ...]})
+    source = content["source"]
+    check_types(source, {"name": str, "revision": str | None, "files": tuple[dict[str, Any], ...]}, "source")
+    for i, file in enumerate(source["files"]):
+        check_types(file, {"name": str, "sha256": str}, f"source.files[{i}]")
+    for i, entry in enumerate(content["merge_report"]):
+        check_types(entry, {"tensor": str}, f"merge_report[{i}]")
+    if content.get("calibration") is not None:
+        check_types(content, {"calibration": dict})
+        calibration = {"text": str, "sha256_of_ids": str, "windows": int, "window": int}
+        check_types(content["calibration"], calibration, "calibration")

@@ -1,0 +1,236 @@
+"""Carry out a plan: fill the output shards with copied and merged tensors, several workers at a time."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.merging.heads import merge_groups
+from convert.merging.layer import Layers, MergedLayer
+from convert.planning.plan import Plan
+from convert.planning.tensors import Regrouped, Rows
+from model.checkpoint import Array, Checkpoint, Shard, Span
+from model.checkpoint.writer import ShardFile
+from model.common.staging import Staging
+
+COPY_PIECE = 64 << 20
+ROWS_PIECE = 8 << 20
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes just written or checksummed, from any thread."""
+
+Task = Callable[[], int]
+"""One piece of work; returns its bytes."""
+
+
+def total_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
+    """Return what `Progress` will have counted in the end: the tensors written and the source files checksummed."""
+    return plan.bytes_copied + plan.bytes_regrouped + sum(path.stat().st_size for path in checkpoint.weight_files)
+
+
+def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, progress: Progress) -> None:
+    """Write every shard that the journal does not have yet, and checksum every source file.
+
+    The first error stops all workers and is raised; what was finished by then stays in the journal.
+    """
+    calibrated = staging.scratch if plan.recipe.sample else None
+    layers = Layers(checkpoint, plan.workers(workers), calibrated)
+    jobs = [_ShardJob(checkpoint, plan, staging, shard, layers) for shard in plan.shards]
+    checksums = [_Checksum(staging, path) for path in checkpoint.weight_files]
+    pool = ThreadPoolExecutor(plan.workers(workers))
+    stop = threading.Event()
+
+    def work(task: Task) -> None:
+        if not stop.is_set():
+            progress(task())
+
+    futures: list[Future[None]] = []
+    try:
+        # A file's checksum and its copies come together, while its bytes are in memory; the longest task first.
+        for checksum, job in zip_longest(checksums, jobs):
+            tasks = [*(checksum.tasks() if checksum else ()), *(job.tasks() if job else ())]
+            futures += [pool.submit(work, task) for task in tasks]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+        for job in jobs:
+            job.close()
+
+
+@dataclass
+class _Checksum:
+    staging: Staging
+    path: Path
+
+    def tasks(self) -> Iterator[Task]:
+        yield self._run
+
+    def _run(self) -> int:
+        key = checksum_key(self.path)
+        if key not in self.staging.finished:
+            with self.path.open("rb", buffering=0) as file:
+                self.staging.record(key, hashlib.file_digest(file, "sha256").hexdigest())
+        return self.path.stat().st_size
+
+
+def checksum_key(path: Path) -> str:
+    return f"sha256 {path.name}"
+
+
+class _ShardJob:
+    """One output shard. The worker that finishes its last piece syncs it, gives it its name and records it."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: Layers) -> None:
+        self._checkpoint, self._plan, self._staging, self._shard = checkpoint, plan, staging, shard
+        self._layers = layers
+        self._path = staging.folder / shard.name
+        self._partial = staging.folder / f"{shard.name}.partial"
+        self._tensors = [plan.tensors[name] for name in shard.tensors]
+        self._lock = threading.Lock()
+        self._left = 0
+        self._file: ShardFile | None = None
+        self._reports: dict[str, list[dict[str, float]]] = {}
+        self._digests: dict[str, str] = {}
+
+    def tasks(self) -> list[Task]:
+        if self._shard.name in self._staging.finished and self._path.exists():
+            size = sum(tensor.nbytes for tensor in self._tensors)
+            return [lambda: size]
+        tasks = [*self._regroupings(), *self._copies()]
+        self._left = len(tasks)
+        return [self._counted(task) for task in tasks] or [self._finish]
+
+    def _counted(self, task: Task) -> Task:
+        def run() -> int:
+            n = task()
+            with self._lock:
+                self._left -= 1
+                last = self._left == 0
+            return n + self._finish() if last else n
+
+        return run
+
+    def _output(self) -> ShardFile:
+        with self._lock:
+            if self._file is None:
+                self._file = ShardFile(self._partial, self._tensors, self._shard.metadata)
+            return self._file
+
+    def _finish(self) -> int:
+        self._output().finish()
+        self._partial.rename(self._path)
+        regrouped = self._plan.regrouped
+        labels = [r.label for name in self._shard.tensors if name in regrouped for r in regrouped[name].reported]
+        reports = {label: self._reports[label] for label in labels}
+        self._staging.record_file(self._shard.name, {"reports": reports, "sha256": self._digests})
+        return 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _regroupings(self) -> Iterator[Task]:
+        for name in self._shard.tensors:
+            if name in self._plan.regrouped:
+                yield partial(self._regroup, self._plan.regrouped[name])
+
+    def _regroup(self, regrouped: Regrouped) -> int:
+        """Write a tensor with K/V heads: copy what stays, and merge."""
+        plan, name = self._plan, regrouped.tensor.name
+        if regrouped.layer is not None:
+            return self._write_merged(name, self._layers.get(regrouped.layer))
+        row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
+        for rows in regrouped.copies:
+            self._copy_rows(name, rows, row_nbytes)
+        n_rows = sum(rows.n for rows in regrouped.copies)
+        for merge in regrouped.merges:
+            reports = []
+            for row, merged, report in merge_groups(self._checkpoint, merge, plan.recipe):
+                self._output().write_rows(name, row, merged)
+                n_rows += len(merged)
+                reports.append(asdict(report))
+            self._reports[merge.label] = reports
+        assert n_rows == regrouped.tensor.shape[0]
+        return regrouped.tensor.nbytes
+
+    def _write_merged(self, name: str, layer: MergedLayer) -> int:
+        values = layer.tensors[name]
+        self._output().write_rows(name, 0, values)
+        self._digests[name] = digest(values)
+        if name in layer.reports:
+            self._reports[name] = [asdict(report) for report in layer.reports[name]]
+        return values.nbytes
+
+    def _copy_rows(self, name: str, rows: Rows, row_nbytes: int) -> None:
+        span = self._checkpoint.span(rows.source)
+        if span is not None:
+            piece = Span(span.path, span.offset + rows.source_row * row_nbytes, rows.n * row_nbytes)
+            self._output().copy(name, rows.row * row_nbytes, piece)
+            return
+        step = max(1, ROWS_PIECE // row_nbytes)
+        for start in range(0, rows.n, step):
+            first, stop = rows.source_row + start, rows.source_row + min(start + step, rows.n)
+            self._output().write_rows(name, rows.row + start, self._checkpoint.rows(rows.source, first, stop))
+
+    def _copies(self) -> Iterator[Task]:
+        """Yield pieces to copy: neighbours in the source as one, long ones cut, so that workers share evenly."""
+        for first, span in self._spans():
+            for start in range(0, span.length, COPY_PIECE):
+                piece = Span(span.path, span.offset + start, min(COPY_PIECE, span.length - start))
+                yield partial(self._copy, first, start, piece)
+        for name in self._shard.tensors:
+            if name not in self._plan.regrouped and self._checkpoint.span(name) is None:
+                yield partial(self._write, name)
+
+    def _spans(self) -> Iterator[tuple[str, Span]]:
+        """Yield the runs of tensors that lie together in source and output, by the name of the first."""
+        run: tuple[str, Span] | None = None
+        for name in self._shard.tensors:
+            span = None if name in self._plan.regrouped else self._checkpoint.span(name)
+            if run and span and (span.path, span.offset) == (run[1].path, run[1].offset + run[1].length):
+                run = run[0], Span(span.path, run[1].offset, run[1].length + span.length)
+                continue
+            if run:
+                yield run
+            run = (name, span) if span else None
+        if run:
+            yield run
+
+    def _copy(self, name: str, start: int, piece: Span) -> int:
+        self._output().copy(name, start, piece)
+        return piece.length
+
+    def _write(self, name: str) -> int:
+        """Write a tensor that the source stores in another form, a few rows at a time."""
+        tensor = self._checkpoint.tensors[name]
+        for start, stop in tensor.row_blocks(ROWS_PIECE):
+            self._output().write_rows(name, start, self._checkpoint.rows(name, start, stop))
+        return tensor.nbytes
+
+
+def digest(values: Array) -> str:
+    """Return the SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def merge_reports(plan: Plan, staging: Staging) -> dict[str, Any]:
+    """Return the reports of all merges, by label, as the journal has them."""
+    return _journalled(plan, staging, "reports")
+
+
+def merged_digests(plan: Plan, staging: Staging) -> dict[str, str]:
+    """Return the SHA-256 of the tensors of layers that were merged whole, by name, as the journal has them."""
+    return _journalled(plan, staging, "sha256")
+
+
+def _journalled(plan: Plan, staging: Staging, key: str) -> dict[str, Any]:
+    return {name: found for shard in plan.shards for name, found in staging.finished[shard.name][key].items()}

@@ -1,0 +1,81 @@
+"""What a user should know of a source before trusting what becomes of it, in sentences."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from convert.planning.recipe import Recipe
+from model.checkpoint import Checkpoint
+from model.families import Family
+
+# How other programs call the number of K/V heads: Falcon's and MPT's classes, Megatron, Meta.
+OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
+
+
+def of_recipe(recipe: Recipe) -> tuple[str, ...]:
+    """Return what a user should know of a way to merge."""
+    if not recipe.by_layer or recipe.sample:
+        return ()
+    return (
+        f"--method {recipe.method} knows the weights alone, not what inputs they meet; a model may start better than "
+        "with mean or worse, so compare their losses on some text before you train.",
+    )
+
+
+def find_notes(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
+    """Return what the reader has to say, and what config.json holds that may mislead."""
+    config = checkpoint.config
+    return (
+        *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_by_layers(config),
+        *_vocabulary(checkpoint),
+    )  # fmt: skip
+
+
+def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Tell of code that a config names and that is not needed.
+
+    The values of `auto_map` are `module.Class` for a file beside config.json, or `org/repo--module.Class` for one in
+    another repository (transformers, `dynamic_module_utils.get_class_from_dynamic_module`).
+    """
+    table = config.get("auto_map")
+    if not isinstance(table, dict) or family.custom_code is not None or family.needs_own_code is not None:
+        return
+    models = ("AutoConfig", "AutoModel")  # how the keys begin; others name tokenizers and processors
+    names = [value for key, value in table.items() if key.startswith(models) and isinstance(value, str)]
+    places = dict.fromkeys(map(_place, names))
+    if places:
+        yield (
+            f"config.json has auto_map: with trust_remote_code=True, transformers runs code from "
+            f"{' and '.join(places)}, which may ignore {family.keys.n_kv_heads}; open the result without it."
+        )
+
+
+def _place(name: str) -> str:
+    repository, found, _ = name.partition("--")
+    return repository if found else f"{name.rpartition('.')[0]}.py beside it"
+
+
+def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    for key in OTHER_NAMES:
+        if key in config and key != family.keys.n_kv_heads:
+            yield (
+                f"config.json has {key} = {config[key]}, which the class of {family.model_type} does not read and "
+                f"which stays as it is; the number of K/V heads is {family.keys.n_kv_heads}."
+            )
+
+
+def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
+    rope = config.get("rope_parameters")
+    kinds = [kind for kind, value in rope.items() if isinstance(value, dict)] if isinstance(rope, dict) else []
+    if kinds and "rope_theta" not in config:
+        yield (
+            f"config.json says the rotary embeddings of {' and '.join(kinds)} as transformers 5 does alone; version 4 "
+            "would take its defaults, which may be others."
+        )
+
+
+def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:
+    said = checkpoint.config.get("vocab_size")
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith("embed_tokens.weight") and said not in (None, tensor.shape[0]):
+            n_rows = tensor.shape[0]
+            yield f"config.json has vocab_size = {said}, but {name} has {n_rows} rows; transformers refuses that."

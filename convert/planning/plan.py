@@ -1,0 +1,265 @@
+"""What a conversion will do, decided in full before anything is written."""
+
+import hashlib
+import json
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from math import prod
+from typing import Any
+
+from convert.merging.layer import LayerMerge
+from convert.merging.methods import AUTO, REPEAT
+from convert.planning import notices
+from convert.planning.recipe import Recipe
+from convert.planning.remote_code import Code, find_code
+from convert.planning.tensors import Regrouped, Reported, regroup
+from model.checkpoint import Checkpoint, Shard, Tensor
+from model.checkpoint.writer import divide, header_bytes, name_shards
+from model.common.errors import CheckpointError
+from model.geometry import Geometry, read_geometry
+
+DEFAULT_SHARD_SIZE = 5_000_000_000
+MERGE_MEMORY = 256_000_000
+"""Bytes that the groups being merged at the same moment may take together."""
+_INTERPRETER, _TORCH = 40_000_000, 450_000_000
+_SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
+"""What a worker needs beside its group, and where the source stores tensors in another form than the output."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One conversion: what goes in, what comes out, and how."""
+
+    geometry: Geometry
+    n_kv_heads: int
+    recipe: Recipe
+    max_shard_size: int | None
+    tensors: dict[str, Tensor]
+    """Every tensor as it will be written."""
+    shards: tuple[Shard, ...]
+    regrouped: dict[str, Regrouped]
+    """What becomes of the tensors with K/V heads; all others are copied. Empty when the number of heads stays."""
+    code: Code | None
+    """Code that the output needs beside the weights."""
+    notes: tuple[str, ...]
+    """What a user should know of the source, in sentences."""
+    largest_group: int
+    """Bytes of the largest group of heads in one tensor, or of the largest layer, that is merged at a time."""
+    rewrites: bool
+    """Whether tensors beside the regrouped ones must be written anew, being stored in another form."""
+
+    reader_bytes: int
+    """Memory that the source's reader takes by itself."""
+
+    @cached_property
+    def output_bytes(self) -> int:
+        headers = (header_bytes([self.tensors[n] for n in s.tensors], s.metadata) for s in self.shards)
+        return sum(map(len, headers)) + sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def bytes_regrouped(self) -> int:
+        return sum(self.tensors[name].nbytes for name in self.regrouped)
+
+    @property
+    def bytes_copied(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values()) - self.bytes_regrouped
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes on the disk that are needed for a while: a text's states around a layer, and the layers merged."""
+        if self.recipe.sample is None or not self.layers:
+            return 0
+        states = 3 * 4 * self.recipe.sample.n_tokens * self.geometry.hidden_size
+        return states + sum(
+            self.tensors[name].nbytes for merge in self.layers for name in (*merge.weights, *merge.biases)
+        )
+
+    @property
+    def layers(self) -> list[LayerMerge]:
+        """The layers that are merged as a whole, in order."""
+        return list(dict.fromkeys(made.layer for made in self.regrouped.values() if made.layer is not None))
+
+    @property
+    def reported(self) -> list[Reported]:
+        """All merged heads, in the order of layers."""
+        return [heads for regrouped in self.regrouped.values() for heads in regrouped.reported]
+
+    def workers(self, wanted: int) -> int:
+        """Return how many workers to use: fewer than wanted where their groups would not fit in memory together."""
+        return max(1, min(wanted, MERGE_MEMORY // max(self.largest_group, 1)))
+
+    def peak_memory(self, wanted_workers: int) -> int:
+        """Estimate the peak of anonymous memory in bytes: per worker a group, its merged head and some scratch."""
+        per_worker = 2 * self.largest_group + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
+        merging = _INTERPRETER + self.reader_bytes + self.workers(wanted_workers) * per_worker
+        sample = self.recipe.sample
+        if sample is None:
+            return merging
+        return max(merging, self._calibration_memory(), _TORCH + sample.own_bytes if sample.own else 0)
+
+    def _calibration_memory(self) -> int:
+        """Estimate what running one layer takes: its weights in float32, its attention and its moments in float64."""
+        layer = sum(t.nbytes for name, t in self.tensors.items() if "layers." in name) // self.geometry.n_layers
+        width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
+        moments = 8 * self.n_kv_heads * width**2
+        refits = self.recipe.refit or self.recipe.method == AUTO
+        copies = 6 if refits else 4  # of it: as it was, as it may become, and what least squares needs
+        copies += 3 if self.recipe.refine else 0  # gradients, Adam's moments, the best so far, all in float32
+        running = 2 * layer + copies * (self.largest_group // 2 + moments)
+        return _TORCH + self.reader_bytes + max(running, self._embedding_memory())
+
+    def _embedding_memory(self) -> int:
+        """Estimate what the embedding takes at the beginning, and where `auto` scores, the head, in float32 too."""
+        largest = max((t.nbytes, prod(t.shape)) for name, t in self.tensors.items() if "layers." not in name)
+        return largest[0] + (4 * largest[1] if self.recipe.method == AUTO else 0)
+
+    def summary(self, wanted_workers: int) -> dict[str, Any]:
+        """Return the plan in numbers, for `--dry-run` and `--json`."""
+        cache = self.geometry.kv_cache_bytes_per_token
+        return {
+            "model_type": self.geometry.model_type,
+            "n_heads": self.geometry.n_heads,
+            "n_kv_heads_in": self.geometry.n_kv_heads,
+            "groups": self.n_kv_heads,
+            **self.recipe.record,
+            "n_regrouped": len(self.regrouped),
+            "bytes_regrouped": self.bytes_regrouped,
+            "n_copied": len(self.tensors) - len(self.regrouped),
+            "bytes_copied": self.bytes_copied,
+            "output_bytes": self.output_bytes,
+            "n_shards": len(self.shards),
+            "kv_cache_bytes_per_token": {"before": cache(self.geometry.n_kv_heads), "after": cache(self.n_kv_heads)},
+            "workers": self.workers(wanted_workers),
+            "peak_memory_bytes": self.peak_memory(wanted_workers),
+            "notes": self.notes,
+        }
+
+
+def make_plan(
+    checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, max_shard_size: int | None
+) -> Plan:  # fmt: skip
+    """Decide how to convert `checkpoint` to so many K/V heads, or to as many as it has.
+
+    Raises CheckpointError where that is impossible.
+    """
+    geometry = read_geometry(checkpoint)
+    family = geometry.attention.family
+    n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
+    _check_n_kv_heads(geometry, n_kv_heads, recipe.method)
+    _check_slices(checkpoint, geometry, n_kv_heads)
+    changes = n_kv_heads != geometry.n_kv_heads
+    regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads, recipe) if changes else {}
+    shards = _keep_shards(checkpoint, geometry, regrouped)
+    names = (name for shard in shards for name in shard.tensors)
+    tensors = {name: regrouped[name].tensor if name in regrouped else checkpoint.tensors[name] for name in names}
+    return Plan(
+        geometry=geometry,
+        n_kv_heads=n_kv_heads,
+        recipe=recipe,
+        max_shard_size=max_shard_size,
+        tensors=tensors,
+        shards=_plan_shards(checkpoint, shards, tensors, max_shard_size),
+        regrouped=regrouped,
+        code=find_code(checkpoint, family) if regrouped else None,
+        notes=(*notices.find_notes(checkpoint, family), *(notices.of_recipe(recipe) if regrouped else ())),
+        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
+        reader_bytes=checkpoint.reader_bytes,
+        largest_group=max(map(_group_nbytes, regrouped.values()), default=0),
+    )
+
+
+def _group_nbytes(regrouped: Regrouped) -> int:
+    """Return the bytes that are merged at a time."""
+    if regrouped.layer is not None:
+        return 2 * regrouped.layer.nbytes  # and about as much in copies and products
+    return max((merge.group_nbytes(regrouped.tensor) for merge in regrouped.merges), default=0)
+
+
+def _check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str) -> None:
+    has = geometry.n_kv_heads
+    if method == REPEAT:
+        _check_repeats(geometry, n_kv_heads)
+    elif n_kv_heads not in geometry.legal_n_kv_heads:
+        legal = ", ".join(map(str, geometry.legal_n_kv_heads))
+        if has % max(n_kv_heads, 1) == 0 < n_kv_heads:
+            why = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
+        else:
+            why = f"the model has {has} K/V heads, and groups (the K/V heads to keep) must divide them"
+        raise CheckpointError(f"--groups {n_kv_heads} is not possible: {why}; choose one of {legal}.")
+
+
+def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
+    legal = geometry.legal_repeats
+    if n_kv_heads in legal:
+        return
+    given = f"--kv-heads {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
+    if legal:
+        raise CheckpointError(
+            f"{given} for {geometry.n_heads} query heads, and repeating makes a multiple of the former that divides "
+            f"the latter; choose one of {', '.join(map(str, legal))}."
+        )
+    if geometry.n_kv_heads == geometry.n_heads:
+        raise CheckpointError(f"{given}, one for each query head already; there is nothing to repeat.")
+    raise CheckpointError(f"{given}, and the class of {geometry.model_type} cannot hold another number of them.")
+
+
+def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -> None:
+    config = checkpoint.config if geometry.text_config is None else checkpoint.config[geometry.text_config]
+    slices = config.get("pretraining_tp") or 1
+    if type(slices) is not int or slices < 1 or n_kv_heads * geometry.head_dim % slices:
+        raise CheckpointError(
+            f"config.json has pretraining_tp = {slices!r}, which does not divide {n_kv_heads} x {geometry.head_dim} "
+            "rows; set it to 1 (it only changes how products are split)."
+        )
+
+
+def _keep_shards(
+    checkpoint: Checkpoint, geometry: Geometry, regrouped: dict[str, Regrouped]
+) -> tuple[Shard, ...]:  # fmt: skip
+    """Return the source's shards with the output's tensors.
+
+    They are the source's, except where each head has a tensor of its own, of which there may be fewer or more.
+    """
+    with_heads = {name for heads in geometry.attention.heads(geometry.n_kv_heads) for name in heads.tensors}
+    dropped = with_heads - regrouped.keys() if regrouped else set()
+    added = defaultdict(list)
+    for name, made in regrouped.items():
+        if name not in checkpoint.tensors:
+            added[made.copies[0].source].append(name)
+    shards = []
+    for shard in checkpoint.shards:
+        names = (made for name in shard.tensors for made in (name, *added[name]) if made not in dropped)
+        shards.append(replace(shard, tensors=tuple(names)))
+    return tuple(shard for shard in shards if shard.tensors)
+
+
+def _plan_shards(
+    checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, Tensor], max_shard_size: int | None
+) -> tuple[Shard, ...]:  # fmt: skip
+    if max_shard_size is None and checkpoint.is_sharded_by_user:
+        return shards
+    metadata = {key: value for shard in shards for key, value in shard.metadata.items()}
+    return name_shards(divide(list(tensors.values()), max_shard_size or DEFAULT_SHARD_SIZE), metadata)
+
+
+def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
+    """Return a digest of everything the output depends on, cheap enough to take before and after the work.
+
+    Source files enter by name, size and time of change, tensors by their names, dtypes and shapes. Inode numbers do
+    not: sshfs, s3fs and the like may change them while a file is read.
+    """
+    stats = {path.name: path.stat() for path in checkpoint.weight_files}
+    facts = {
+        "version": version("groupwise"),
+        "groups": plan.n_kv_heads,
+        "recipe": plan.recipe.record,
+        "calibration": plan.recipe.sample and plan.recipe.sample.facts,
+        "shards": [[shard.name, shard.tensors, dict(shard.metadata)] for shard in plan.shards],
+        "tensors": [[t.name, t.dtype, t.shape] for t in plan.tensors.values()],
+        "code": plan.code and plan.code.settings,
+        "config": checkpoint.config_text.decode(errors="replace"),
+        "files": [[name, s.st_size, s.st_mtime_ns] for name, s in stats.items()],
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,0 +1,63 @@
+"""Code that an output needs, because the stock class of its family cannot hold fewer K/V heads than query heads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.families import Family
+from model.families.family import CustomCode
+
+
+@dataclass(frozen=True)
+class Code:
+    """Files that travel in the output, and what its `config.json` says of them."""
+
+    files: dict[str, Path]
+    settings: dict[str, Any]
+
+
+def find_code(checkpoint: Checkpoint, family: Family) -> Code | None:
+    """Return what regrouped heads need; None where the stock class holds them, or the checkpoint's own code does.
+
+    Raises CheckpointError where neither does.
+    """
+    if family.custom_code is not None:
+        return _our_code(checkpoint, family.custom_code)
+    if family.needs_own_code is not None:
+        _check_own_code(checkpoint, family.needs_own_code)
+    return None
+
+
+def _our_code(checkpoint: Checkpoint, code: CustomCode) -> Code:
+    given = checkpoint.config.get("architectures")
+    name = str(given[0]) if isinstance(given, list) and len(given) == 1 else ""
+    if name not in code.architectures:
+        raise CheckpointError(
+            f"config.json has architectures = {given}; with fewer K/V heads only "
+            f"{', '.join(code.architectures)} can be had, for which Groupwise has code; name one of them."
+        )
+    config_file, model_file = code.files
+    modules = {"AutoConfig": config_file.stem}
+    settings = {
+        "model_type": code.model_type,
+        "architectures": [code.architectures[name]],
+        "auto_map": {auto: f"{modules.get(auto, model_file.stem)}.{ours}" for auto, ours in code.auto_map.items()},
+    }
+    return Code({file.name: file for file in code.files}, settings)
+
+
+def _check_own_code(checkpoint: Checkpoint, word: str) -> None:
+    """Check that a checkpoint brings code that heeds the number of K/V heads; it is read, not run."""
+    model_type, auto_map = checkpoint.config["model_type"], checkpoint.config.get("auto_map")
+    why = f"transformers' class of {model_type!r} has no number of K/V heads, and the checkpoint"
+    if not isinstance(auto_map, dict):
+        raise CheckpointError(f"{why} brings no code of its own (auto_map in config.json), so nothing could open it.")
+    elsewhere = [name for name in auto_map.values() if "--" in str(name)]
+    if elsewhere:
+        raise CheckpointError(f"{why}'s own code is elsewhere ({elsewhere[0]}); put those files into its folder.")
+    files = {n: c for n, c in checkpoint.side_files.items() if n.endswith(".py") and isinstance(c, Path)}
+    if not any(word.encode() in read_bytes_up_to(file, CONFIG_BYTES) for file in files.values()):
+        raise CheckpointError(f"{why}'s own code ({', '.join(files) or 'no file'}) does not know {word} either.")

@@ -1,0 +1,90 @@
+"""Resolve merge options into a Recipe. The default method is chosen here."""
+
+from dataclasses import replace
+
+from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, SHIPPED, read_sample
+from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS, REPEAT
+from convert.planning.options import MergeOptions
+from convert.planning.plan import make_plan
+from convert.planning.recipe import NONE, Recipe, UnsupportedMethodError
+from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
+
+DEFAULT_METHODS = (("fit", True), ("mean", False))
+"""Method and refit where no method is requested: the first that the model allows. Best first, by docs/study.md.
+
+Not `pca` by the weights alone: it begins better than mean on small models and worse on SmolLM2.
+"""
+
+
+def resolve_options(
+    checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions
+) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe, and remarks for the user.
+
+    Raises CheckpointError where the model does not allow what is asked for, or choices do not go together.
+    """
+    if options.calibration == NONE and options.calibration_tokens is not None:
+        raise CheckpointError("--calibration-tokens says how much of a text to take; --calibration none takes none.")
+    if options.method == REPEAT:
+        return _recipe(checkpoint, n_kv_heads, options), ()
+    is_merged = bool(make_plan(checkpoint, n_kv_heads, Recipe("mean"), None).regrouped)
+    if options.method is not None:
+        recipe = _recipe(checkpoint, n_kv_heads, options)
+        return (recipe if is_merged else Recipe("mean")), ()
+    if not is_merged:
+        return Recipe("mean"), ()
+    refused: list[UnsupportedMethodError] = []
+    for method, refit in DEFAULT_METHODS:
+        if refit and options.calibration == NONE:
+            continue
+        try:
+            recipe = _recipe(checkpoint, n_kv_heads, replace(options, method=method, refit=options.refit or refit))
+        except UnsupportedMethodError as error:
+            refused.append(error)
+        else:
+            return recipe, tuple(
+                f"Merged by {recipe.method}; the default does not go: {error}" for error in refused[:1]
+            )
+    raise UnsupportedMethodError(
+        f"The options ask for what the default method (fit) does, which does not go here: {refused[0]} "
+        "Without them, heads are merged by their mean."
+    )
+
+
+def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> Recipe:
+    assert options.method is not None
+    by_layer = options.method in (*LAYER_METHODS, AUTO)
+    if not by_layer and options.requests_calibration:
+        given = "--calibration" if options.calibration else "--calibration-tokens"
+        raise UnsupportedMethodError(f"{given} does not go with --method {options.method}, which needs no text.")
+    renorm = options.renorm or ("spread" if by_layer else "none")
+    recipe = Recipe(options.method, options.seed, renorm, options.refit, options.refine, options.grouping)
+    make_plan(checkpoint, n_kv_heads, recipe, None)  # refuses what no text would help
+    if by_layer and options.calibration != NONE:
+        try:
+            recipe = _calibrated(checkpoint, recipe, options)
+        except UnsupportedMethodError as error:
+            if options.refit or options.refine or options.method in (*CALIBRATED, AUTO):
+                raise
+            raise UnsupportedMethodError(f"{error} --calibration none merges by the weights alone.") from error
+    recipe.check()
+    return recipe
+
+
+def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -> Recipe:
+    """Return the recipe with its text. Raises UnsupportedMethodError where the model cannot be run on one."""
+    try:
+        from convert.calibration.layer_stream import check_can_walk, check_tokens
+        from convert.calibration.own_text import OwnText
+    except ImportError as error:
+        raise UnsupportedMethodError(NO_TORCH) from error
+    check_can_walk(checkpoint)
+    text, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
+    sample = read_sample(checkpoint, text, n_tokens)
+    check_tokens(checkpoint, sample)
+    if sample.own:
+        own = OwnText(checkpoint, sample.first, len(sample.own), sample.window, options.seed)
+        own.check_memory()
+        sample = replace(sample, own_bytes=own.memory, own_steps=own.n_steps)
+    return replace(recipe, sample=sample)

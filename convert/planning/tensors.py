@@ -1,0 +1,144 @@
+"""What the tensors with K/V heads become when the number of heads changes: which rows are merged, which are copied."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from convert.merging.heads import Merge
+from convert.merging.layer import LayerMerge
+from convert.merging.methods import METHODS
+from convert.planning.recipe import Recipe, UnsupportedMethodError
+from model.attention_layout import Heads
+from model.checkpoint import Tensor
+from model.geometry import Geometry
+
+ROTATING = (
+    "arcee", "gemma", "gemma2", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "nemotron", "phi",
+    "qwen2", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""The families of which `Family.rotated` is known, for messages."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of an output's tensor that stand in the source as they are."""
+
+    row: int
+    """The first, in the output's tensor."""
+    source: str
+    source_row: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Merged heads of one kind in one tensor; a label, because K and V heads may share a tensor."""
+
+    label: str
+    tensor: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A tensor of the output, whose heads are not the source's; each of its rows is copied or merged."""
+
+    tensor: Tensor
+    copies: tuple[Rows, ...]
+    merges: tuple[Merge, ...]
+    layer: LayerMerge | None = None
+    """Where a method merges a whole layer: what the tensor comes from, instead of rows."""
+
+    @property
+    def reported(self) -> tuple[Reported, ...]:
+        """The merges in this tensor on whose heads there is a report."""
+        if self.layer is None:
+            return tuple(Reported(merge.label, merge.tensor, merge.kind) for merge in self.merges)
+        return tuple(Reported(name, name, kind) for name, kind in self.layer.kv_tensors if name == self.tensor.name)
+
+
+def regroup(
+    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
+) -> dict[str, Regrouped]:  # fmt: skip
+    """Return all tensors of the output that change with the heads, by name; `tensors` are the source's.
+
+    With fewer heads than before, each group of neighbours is merged; with more, each head is repeated. Raises
+    UnsupportedMethodError where the method cannot merge this family's heads.
+    """
+    if recipe.by_layer:
+        return _regroup_layers(geometry, tensors, n_kv_heads, recipe)
+    before, after = (geometry.attention.heads(n) for n in (geometry.n_kv_heads, n_kv_heads))
+    found: dict[str, list[tuple[Heads, Heads]]] = defaultdict(list)
+    for source, output in zip(before, after, strict=True):
+        for name in output.tensors:
+            found[name].append((source, output))
+    return {name: _regrouped(name, pairs, tensors) for name, pairs in found.items()}
+
+
+def _regroup_layers(
+    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
+) -> dict[str, Regrouped]:  # fmt: skip
+    family, sizes = geometry.attention.family, geometry.attention.sizes
+    if geometry.n_planes is None:
+        raise UnsupportedMethodError(
+            f"--method {recipe.method} turns heads before it merges them, which is known to leave the model as it is "
+            f"for {', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
+        )
+    found: dict[str, Regrouped] = {}
+    n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
+    stems = dict.fromkeys(stem for stem, _ in geometry.attention.present)
+    for stem, n_planes in zip(stems, geometry.n_planes, strict=True):
+        place = f"{stem}{family.attention[0]}."
+        parts = (family.query, family.key, family.value)
+        q, k, v, o = (f"{place}{part}.weight" for part in (*parts, family.output))
+        biases = tuple(name for part in parts if (name := f"{place}{part}.bias") in tensors)
+        if len(biases) not in (0, 3):
+            raise UnsupportedMethodError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
+        if norms := [name for name in tensors if name.startswith(place) and "norm" in name]:
+            raise UnsupportedMethodError(
+                f"--method {recipe.method} turns heads before it merges them, but {norms[0]} works on each dimension "
+                f"of queries or keys; choose {', '.join(METHODS)}."
+            )
+        merge = LayerMerge(recipe, n_planes, sizes, n_kv_heads, (q, k, v, o), biases)
+        for name in (*merge.weights, *biases):
+            part = name.removeprefix(place).rpartition(".")[0]
+            tensor = tensors[name]
+            shape = (n_rows.get(part, tensor.shape[0]), *tensor.shape[1:])
+            found[name] = Regrouped(replace(tensor, shape=shape), (), (), merge)
+    return found
+
+
+def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, Tensor]) -> Regrouped:
+    copies: list[Rows] = []
+    merges: list[Merge] = []
+    n_rows = 0
+    for source, output in pairs:
+        heads = tuple(head for head in range(output.n) if output.place(head)[0] == name)
+        n_rows += len(heads) * output.rows_per_head
+        if output.n < source.n:
+            merges.append(Merge(name, source, output, heads))
+        else:
+            copies += _copies(source, output, heads)
+    like = tensors[pairs[0][0].tensors[0]]
+    tensor = replace(like, name=name, shape=(n_rows, *like.shape[1:]))
+    return Regrouped(tensor, tuple(_joined(copies)), tuple(merges))
+
+
+def _copies(source: Heads, output: Heads, heads: Iterable[int]) -> Iterable[Rows]:
+    times = output.n // source.n
+    for head in heads:
+        name, source_row = source.place(head // times)
+        yield Rows(output.place(head)[1], name, source_row, output.rows_per_head)
+
+
+def _joined(copies: list[Rows]) -> list[Rows]:
+    """Return the same with neighbours as one, so that a fused projection's queries are few pieces."""
+    joined: list[Rows] = []
+    for rows in copies:
+        last = joined[-1] if joined else None
+        follows = last and (last.row + last.n, last.source, last.source_row + last.n)
+        if last and follows == (rows.row, rows.source, rows.source_row):
+            joined[-1] = replace(last, n=last.n + rows.n)
+        else:
+            joined.append(rows)
+    return joined

@@ -1,0 +1,115 @@
+"""Results for people: tables, with rich. Machines get JSON instead (`--json`)."""
+
+import re
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from model.common.console import console, duration, facts, size
+
+
+def inspection(found: dict[str, Any]) -> None:
+    dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in found["bytes_by_dtype"].items())
+    facts(
+        found["source"],
+        [
+            ("model_type", f"{found['model_type']} ({found['format']}, {len(found['files'])} file(s))"),
+            ("attention", f"{found['attention']}: {found['n_heads']} query heads, {found['n_kv_heads']} K/V heads"),
+            ("layers", str(found["n_layers"])),
+            ("head size, hidden size", f"{found['head_dim']}, {found['hidden_size']}"),
+            ("weights", f"{found['n_tensors']} tensors, {dtypes}"),
+            *(
+                [("repeat-kv can make", f"{', '.join(map(str, found['repeats']))} K/V heads")]
+                if found["repeats"]
+                else []
+            ),
+            *_remarks(found),
+        ],
+    )
+    table = Table(title="\nWhat --groups can be", title_justify="left")
+    headings = ("groups", "", "weights", "KV cache/token", "of now", "TP", "TP, heads copied")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in headings[-2:] else "right")
+    now = found["groups"][0]["kv_cache_bytes_per_token"]
+    for row in found["groups"]:
+        cache = row["kv_cache_bytes_per_token"]
+        table.add_row(
+            str(row["groups"]),
+            row["attention"],
+            size(row["tensor_bytes"]),
+            size(cache),
+            f"{cache / now:.1%}",
+            " ".join(map(str, row["tensor_parallel_split"])),
+            " ".join(map(str, row["tensor_parallel_replicated"])),
+        )
+    screen = console()
+    screen.print(table)
+    screen.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide")
+    screen.print("the K/V heads; larger ones hold each K/V head on more than one device.")
+
+
+def plan(planned: dict[str, Any]) -> None:
+    cache = planned["kv_cache_bytes_per_token"]
+    what = "repeat" if planned["method"] == "repeat" else "merge"
+    steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
+    how = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
+    facts(
+        f"{planned['source']} → {planned['out']}",
+        [
+            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{how}"),
+            (f"to {what}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
+            ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
+            ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
+            ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
+            ("peak memory, estimate", size(planned["peak_memory_bytes"])),
+            *_calibration(planned),
+            *_remarks(planned),
+        ],
+    )
+
+
+def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
+    scores = planned.get("auto", {})
+    rows = [("auto: loss of", ", ".join(f"{name} {loss:.3f}" for name, loss in scores.items()))] if scores else []
+    sample = planned.get("calibration")
+    if sample:
+        n_tokens = sample["windows"] * sample["window"]
+        time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
+        rows.append(("calibration", f"{n_tokens:,} tokens, estimate {time}, with {room} on the disk for as long"))
+    return rows
+
+
+def _remarks(found: dict[str, Any]) -> list[tuple[str, str]]:
+    left_out = ", ".join(found["left_out"]) or "nothing is left out"
+    return [("not copied", left_out), *(("note", note) for note in found["notes"])]
+
+
+def merges(report: list[dict[str, Any]]) -> None:
+    """Print how alike the merged heads were and how much shorter their merges are, for K and V over all layers."""
+    if not report:
+        console().print("The number of K/V heads stays; every tensor was copied.")
+        return
+    table = Table(title="What merging did to the heads", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\noriginal", "lowest\n(layer)"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for kind in dict.fromkeys(_kind(entry) for entry in report):
+        entries = [entry for entry in report if _kind(entry) == kind]
+        table.add_row(kind, *_mean_and_lowest(entries, "mean_cosine"), *_mean_and_lowest(entries, "norm_ratio"))
+    console().print(table)
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    """Return what the entries of all layers have in common: the end of the name, and in a fused projection K or V."""
+    parts = [part for part in entry["tensor"].removesuffix(".weight").split(".") if not part.isdecimal()]
+    name = ".".join(parts[-3 if parts[-1] == "bias" else -2 :])
+    return f"{name}, {entry['heads']}" if re.search("(?i)qkv|query_key_value", name) else name
+
+
+def _mean_and_lowest(entries: list[dict[str, Any]], key: str) -> tuple[str, str]:
+    mean = sum(entry[key] for entry in entries) / len(entries)
+    lowest = min(entries, key=lambda entry: float(entry[key]))
+    layer = re.search(r"\.(\d+)\.", lowest["tensor"])
+    assert layer is not None
+    return f"{mean:.3f}", f"{lowest[key]:.3f} ({layer[1]})"

@@ -1,0 +1,254 @@
+"""Where attention lies among a checkpoint's tensors: the shape of every part, and which rows are which heads."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from model.checkpoint import FLOAT_DTYPES, Tensor
+from model.common.errors import CheckpointError
+from model.families import Family
+
+# Buffers that old checkpoints hold.
+BUFFERS = ("rotary_emb.inv_freq",)
+LOOKS_LIKE_ATTENTION = re.compile(r"(?i)attn\.|attention\.|[._](k|v|kv|qkv)_proj\.|query_key_value")
+Kind = Literal["q", "k", "v"]
+Layers = Mapping[int, Mapping[str, Tensor]]
+"""Layer → part, the rest of the name after `layers.0.` → tensor."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the shapes of attention depend on."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """All heads of one kind that one attention has in its weights, or in its biases or norms."""
+
+    kind: Kind
+    tensors: tuple[str, ...]
+    """The tensor whose rows they are, or one tensor for each head."""
+    first_row: int
+    """How many rows stand before the first head, where the projection is fused."""
+    rows_per_head: int
+    n: int
+    heads_per_block: int
+    """How many lie one after another, before heads of another kind follow."""
+    rows_per_block: int
+    """From the first row of one such run to that of the next."""
+
+    def place(self, head: int) -> tuple[str, int]:
+        """Return the tensor that holds a head, and the head's first row in it."""
+        if len(self.tensors) > 1:
+            return self.tensors[head], 0
+        block, rest = divmod(head, self.heads_per_block)
+        return self.tensors[0], self.first_row + block * self.rows_per_block + rest * self.rows_per_head
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A family's attention at given sizes. Names are parts."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    required: frozenset[str]
+    heads: tuple[Heads, ...]
+    """K and V heads, and the queries where they share a tensor with those; in the same order whatever the sizes."""
+
+
+def make_layout(family: Family, sizes: Sizes) -> Layout:
+    """Return the shapes of a family's attention, all optional parts included."""
+    one = _one_attention(family, sizes)
+    return Layout(
+        {f"{place}.{part}": shape for place in family.attention for part, shape in one.shapes.items()},
+        frozenset(f"{place}.{part}" for place in family.attention for part in one.required),
+        tuple(_below(f"{place}.", heads) for place in family.attention for heads in one.heads),
+    )
+
+
+def _below(stem: str, heads: Heads) -> Heads:
+    return replace(heads, tensors=tuple(stem + part for part in heads.tensors))
+
+
+def _one_attention(family: Family, sizes: Sizes) -> Layout:
+    n_rows, heads = _fused(family.fused, family.fused_by, sizes) if family.fused else _separate(family, sizes)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{family.output}.weight": (sizes.hidden_size, sizes.n_heads * sizes.head_dim),
+        f"{family.output}.bias": (sizes.hidden_size,),
+    }
+    for name, n in n_rows.items():
+        shapes |= {f"{name}.weight": (n, sizes.hidden_size), f"{name}.bias": (n,)}
+    required = frozenset(part for part in shapes if part.endswith(".weight"))
+    if family.head_norms is not None:
+        norms = family.head_norms
+        of_keys = _norm_shapes(norms.key, norms.layout, sizes.n_kv_heads, sizes.head_dim)
+        shapes |= of_keys | _norm_shapes(norms.query, norms.layout, sizes.n_heads, sizes.head_dim)
+        rows = 1 if norms.layout == "matrix" else sizes.head_dim
+        heads.append(_one_after_another("k", tuple(of_keys), 0, rows, sizes.n_kv_heads))
+    return Layout(shapes, required, tuple(heads))
+
+
+def _one_after_another(kind: Kind, tensors: tuple[str, ...], first_row: int, rows_per_head: int, n: int) -> Heads:
+    return Heads(kind, tensors, first_row, rows_per_head, n, heads_per_block=n, rows_per_block=n * rows_per_head)
+
+
+def _separate(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
+    """Return each projection's number of rows, and the K/V heads in weights and biases."""
+    n_q, n_kv = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
+    kinds: tuple[tuple[Kind, str], ...] = (("k", family.key), ("v", family.value))
+    heads = [
+        _one_after_another(kind, (f"{name}.{parameter}",), 0, sizes.head_dim, sizes.n_kv_heads)
+        for kind, name in kinds
+        for parameter in ("weight", "bias")
+    ]
+    return {family.query: n_q, family.key: n_kv, family.value: n_kv}, heads
+
+
+def _fused(name: str, by: Literal["kind", "group"], sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
+    """Return the same for one projection, whose rows are [q | k | v], or that for one group after another."""
+    kinds: tuple[tuple[Kind, int], ...] = (("q", sizes.n_heads), ("k", sizes.n_kv_heads), ("v", sizes.n_kv_heads))
+    n_blocks = sizes.n_kv_heads if by == "group" else 1
+    rows_per_block = (sizes.n_heads + 2 * sizes.n_kv_heads) // n_blocks * sizes.head_dim
+    heads: list[Heads] = []
+    for parameter in ("weight", "bias"):
+        first_row = 0
+        for kind, n in kinds:
+            heads.append(
+                Heads(kind, (f"{name}.{parameter}",), first_row, sizes.head_dim, n, n // n_blocks, rows_per_block)
+            )
+            first_row += n // n_blocks * sizes.head_dim
+    return {name: n_blocks * rows_per_block}, heads
+
+
+def _norm_shapes(name: str, layout: str, n_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+    if layout == "list":
+        return {f"{name}.norms.{head}.weight": (head_dim,) for head in range(n_heads)}
+    return {f"{name}.weight": (n_heads, head_dim) if layout == "matrix" else (n_heads * head_dim,)}
+
+
+def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Find the attention of each layer. Any tensor that looks like attention but does not fit is refused."""
+    places = "|".join(map(re.escape, family.attention))
+    layer = rf"(?:{family.prefix}){family.layers}\.(?P<layer>0|[1-9][0-9]{{0,5}})"
+    pattern = re.compile(rf"{layer}\.(?P<part>(?:{places})\..+)")
+    known = _known_parts(family)
+    layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if family.others is not None and re.match(family.others, name):
+            continue
+        match = pattern.fullmatch(name)
+        if match and known.fullmatch(match["part"]):
+            parts = layers[int(match["layer"])]
+            if match["part"] in parts:
+                raise CheckpointError(
+                    f"the tensors {parts[match['part']].name} and {name} claim the same place; remove one."
+                )
+            parts[match["part"]] = tensor
+        elif match or LOOKS_LIKE_ATTENTION.search(name):
+            raise CheckpointError(
+                f"the tensor {name} (shape {tensor.shape}) is attention in a layout that "
+                f"model_type {family.model_type!r} does not have; refused rather than guessed."
+            )
+    return layers
+
+
+def _known_parts(family: Family) -> re.Pattern[str]:
+    """Return the pattern of all parts a family may have, whatever its sizes."""
+    layout = make_layout(family, Sizes(n_heads=1, n_kv_heads=1, head_dim=1, hidden_size=1))
+    parts = {re.escape(part) for part in (*layout.shapes, *_copied(family))}
+    return re.compile("|".join(part.replace(r"norms\.0\.", r"norms\.(?:0|[1-9][0-9]{0,5})\.") for part in parts))
+
+
+def _copied(family: Family) -> set[str]:
+    """Return the parts that do not depend on the number of heads."""
+    return {f"{place}.{part}" for place in family.attention for part in (*family.not_per_head, *BUFFERS)}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The heads that a checkpoint holds, and where they will lie when their number is another."""
+
+    family: Family
+    sizes: Sizes
+    present: tuple[tuple[str, int], ...]
+    """For each layer, what stands before the parts' names, and which of the layout's heads it has."""
+
+    def heads(self, n_kv_heads: int) -> tuple[Heads, ...]:
+        """Return all heads by tensor names, in the same order for every number of K/V heads."""
+        layout = make_layout(self.family, replace(self.sizes, n_kv_heads=n_kv_heads))
+        return tuple(_below(stem, layout.heads[i]) for stem, i in self.present)
+
+
+def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
+    """Return where the heads of all layers lie. Raises CheckpointError where a layer lacks something."""
+    layout = make_layout(family, sizes)
+    present = {part for parts in layers.values() for part in parts if part not in _copied(family)}
+    for layer, parts in layers.items():
+        _check_biases(layer, family, parts)
+    found = []
+    for layer, parts in sorted(layers.items()):
+        _check_layer(layer, layout, parts, present)
+        stem = _stem(parts)
+        found += [(stem, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
+    return Attention(family, sizes, tuple(found))
+
+
+def _stem(parts: Mapping[str, Tensor]) -> str:
+    """Return what stands before the names of a layer's parts."""
+    stems = {tensor.name.removesuffix(part): tensor.name for part, tensor in parts.items()}
+    if len(stems) > 1:
+        first, second, *_ = stems.values()
+        raise CheckpointError(f"{first} and {second} belong to one layer, but not by their names; rename one.")
+    return next(iter(stems))
+
+
+def _check_biases(layer: int, family: Family, parts: Mapping[str, Tensor]) -> None:
+    for place in family.attention:
+        if (f"{place}.{family.key}.bias" in parts) != (f"{place}.{family.value}.bias" in parts):
+            raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
+
+
+def _check_layer(layer: int, layout: Layout, parts: Mapping[str, Tensor], present: set[str]) -> None:
+    for part in sorted(layout.required):
+        if part not in parts:
+            raise CheckpointError(f"layer {layer} has no {part}; the checkpoint is incomplete.")
+    for part, tensor in parts.items():
+        if part in layout.shapes:
+            _check_tensor(tensor, layout.shapes[part])
+        elif part in present:
+            raise CheckpointError(
+                f"{tensor.name} belongs to a head that config.json and the other tensors do not have."
+            )
+    for heads in layout.heads:
+        if present.intersection(heads.tensors):
+            _check_heads(layer, heads, parts)
+
+
+def _check_heads(layer: int, heads: Heads, parts: Mapping[str, Tensor]) -> None:
+    """Check that a layer has these heads, all in one dtype."""
+    for part in heads.tensors:
+        if part not in parts:
+            raise CheckpointError(f"layer {layer} has no {part}, as others have; the checkpoint is incomplete.")
+    if len({parts[part].dtype for part in heads.tensors}) > 1:
+        raise CheckpointError(
+            f"layer {layer} has {heads.tensors[0]} and its neighbours in different dtypes, which cannot be merged."
+        )
+
+
+def _check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.name} has shape {tensor.shape}, but config.json and the other layers mean {shape}; "
+            "they do not belong together."
+        )
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{tensor.name} is {tensor.dtype}: quantised or packed weights cannot be merged; "
+            f"start from the original model in {', '.join(FLOAT_DTYPES)}."
+        )

@@ -1,0 +1,147 @@
+"""OLMo-core's own `config.json`, and the config of the OLMo 2 that it describes, where that follows with certainty.
+
+The file is a training run's: `model` says what is built, class by class, all defaults written out and settings that are
+None left out (allenai/OLMo-core, `config.py`; `nn/transformer/config.py`, `nn/attention`, `nn/feed_forward.py`,
+`nn/layer_norm.py`, `nn/rope.py`). Which of it makes an OLMo 2 is in its `nn/hf/config.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from model.checkpoint.llama_config import dtype_settings, rope_settings
+from model.checkpoint.tensor import Tensor
+from model.common.checks import is_finite
+from model.common.errors import CheckpointError
+
+_RMS = ("rms", "fused_rms")
+_NORM = {"name": _RMS, "bias": (False,), "elementwise_affine": (True, None), "full_precision": (True, None)}
+
+# By the place of a part: the settings that must have one of these values for the model to be an OLMo 2.
+REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "model": {"name": ("default", None)},
+    "model.block": {"name": ("reordered_norm",)},
+    "model.block.attention": {"name": ("default", None), "bias": (False,), "use_head_qk_norm": (False, None)},
+    "model.block.attention.rope": {
+        "name": ("default", None), "full_precision": (True, None), "no_global_rope": (False, None),
+    },
+    "model.block.attention.qk_norm": _NORM,
+    "model.block.layer_norm": _NORM,
+    "model.block.feed_forward": {"name": ("default", None), "bias": (False,), "activation": ("silu", None)},
+    "model.lm_head": {"name": ("default", None), "bias": (False,)},
+    "model.lm_head.layer_norm": _NORM,
+}  # fmt: skip
+
+# The settings that are read below, and those that do not change what a trained model computes.
+READ = {
+    "model": {"d_model", "vocab_size", "n_layers", "tie_word_embeddings"},
+    "model.block.attention": {"n_heads", "n_kv_heads"},
+    "model.block.attention.rope": {"theta"},
+    "model.block.feed_forward": {"hidden_size"},
+}
+FREE = {
+    "_CLASS_", "dtype", "dropout", "eps", "backend", "use_flash", "loss_implementation", "init_method", "init_seed",
+    "init_std", "embedding_init_std", "freeze_params", "compile", "dp_config", "tp_config", "float8_config",
+    "ac_config",
+}  # fmt: skip
+
+
+def is_olmo_core(config: Mapping[str, Any]) -> bool:
+    """Say whether a `config.json` is OLMo-core's rather than Hugging Face's."""
+    return "model_type" not in config and isinstance(config.get("model"), dict) and "d_model" in config["model"]
+
+
+def olmo2_config(
+    path: Path, run: Mapping[str, Any], tensors: Iterable[Tensor]
+) -> tuple[dict[str, Any], tuple[str, ...]]:  # fmt: skip
+    """Return the Hugging Face config of the model of a run, and what to tell the user.
+
+    Raises CheckpointError unless it is known of every setting what it means.
+    """
+    parts = _parts(path, run)
+    model, attention = parts["model"], parts["model.block.attention"]
+    eps = [_number(path, f"{place}.eps", parts[place].get("eps")) for place in REQUIRED if REQUIRED[place] is _NORM]
+    if len(set(eps)) > 1:
+        _refuse(path, "eps", eps)
+    n_heads = _positive(path, attention, "n_heads")
+    length, said = _trained_length(path, run)
+    words = _table(_table(run, "dataset"), "tokenizer")
+    config = {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "hidden_act": "silu",
+        "hidden_size": _positive(path, model, "d_model"),
+        "intermediate_size": _positive(path, parts["model.block.feed_forward"], "hidden_size"),
+        "num_hidden_layers": _positive(path, model, "n_layers"),
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": _positive(path, attention, "n_kv_heads") if "n_kv_heads" in attention else n_heads,
+        "max_position_embeddings": length,
+        "rms_norm_eps": eps[0],
+        "vocab_size": _positive(path, model, "vocab_size"),
+        "attention_bias": False,
+        "tie_word_embeddings": model.get("tie_word_embeddings") is True,
+        **rope_settings(_number(path, "theta", parts["model.block.attention.rope"].get("theta")), None),
+        **{key: _token(words.get(key)) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **dtype_settings(tensors),
+    }
+    return config, (
+        f"config.json follows from OLMo-core's {path}; max_position_embeddings = {length} is its {said}.",
+        f"the tokenizer is not in the checkpoint: copy the files of {words.get('identifier', 'the one trained with')}.",
+    )
+
+
+def _parts(path: Path, run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the parts of the model by their place, each without what is None."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, required in REQUIRED.items():
+        above, _, name = place.rpartition(".")
+        part = found[above].pop(name, None) if above else run[name]
+        if not isinstance(part, dict):
+            _refuse(path, place, part)
+        part = {key: value for key, value in part.items() if value is not None}
+        if place == "model.block" and "sequence_mixer" in part:  # its name since OLMo-core 2.5
+            part["attention"] = part.pop("sequence_mixer")
+        found[place] = part
+        for key, possible in required.items():
+            if not any(type(part.get(key)) is type(value) and part.get(key) == value for value in possible):
+                _refuse(path, f"{place}.{key}", part.get(key))
+    for place, part in found.items():
+        for key in part.keys() - REQUIRED[place].keys() - READ.get(place, set()) - FREE:
+            _refuse(path, f"{place}.{key}", part[key])
+    return found
+
+
+def _trained_length(path: Path, run: Mapping[str, Any]) -> tuple[int, str]:
+    module, data = _table(run, "train_module"), _table(run, "dataset")
+    if data.get("sequence_length") is not None:
+        return _positive(path, data, "sequence_length"), "dataset.sequence_length"
+    return _positive(path, module, "max_sequence_length"), "train_module.max_sequence_length"
+
+
+def _table(part: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = part.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _positive(path: Path, part: Mapping[str, Any], key: str) -> int:
+    value = part.get(key)
+    if type(value) is not int or value < 1:
+        _refuse(path, key, value)
+    return value
+
+
+def _number(path: Path, key: str, value: Any) -> float:
+    if not is_finite(value) or value <= 0:
+        _refuse(path, key, value)
+    return float(value)
+
+
+def _token(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _refuse(path: Path, place: str, value: Any) -> NoReturn:
+    raise CheckpointError(
+        f"{path} is OLMo-core's; with {place} = {str(value)[:80]!r} it is not certain that the model is an OLMo 2: put "
+        "the Hugging Face config.json of the model into the folder with .metadata."
+    )

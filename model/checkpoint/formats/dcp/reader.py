@@ -1,0 +1,115 @@
+"""torch.distributed.checkpoint folders: `.metadata` and `*.distcp`, as training on many devices leaves them.
+
+Read without a process group and without loading: each piece of a tensor is a view of the file it lies in. The model's
+tensors have Hugging Face names behind some prefix (`model.`; `model.student.` in our own runs; or none), or a training
+framework's (`dcp_names`). Optimizer states are left aside. config.json and the other files come from a folder nearby.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from model.checkpoint import hf_folder, rope_order
+from model.checkpoint.formats.dcp.config_source import find_home
+from model.checkpoint.formats.dcp.metadata import FILE, Entry, Place, read_metadata
+from model.checkpoint.formats.dcp.names import find_naming
+from model.checkpoint.formats.dcp.tensors import own_names, renamed
+from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.pieces import Block, fill_exactly, rows_of_heads, whole_rows
+from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tied import without_tied_head
+from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, Stored, read_piece
+from model.common.errors import CheckpointError
+
+
+class DistributedFolder(Checkpoint):
+    """A folder that torch.distributed.checkpoint wrote."""
+
+    format = "dcp"
+    reader_bytes = TORCH_BYTES
+    is_sharded_by_user = False
+
+    def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:
+        """Open a folder. Of `prefixes` the first that there is ends before the model's own names; else it is found."""
+        self.path = path
+        entries = _read_metadata(path)
+        known = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
+        naming, prefix = find_naming(path, entries) if known is None else (None, known)
+        parts = own_names(path, entries, prefix, naming)
+        home = find_home(path, naming, [Tensor(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()])
+        self._home, self.config_text, self.config, self.notes = home.folder, home.config_text, home.config, home.notes
+        model = renamed(path, parts, naming, self.config)
+        names = sorted({chunk.place.file for part in model.values() for chunk in part.entry.chunks})
+        self.weight_files = (path / FILE, *(path / name for name in names))
+        files = {name: _map(path, name) for name in names}
+        self._parts = model
+        self._stored = {name: _put_together(path, part.name, part.entry, files) for name, part in model.items()}
+        self.tensors = {name: Tensor(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
+        self.tensors = without_tied_head(self)
+        self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
+        self.side_files, left_out = hf_folder.list_files(self._home, deep=self._home not in path.absolute().parents)
+        self.left_out = tuple(name for name in left_out if name not in (FILE, *names))
+
+    @property
+    def home(self) -> Path:
+        return self._home
+
+    def span(self, name: str) -> Span | None:
+        return self._stored[name][1] if self._parts[name].is_verbatim else None
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        part, stored = self._parts[name], partial(whole_rows, self._stored[name][0])
+        if part.heads is not None:
+            stored = partial(rows_of_heads, stored, part.heads, part.head_dim)
+        if part.pairs:
+            return rope_order.half_split_rows(stored, part.head_dim, start, stop)
+        return stored(start, stop)
+
+    def close(self) -> None:
+        self._stored.clear()
+
+
+def _read_metadata(path: Path) -> dict[str, Entry]:
+    if not (path / FILE).is_file():
+        raise CheckpointError(f"{path} has .distcp files but no {FILE}, which is written last: it is incomplete.")
+    return read_metadata(path / FILE).tensors
+
+
+def _map(path: Path, name: str) -> Array:
+    if not (path / name).is_file():
+        raise CheckpointError(f"{path / FILE} names the file {name}, which is missing; fetch it again.")
+    if not (path / name).stat().st_size:
+        raise CheckpointError(f"{path / name} is empty, but {FILE} says that it holds tensors; fetch it again.")
+    hf_folder.refuse_lfs_pointer(path / name)
+    return np.memmap(path / name, np.uint8, mode="r")
+
+
+def _put_together(
+    path: Path, name: str, entry: Entry, files: Mapping[str, Array]
+) -> tuple[tuple[Block, ...], Span | None]:  # fmt: skip
+    """Return the blocks of a tensor, and where its bytes lie if that is in one run."""
+    pieces = [_read(path, chunk.place, files) for chunk in entry.chunks]
+    for chunk, piece in zip(entry.chunks, pieces, strict=True):
+        if (piece.dtype, piece.shape) != (DTYPES[entry.dtype], chunk.shape):
+            raise CheckpointError(
+                f"{path / chunk.place.file} holds {name} as {piece.dtype} {piece.shape}, where {FILE} says "
+                f"{entry.dtype} {chunk.shape}; they do not belong together."
+            )
+    blocks = tuple(Block(chunk.start, piece.array) for chunk, piece in zip(entry.chunks, pieces, strict=True))
+    if any(len(b.start) != len(entry.shape) for b in blocks) or not fill_exactly(blocks, entry.shape):
+        raise CheckpointError(f"{path}: the pieces of {name} do not make up its shape {entry.shape}; it is damaged.")
+    return blocks, pieces[0].span if len(pieces) == 1 else None
+
+
+def _read(path: Path, place: Place, files: Mapping[str, Array]) -> Stored:
+    return read_piece(path / place.file, files[place.file], place.offset, place.length)
+
+
+def matches(path: Path) -> bool:
+    return path.is_dir() and ((path / FILE).is_file() or any(path.glob("*.distcp")))
+
+
+def read(path: Path) -> Checkpoint:
+    return DistributedFolder(path)

@@ -1,0 +1,143 @@
+"""Which entries of a torch.distributed.checkpoint are the model's tensors, and their Hugging Face names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.decoder_shapes import Shape, decoder_shapes
+from model.checkpoint.formats.dcp.metadata import Entry
+from model.checkpoint.formats.dcp.names import OTHERS, Naming, layer_norms
+from model.checkpoint.tied import HEAD
+from model.checkpoint.torch_file import DTYPES, check_name
+from model.common import checks
+from model.common.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the model: what the checkpoint calls it, and what of it in which order."""
+
+    name: str
+    entry: Entry
+    shape: Shape
+    head_dim: int = 0
+    heads: tuple[int, ...] | None = None
+    """The heads among those that the checkpoint has in one tensor; None if this is all of it."""
+    pairs: bool = False
+    """Whether the rows of each head are in Meta's rotary order."""
+
+    @property
+    def is_verbatim(self) -> bool:
+        return self.heads is None and not self.pairs
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What config.json says."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    shapes: dict[str, Shape]
+    """The shape of every tensor by its Hugging Face name, in that order."""
+
+    def split(self, hidden: Shape) -> tuple[Shape, list[tuple[int, ...] | None]]:
+        """Return the shape of a fused tensor, and the heads in it that are Q's, K's and V's."""
+        per_group = self.n_heads // self.n_kv_heads
+        starts = range(0, self.n_heads + 2 * self.n_kv_heads, per_group + 2)
+        queries = tuple(start + i for start in starts for i in range(per_group))
+        keys, values = (tuple(start + per_group + i for start in starts) for i in (0, 1))
+        return ((self.n_heads + 2 * self.n_kv_heads) * self.head_dim, *hidden), [queries, keys, values]
+
+
+def own_names(path: Path, entries: Mapping[str, Entry], prefix: str, naming: Naming | None) -> dict[str, Entry]:
+    """Return the model's tensors by their own names, without the prefix.
+
+    Raises CheckpointError for anything that is neither the model's nor what training saves beside it.
+    """
+    chosen = {}
+    buffers = naming.buffers if naming else ()
+    for name, entry in entries.items():
+        own = name.removeprefix(prefix)
+        if OTHERS.search(name) or (name.startswith(prefix) and own in buffers):
+            continue
+        check_name(path, name)
+        if not name.startswith(prefix) or entry.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{path} holds {name} ({entry.dtype}), which belongs neither to the model (prefix {prefix!r}) nor to "
+                "its optimizer; refused rather than left out."
+            )
+        chosen[own] = entry
+    return chosen
+
+
+def renamed(
+    path: Path, entries: Mapping[str, Entry], naming: Naming | None, config: Mapping[str, Any]
+) -> dict[str, Part]:  # fmt: skip
+    """Return the model's tensors by their Hugging Face names.
+
+    Under a framework's names they must be exactly those that the config describes. Raises CheckpointError if not.
+    """
+    if naming is None:
+        return {name: Part(name, entry, entry.shape) for name, entry in entries.items()}
+    model = _model(path, naming, config)
+    found: dict[str, Part] = {}
+    for name, entry in entries.items():
+        renamed = naming.rename(name)
+        if not renamed or renamed[0] not in model.shapes:
+            raise CheckpointError(
+                f"{path} holds {name} of shape {entry.shape}, which {naming.title} does not have in a "
+                f"{config['model_type']} of config.json's sizes; refused."
+            )
+        expected, heads = model.shapes[renamed[0]], list[tuple[int, ...] | None]([None])
+        if len(renamed) > 1:
+            expected, heads = model.split(expected[1:])
+        if entry.shape != expected:
+            raise CheckpointError(
+                f"{path} holds {name} of shape {entry.shape}, where config.json means {expected}; they do not "
+                "belong together."
+            )
+        for new, some in zip(renamed, heads, strict=True):
+            if new in found:
+                raise CheckpointError(f"{path} holds {found[new].name} and {name}, which are the same tensor's names.")
+            pairs = any(f".{part}." in new for part in naming.pairs)
+            found[new] = Part(name, entry, model.shapes[new], model.head_dim, some, pairs)
+    for name in model.shapes:
+        if name not in found and not (name == HEAD and config.get("tie_word_embeddings") is True):
+            raise CheckpointError(
+                f"{path} lacks what becomes {name}; it is incomplete, or config.json is another model's."
+            )
+    return {name: found[name] for name in model.shapes if name in found}
+
+
+def _model(path: Path, naming: Naming, config: Mapping[str, Any]) -> _Model:
+    """Return what a Hugging Face config describes. Raises CheckpointError if the framework has no such model."""
+    model_type = config.get("model_type")
+    if model_type not in naming.model_types:
+        raise CheckpointError(
+            f"{path} has {naming.title}'s names of tensors, which are known for model_type "
+            f"{' and '.join(naming.model_types)}; its config.json says {model_type!r}."
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise CheckpointError(f"{path}: config.json says {key} = {config[key]}, but {naming.title} has no biases.")
+    n_layers, vocab_size, hidden_size, n_mlp, n_heads = (
+        _positive(config, key)
+        for key in ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    n_kv_heads = n_heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads")
+    head_dim = hidden_size // n_heads if config.get("head_dim") is None else _positive(config, "head_dim")
+    if head_dim % 2 or n_heads % n_kv_heads or n_layers > 100_000:
+        raise CheckpointError(
+            f"{path}: config.json means {n_layers} layers of {n_heads} query and {n_kv_heads} K/V heads of {head_dim}; "
+            "correct it."
+        )
+    n_q, n_kv = n_heads * head_dim, n_kv_heads * head_dim
+    norms = layer_norms(model_type, hidden_size, n_q, n_kv)
+    shapes = decoder_shapes(n_layers, vocab_size, hidden_size, n_mlp, n_q, n_kv, norms)
+    return _Model(n_heads, n_kv_heads, head_dim, shapes)
+
+
+def _positive(config: Mapping[str, Any], key: str) -> int:
+    return checks.size(config.get(key), f"config.json has {key}")

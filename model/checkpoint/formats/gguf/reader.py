@@ -1,0 +1,264 @@
+"""GGUF of Llama architecture: what llama.cpp runs, read back as the Hugging Face checkpoint it was made from.
+
+Quantised weights are dequantised to float32, which holds their values exactly; F32, F16 and BF16 keep their dtype.
+llama.cpp stores the rows of Q and K in the order its rotary embedding wants (pairs side by side, where Hugging Face has
+halves); that permutation is undone (llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`).
+"""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from model.checkpoint import rope_order
+from model.checkpoint.formats.gguf.header import check_header
+from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
+from model.checkpoint.hf_folder import json_text, refuse_lfs_pointer
+from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, rope_settings
+from model.checkpoint.tensor import Array, Span, Tensor
+from model.common import checks
+from model.common.errors import CheckpointError
+from model.common.printable import markdown
+
+NOT_QUANTISED = ("F32", "F16", "BF16")
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+
+# The `llama.*` keys that are understood; any other may change what the model computes, and is refused.
+KEYS = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "tensor_data_layout",
+    "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
+    "attention.value_length", "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scale_linear",
+}  # fmt: skip
+
+
+class GGUFFile(Checkpoint):
+    """One `.gguf` file of architecture `llama`."""
+
+    format = "gguf"
+    is_sharded_by_user = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader, fields = _open(path)
+        self._metadata = _Metadata(path, fields)
+        self._stored = {_hf_name(path, t.name): t for t in self._reader.tensors if t.name != ROPE_FACTORS}
+        self.tensors = {name: _describe(path, name, t) for name, t in sorted(self._stored.items())}
+        if "model.embed_tokens.weight" not in self.tensors:
+            raise CheckpointError(f"{path} lacks the tensor token_embd.weight; the file is incomplete.")
+        self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
+        self.weight_files = (path,)
+        self.config = self._build_config()
+        self.config_text = json_text(self.config)
+        self.side_files = {
+            **tokenizer_files(path, fields),
+            "generation_config.json": json_text({"_from_model_config": True, **self._special_tokens()}),
+            "README.md": _card(fields),
+        }
+        self._heads = {
+            "q_proj": self.config["num_attention_heads"],
+            "k_proj": self.config["num_key_value_heads"],
+        }
+
+    def span(self, name: str) -> Span | None:
+        if _is_quantised(self._stored[name]) or self._permuted_heads(name):
+            return None
+        stored = self._stored[name]
+        return Span(self.path, int(stored.data_offset), int(stored.n_bytes))
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        n_heads = self._permuted_heads(name)
+        if not n_heads:
+            return self._stored_rows(name, start, stop)
+        return rope_order.half_split_rows(
+            partial(self._stored_rows, name), self.tensors[name].shape[0] // n_heads, start, stop
+        )
+
+    def _stored_rows(self, name: str, start: int, stop: int) -> Array:
+        stored = self._stored[name]
+        data = np.asarray(stored.data[start:stop])
+        if stored.tensor_type.name == "BF16":
+            return data.view(ml_dtypes.bfloat16)
+        if not _is_quantised(stored):
+            return data
+        from gguf.quants import dequantize
+
+        values: Array = dequantize(data, stored.tensor_type)
+        return values
+
+    def _permuted_heads(self, name: str) -> int:
+        """Return how many heads the rows of a Q or K tensor are permuted in; 0 for every other tensor."""
+        part = name.split(".")[-2]
+        return int(self._heads.get(part, 0))
+
+    def close(self) -> None:
+        self._stored.clear()
+        del self._reader
+
+    def _build_config(self) -> dict[str, Any]:
+        meta = self._metadata
+        n_heads, hidden_size = meta.integer("attention.head_count"), meta.integer("embedding_length")
+        head_dim = meta.integer("attention.key_length", hidden_size // n_heads)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if meta.integer(key, head_dim) != head_dim:
+                raise CheckpointError(f"{self.path}: llama.{key} differs from the head size {head_dim}; not supported.")
+        theta = meta.number("rope.freq_base", 10000.0)
+        has = self.tensors.__contains__
+        config = llama_config(
+            hidden_size=hidden_size,
+            intermediate_size=meta.integer("feed_forward_length"),
+            num_hidden_layers=meta.integer("block_count"),
+            num_attention_heads=n_heads,
+            num_key_value_heads=meta.integer("attention.head_count_kv", n_heads),
+            head_dim=head_dim,
+            max_position_embeddings=meta.integer("context_length"),
+            rms_norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
+            vocab_size=self.tensors["model.embed_tokens.weight"].shape[0],
+            attention_bias=has("model.layers.0.self_attn.q_proj.bias"),
+            mlp_bias=has("model.layers.0.mlp.gate_proj.bias"),
+            tie_word_embeddings=not has("lm_head.weight"),
+            **rope_settings(theta, self._rope_scaling(head_dim, theta)),
+            **dtype_settings(self.tensors.values()),
+        )
+        return {**config, **self._special_tokens()}
+
+    def _special_tokens(self) -> dict[str, int]:
+        names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+        fields = self._metadata.fields
+        return {key: fields[f"tokenizer.ggml.{g}"] for key, g in names.items() if f"tokenizer.ggml.{g}" in fields}
+
+    def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
+        meta = self._metadata
+        factors = [t for t in self._reader.tensors if t.name == ROPE_FACTORS]
+        if factors:
+            return _llama3_scaling(self.path, np.asarray(factors[0].data, np.float64), head_dim, theta)
+        kind = meta.fields.get("llama.rope.scaling.type", "none")
+        factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
+        if kind == "none" and factor == 1.0:
+            return None
+        if kind in ("none", "linear"):
+            return {"rope_type": "linear", "factor": factor}
+        if kind == "yarn":
+            original = meta.integer("rope.scaling.original_context_length")
+            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        raise CheckpointError(
+            f"{self.path}: the RoPE scaling {shortened(kind)} is not supported; none, linear and yarn are."
+        )
+
+
+class _Metadata:
+    """The `llama.*` keys, with errors that name the file and the key."""
+
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        self.path, self.fields = path, fields
+        architecture = fields.get("general.architecture")
+        if architecture != "llama":
+            raise CheckpointError(
+                f"{path} is a GGUF of architecture {shortened(architecture)}; only 'llama' is supported."
+            )
+        for key in fields:
+            if key.startswith("llama.") and key.removeprefix("llama.") not in KEYS:
+                raise CheckpointError(
+                    f"{path} has the setting {key} = {shortened(fields[key])}, which is not supported."
+                )
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        return checks.whole_number(value, f"{self.path} has llama.{key}")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a float32 field as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
+            raise CheckpointError(f"{self.path} has llama.{key} = {shortened(value)}; it must be a positive number.")
+        return float(str(np.float32(value)))
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.fields.get(f"llama.{key}", default)
+        if value is None:
+            raise CheckpointError(f"{self.path} lacks llama.{key}; the file is incomplete.")
+        return value
+
+
+def matches(path: Path) -> bool:
+    return path.is_file() and path.suffix == ".gguf"
+
+
+def read(path: Path) -> Checkpoint:
+    return GGUFFile(path)
+
+
+def _open(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the gguf package's reader, and the file's metadata."""
+    import gguf
+
+    refuse_lfs_pointer(path)
+    check_header(path)
+    try:
+        reader = gguf.GGUFReader(path)
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"{path} is not a GGUF file, or is truncated or damaged: {error}.") from error
+
+
+def _hf_name(path: Path, name: str) -> str:
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if not match or match[2] not in NAMES:
+        raise CheckpointError(f"{path} holds the tensor {name!r}, which a Llama model does not have; refused.")
+    layer, part, kind = match.groups()
+    return f"model.layers.{layer}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}"
+
+
+def _is_quantised(stored: Any) -> bool:
+    return stored.tensor_type.name not in NOT_QUANTISED
+
+
+def _describe(path: Path, name: str, stored: Any) -> Tensor:
+    if stored.tensor_type.name in ("I8", "I16", "I32", "I64", "F64"):
+        raise CheckpointError(f"{path} holds {name} as {stored.tensor_type.name}, which is not supported.")
+    dtype = "F32" if _is_quantised(stored) else stored.tensor_type.name
+    return Tensor(name, dtype, tuple(int(n) for n in reversed(stored.shape)))
+
+
+def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> dict[str, Any]:
+    """Recover Llama 3.1's scaling from the per-frequency factors llama.cpp stores instead of it.
+
+    All released Llama 3.1 to 3.3 models use low 1, high 4 and an original context of 8192; anything else is refused.
+    """
+    factor, low, high, context = float(str(np.float32(factors.max()))), 1.0, 4.0, 8192
+    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
+    if factors.shape != smooth.shape or not np.allclose(factors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-5):
+        raise CheckpointError(f"{path} has {ROPE_FACTORS} that are not Llama 3.1's; this RoPE is not supported.")
+    return llama3_scaling(factor, low, high, context)
+
+
+def _card(fields: dict[str, Any]) -> bytes:
+    """Return a model card that says what the file says of itself: its name and its licence."""
+    name = fields.get("general.name", "A GGUF model")
+    licence = [f"license: {json.dumps(fields['general.license'])}"] if "general.license" in fields else []
+    header = ["---", *licence, "library_name: transformers", "tags: [groupwise, gqa]", "---"]
+    return "\n".join([*header, "", f"# {markdown(name)}", ""]).encode()

@@ -1,0 +1,221 @@
+"""The tokenizer inside a GGUF file, written as Hugging Face's `tokenizer.json` and `tokenizer_config.json`.
+
+GGUF keeps the vocabulary, merges or scores, and token types (1 normal, 2 unknown, 3 control, 4 user-defined, 6 byte),
+and only names the pre-tokenizer. We know the ones below; a name we do not know would tokenise text wrongly in silence,
+so it is refused (llama.cpp, `llama-vocab.cpp`, has the list).
+"""
+
+from math import isfinite
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any
+
+from model.checkpoint.hf_folder import json_text
+from model.common.errors import CheckpointError
+
+MAX_TOKEN = 1024
+"""Characters of a token. The time to find merges grows with the square of a token's length."""
+KINDS: dict[str, type] = {
+    "tokenizer.ggml.add_bos_token": bool, "tokenizer.ggml.add_eos_token": bool,
+    "tokenizer.ggml.add_space_prefix": bool, "tokenizer.ggml.pre": str, "tokenizer.chat_template": str,
+    "general.name": str, "general.license": str,
+}  # fmt: skip
+
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _byte_level(use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_PRE_TOKENIZERS = {
+    "gpt-2": [_byte_level(use_regex=True)],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
+    "llama-bpe": [_split(_LLAMA3), _byte_level(use_regex=False)],
+}
+
+
+def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | bytes]:
+    """Return `tokenizer.json` and `tokenizer_config.json` built from a GGUF file's metadata."""
+    model = fields.get("tokenizer.ggml.model")
+    build = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}.get(str(model))
+    if build is None:
+        raise CheckpointError(f"{path} has a tokenizer of kind {shortened(model)}; 'gpt2' and 'llama' are supported.")
+    for key in ("tokens", "token_type", "merges" if model == "gpt2" else "scores"):
+        if not isinstance(fields.get(f"tokenizer.ggml.{key}"), list):
+            raise CheckpointError(f"{path} lacks tokenizer.ggml.{key}; without it the tokenizer cannot be rebuilt.")
+    vocabulary: list[str] = fields["tokenizer.ggml.tokens"]
+    _check(path, fields, vocabulary)
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, **build(path, fields, vocabulary)}
+    config = _tokenizer_config(fields, vocabulary)
+    return {"tokenizer.json": json_text(tokenizer), "tokenizer_config.json": json_text(config)}
+
+
+def _check(path: Path, fields: dict[str, Any], vocabulary: list[Any]) -> None:
+    """Refuse metadata from which a wrong tokenizer would be built."""
+    problem = _tokens_problem(fields, vocabulary) or _settings_problem(fields, len(vocabulary))
+    if problem:
+        raise CheckpointError(f"{path} has {problem}; the tokenizer cannot be rebuilt.")
+
+
+def _tokens_problem(fields: dict[str, Any], vocabulary: list[Any]) -> str:
+    size, types = len(vocabulary), fields["tokenizer.ggml.token_type"]
+    if not size or len({token for token in vocabulary if isinstance(token, str)}) != size:
+        return "no tokens, or tokens that are not text or occur twice"
+    if max(map(len, vocabulary)) > MAX_TOKEN:
+        return f"a token of {max(map(len, vocabulary)):,} characters, where {MAX_TOKEN:,} are possible"
+    if len(types) != size or not all(type(kind) is int for kind in types):
+        return "token types that do not fit its tokens"
+    if fields["tokenizer.ggml.model"] == "llama":
+        scores = fields["tokenizer.ggml.scores"]
+        fit = len(scores) == size and all(type(score) is float and isfinite(score) for score in scores)
+        return "" if fit else "scores that do not fit its tokens"
+    pairs = all(isinstance(merge, str) and " " in merge for merge in fields["tokenizer.ggml.merges"])
+    return "" if pairs else "merges that are not pairs"
+
+
+def _settings_problem(fields: dict[str, Any], size: int) -> str:
+    for key, value in fields.items():
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+            if type(value) is not int or not 0 <= value < size:
+                return f"{key} = {shortened(value)}, outside its vocabulary"
+        elif type(value) is not KINDS.get(key, type(value)):
+            return f"{key} = {shortened(value)}, which is no {KINDS[key].__name__}"
+    return ""
+
+
+def _byte_level_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]) -> dict[str, Any]:
+    name = fields.get("tokenizer.ggml.pre")
+    if name not in _PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{path} names the pre-tokenizer {shortened(name)}; supported are {', '.join(_PRE_TOKENIZERS)}. "
+            "Convert from the original Hugging Face folder instead."
+        )
+    return {
+        "added_tokens": _added_tokens(fields, vocabulary),
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[name]},
+        "post_processor": _template(fields, vocabulary),
+        "decoder": _byte_level(use_regex=True),
+        "model": {
+            "type": "BPE",
+            "unk_token": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": name == "llama-bpe",
+            "vocab": {token: i for i, token in enumerate(vocabulary)},
+            "merges": [merge.split(" ", 1) for merge in fields["tokenizer.ggml.merges"]],
+        },
+    }
+
+
+def _sentencepiece_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]) -> dict[str, Any]:
+    """SentencePiece BPE with byte fallback, as Llama 1 and 2 have it; spaces are U+2581."""
+    prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    steps = [{"type": "Prepend", "prepend": "▁"}, space] if prefix else [space]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    types, unknown = fields["tokenizer.ggml.token_type"], fields.get("tokenizer.ggml.unknown_token_id", 0)
+    return {
+        "added_tokens": _added_tokens(fields, vocabulary),
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": _template(fields, vocabulary),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "unk_token": vocabulary[unknown],
+            "fuse_unk": True,
+            "byte_fallback": BYTE in types,
+            "ignore_merges": False,
+            "vocab": {token: i for i, token in enumerate(vocabulary)},
+            "merges": _merges_from_scores(vocabulary, fields["tokenizer.ggml.scores"], types),
+        },
+    }
+
+
+def _merges_from_scores(vocabulary: list[str], scores: list[float], types: list[int]) -> list[list[str]]:
+    """Return the merge list that acts as SentencePiece's scores do.
+
+    SentencePiece joins the neighbouring pair whose union scores highest; so every way to split a piece into two pieces
+    is a merge, ranked by the piece's score (ties: by the order in the vocabulary).
+    """
+    pieces = {token: i for i, token in enumerate(vocabulary) if types[i] not in (UNKNOWN, CONTROL, BYTE)}
+    ranked = []
+    for token, i in pieces.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in pieces and right in pieces:
+                ranked.append((-scores[i], i, pieces[left], pieces[right], [left, right]))
+    return [merge for *_, merge in sorted(ranked, key=lambda entry: entry[:4])]
+
+
+def _added_tokens(fields: dict[str, Any], vocabulary: list[str]) -> list[dict[str, Any]]:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    special = (UNKNOWN, CONTROL)
+    return [
+        {"id": i, "content": vocabulary[i], **plain, "special": kind in special}
+        for i, kind in enumerate(fields["tokenizer.ggml.token_type"])
+        if kind in (*special, USER_DEFINED)
+    ]
+
+
+def _bos_eos(fields: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return the tokens that the tokenizer puts before and after every text, if it does."""
+    # llama.cpp's default where the flag is absent: SentencePiece vocabularies begin texts with BOS, others do not.
+    begins = fields.get("tokenizer.ggml.add_bos_token", fields["tokenizer.ggml.model"] == "llama")
+    bos = fields.get("tokenizer.ggml.bos_token_id") if begins else None
+    eos = fields.get("tokenizer.ggml.eos_token_id") if fields.get("tokenizer.ggml.add_eos_token") else None
+    return bos, eos
+
+
+def _template(fields: dict[str, Any], vocabulary: list[str]) -> dict[str, Any]:
+    bos, eos = _bos_eos(fields)
+
+    def special(i: int | None, type_id: int) -> list[dict[str, Any]]:
+        return [] if i is None else [{"SpecialToken": {"id": vocabulary[i], "type_id": type_id}}]
+
+    def sequence(name: str, type_id: int) -> list[dict[str, Any]]:
+        return [*special(bos, type_id), {"Sequence": {"id": name, "type_id": type_id}}, *special(eos, type_id)]
+
+    used = {vocabulary[i]: i for i in (bos, eos) if i is not None}
+    return {
+        "type": "TemplateProcessing",
+        "single": sequence("A", 0),
+        "pair": [*sequence("A", 0), *sequence("B", 1)],
+        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in used.items()},
+    }
+
+
+def _tokenizer_config(fields: dict[str, Any], vocabulary: list[str]) -> dict[str, Any]:
+    bos, eos = _bos_eos(fields)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bos is not None,
+        "add_eos_token": eos is not None,
+        "clean_up_tokenization_spaces": False,
+    }
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    for key, name in names.items():
+        if (i := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            config[key] = vocabulary[i]
+    if "llama.context_length" in fields:
+        config["model_max_length"] = fields["llama.context_length"]
+    if "tokenizer.chat_template" in fields:
+        config["chat_template"] = fields["tokenizer.chat_template"]
+    return config

@@ -1,0 +1,184 @@
+"""How the files of a Llama in Meta's format make up its tensors, under their Hugging Face names.
+
+Each model-parallel process held a part of every matrix and wrote a file (llama, `model.py`): the parts of
+column-parallel layers follow each other along the rows of the weight, those of row-parallel layers along its columns.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint.decoder_shapes import decoder_shapes
+from model.checkpoint.formats.meta_llama.params import FILE as PARAMS
+from model.checkpoint.formats.meta_llama.params import Params
+from model.checkpoint.pieces import Block, concatenation, extent
+from model.checkpoint.tensor import Array, Span
+from model.checkpoint.torch_file import Stored
+from model.common.errors import CheckpointError
+
+# Meta's name → Hugging Face's, and the axis along which the parts follow each other; None: every file has it whole.
+LAYER: dict[str, tuple[str, int | None]] = {
+    "attention.wq": ("self_attn.q_proj", 0),
+    "attention.wk": ("self_attn.k_proj", 0),
+    "attention.wv": ("self_attn.v_proj", 0),
+    "attention.wo": ("self_attn.o_proj", 1),
+    "feed_forward.w1": ("mlp.gate_proj", 0),
+    "feed_forward.w2": ("mlp.down_proj", 1),
+    "feed_forward.w3": ("mlp.up_proj", 0),
+    "attention_norm": ("input_layernorm", None),
+    "ffn_norm": ("post_attention_layernorm", None),
+}
+# Those whose rows are in Meta's rotary order.
+PAIRS = ("attention.wq", "attention.wk")
+FUSED, FUSED_PARTS = "attention.wqkv", ("attention.wq", "attention.wk", "attention.wv")
+TOP = {"tok_embeddings": "model.embed_tokens", "output": "lm_head", "norm": "model.norm"}
+
+# Tables of the rotary embedding, which follow from rope_theta.
+BUFFERS = re.compile(r"rope\.freqs|layers\.\d+\.attention\.inner_attention\.rope\.freqs")
+NAME = re.compile(r"(?:layers\.(?P<layer>0|[1-9]\d*)\.)?(?P<part>\w+|\w+\.\w+)\.weight")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor put together from the files' parts."""
+
+    dtype: str
+    blocks: tuple[Block, ...]
+    copies: tuple[tuple[Block, ...], ...] = ()
+    """The same again, where there are more files than K/V heads and several hold the same head."""
+    pairs: bool = False
+    """Whether the rows of each head are in Meta's rotary order."""
+    span: Span | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return extent(self.blocks)
+
+
+class Layout:
+    """The files' tensors and how they are cut. Raises CheckpointError where they and `params.json` disagree."""
+
+    def __init__(self, files: Sequence[Path], parts: Sequence[Mapping[str, Stored]], params: Params) -> None:
+        self._files, self._parts, self._params = files, parts, params
+        self._folder = files[0].parent
+        for file, part in zip(files[1:], parts[1:], strict=True):
+            self._refuse_other_tensors(file, part)
+        self._refuse_missing_files()
+
+    def _refuse_other_tensors(self, file: Path, part: Mapping[str, Stored]) -> None:
+        """Check that a file holds what the first does, and the same of what every file has whole."""
+        first, where = self._parts[0], f"{self._files[0]} and {file.name}"
+        for name in sorted(first.keys() ^ part.keys()):
+            raise CheckpointError(f"of {where}, only one holds {name}; they do not belong together.")
+        for name, stored in part.items():
+            known = first[name]
+            same = (stored.dtype, stored.shape) == (known.dtype, known.shape)
+            if not same or (len(stored.shape) == 1 and stored.array.tobytes() != known.array.tobytes()):
+                raise CheckpointError(f"{where} do not agree on {name}; they do not belong together.")
+
+    def _refuse_missing_files(self) -> None:
+        columns, dim = self._matrix("layers.0.attention.wo.weight").shape[1], self._params.dim
+        if columns * len(self._parts) != dim:
+            raise CheckpointError(
+                f"{self._folder} has {len(self._parts)} file(s) consolidated.*.pth, but their tensors are cut for "
+                f"{dim / max(columns, 1):g} ({PARAMS} says dim = {dim}, and wo has {columns} columns in each); they "
+                "are not one model's, or not all of it."
+            )
+
+    def _matrix(self, name: str) -> Stored:
+        """Return the first file's part of a matrix that every Llama has."""
+        stored = self._parts[0].get(name)
+        if stored is None or len(stored.shape) != 2:
+            raise CheckpointError(f"{self._files[0]} holds no matrix {name}; it is incomplete, or no Llama.")
+        return stored
+
+    def wholes(self) -> dict[str, Whole]:
+        """Return every tensor, by its Hugging Face name and in that order."""
+        found: dict[str, Whole] = {}
+        for name, stored in self._parts[0].items():
+            if not BUFFERS.fullmatch(name):
+                found |= self._put_together(name, stored)
+        expected = self._expected_shapes()
+        for name in expected:
+            if name not in found:
+                raise CheckpointError(f"{self._folder} lacks what becomes {name}; fetch it again, or correct {PARAMS}.")
+        for name, whole in found.items():
+            if whole.shape != expected.get(name):
+                raise CheckpointError(
+                    f"{self._folder}: {name} would have shape {whole.shape}, where {PARAMS} and the other tensors mean "
+                    f"{expected.get(name, 'none')}; they do not belong together."
+                )
+        return {name: found[name] for name in expected}
+
+    def _put_together(self, name: str, stored: Stored) -> dict[str, Whole]:
+        match = NAME.fullmatch(name)
+        layer, part = match.group("layer", "part") if match else (None, "")
+        arrays = [tensors[name].array for tensors in self._parts]
+        if len(stored.shape) != (1 if part.endswith("norm") else 2):
+            part = ""
+        if layer is None and part in TOP:
+            return {f"{TOP[part]}.weight": self._whole(stored, arrays, self._top_axis(part, stored))}
+        if layer is not None and part == FUSED:
+            rows = self._fused_rows(name, stored)
+            parts = [(one, [array[r] for array in arrays]) for one, r in zip(FUSED_PARTS, rows, strict=True)]
+            return {k: v for one, rows_of in parts for k, v in self._in_layer(layer, one, stored, rows_of).items()}
+        if layer is not None and part in LAYER:
+            return self._in_layer(layer, part, stored, arrays)
+        raise CheckpointError(
+            f"{self._files[0]} holds the tensor {name} of shape {stored.shape}, which no Llama has; refused."
+        )
+
+    def _top_axis(self, part: str, stored: Stored) -> int | None:
+        """Return how a tensor outside the layers is cut: Llama 1 and 2 cut the embedding by columns, 3 by rows."""
+        if part == "norm":
+            return None
+        return int(part == "tok_embeddings" and stored.shape[1] != self._params.dim)
+
+    def _fused_rows(self, name: str, stored: Stored) -> tuple[slice, slice, slice]:
+        """Return the rows of Q, K and V in each file's part of a fused matrix: all of Q, then K, then V."""
+        n_q = self._params.dim // len(self._parts)
+        n_kv, odd = divmod(stored.shape[0] - n_q, 2)
+        if odd or n_kv < 1:
+            raise CheckpointError(f"{self._files[0]}: {name} has {stored.shape[0]} rows, which are no Q, K and V.")
+        return slice(0, n_q), slice(n_q, n_q + n_kv), slice(n_q + n_kv, None)
+
+    def _in_layer(self, layer: str, part: str, stored: Stored, arrays: Sequence[Array]) -> dict[str, Whole]:
+        hf_part, axis = LAYER[part]
+        name = f"model.layers.{layer}.{hf_part}.weight"
+        if part in ("attention.wk", "attention.wv"):
+            return {name: self._kv_whole(name, stored, arrays, part in PAIRS)}
+        return {name: self._whole(stored, arrays, axis, part in PAIRS)}
+
+    def _kv_whole(self, name: str, stored: Stored, arrays: Sequence[Array], pairs: bool) -> Whole:
+        """Put K or V together. Where files outnumber the heads, neighbours hold copies of the same head."""
+        head_dim, n_kv_heads = self._params.head_dim, self._params.n_kv_heads
+        times, rest = divmod(len(arrays) * len(arrays[0]), n_kv_heads * head_dim)
+        if rest or not times or (times > 1 and len(arrays[0]) != head_dim):
+            raise CheckpointError(
+                f"{self._folder}: {name} has {len(arrays[0])} rows in each of {len(arrays)} file(s), which are not "
+                f"n_kv_heads = {n_kv_heads} heads of {head_dim} rows; correct {PARAMS}."
+            )
+        whole = self._whole(stored, arrays[::times], 0, pairs)
+        copies = tuple(concatenation(arrays[i::times], 0) for i in range(1, times))
+        return Whole(whole.dtype, whole.blocks, copies, pairs, None if copies else whole.span)
+
+    def _whole(self, stored: Stored, arrays: Sequence[Array], axis: int | None, pairs: bool = False) -> Whole:
+        if axis is None or len(arrays) == 1:
+            is_all = arrays[0].shape == stored.shape and not pairs
+            return Whole(stored.dtype, concatenation(arrays[:1], 0), (), pairs, stored.span if is_all else None)
+        return Whole(stored.dtype, concatenation(arrays, axis), (), pairs)
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor that such a model has, in Hugging Face's order."""
+        params, dim, n_files = self._params, self._params.dim, len(self._parts)
+        if params.n_layers > len(self._parts[0]):
+            raise CheckpointError(
+                f"{PARAMS} says n_layers = {params.n_layers}, but {self._files[0]} holds fewer tensors."
+            )
+        n_mlp = self._matrix("layers.0.feed_forward.w1.weight").shape[0] * n_files
+        embedding = self._matrix("tok_embeddings.weight")
+        n_words = embedding.shape[0] * (1 if self._top_axis("tok_embeddings", embedding) else n_files)
+        vocab_size = params.vocab_size(n_words)
+        n_kv, norms = params.n_kv_heads * params.head_dim, {hf: (dim,) for hf, axis in LAYER.values() if axis is None}
+        return decoder_shapes(params.n_layers, vocab_size, dim, n_mlp, dim, n_kv, norms)

@@ -1,0 +1,119 @@
+"""Meta's `params.json`: what a Llama is made of, as far as the shapes of its tensors do not tell.
+
+Source: `ModelArgs` in Meta's llama and llama-models repositories, and the files of the released models.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.llama_config import llama3_scaling
+from model.common import checks
+from model.common.errors import CheckpointError
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+
+FILE = "params.json"
+
+# What is understood; any other key may change what the model computes, and is refused.
+KEYS = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
+    "rope_theta", "use_scaled_rope", "rope_scaling_factor", "max_seq_len", "max_batch_size",
+}  # fmt: skip
+
+# Llama 3.1 (8B, 70B, 405B) and 3.2 (1B, 3B) have the same keys but scale RoPE differently; `dim` tells them apart.
+SCALING_FACTORS = {4096: 8.0, 8192: 8.0, 16384: 8.0, 2048: 32.0, 3072: 32.0}
+
+LLAMA3_VOCABULARY = 128256
+
+
+class Params:
+    """The settings, with errors that name the file and the key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+        self._values = _read(self.path)
+        for key, value in self._values.items():
+            if key not in KEYS:
+                raise CheckpointError(
+                    f"{self.path} has the setting {key} = {value!r}, which is not one of Llama 1 to 3's; not supported."
+                )
+        self.dim = self._integer("dim")
+        self.n_layers = self._integer("n_layers")
+        self.n_heads = self._integer("n_heads")
+        self.n_kv_heads = self._integer("n_kv_heads", self.n_heads)
+        if self.dim % self.n_heads or self.dim // self.n_heads % 2 or self.n_heads % self.n_kv_heads:
+            raise CheckpointError(
+                f"{self.path} has dim = {self.dim}, n_heads = {self.n_heads} and n_kv_heads = {self.n_kv_heads}, which "
+                "do not make equal heads of even size."
+            )
+        self.head_dim = self.dim // self.n_heads
+        self.norm_eps = self._number("norm_eps")
+        self.rope_theta = self._number("rope_theta", 10000.0)
+        self.rope_scaling = self._rope_scaling()
+
+    def vocab_size(self, found: int) -> int:
+        """Return the size of the vocabulary; Llama 1 and 2 say -1 and leave it to the embedding, which has `found`."""
+        stated = self._values.get("vocab_size", -1)
+        if stated not in (-1, found) or isinstance(stated, bool | float):
+            raise CheckpointError(
+                f"{self.path} says vocab_size = {stated!r}, but tok_embeddings has {found} rows; "
+                "they do not belong together."
+            )
+        return found
+
+    def context_length(self) -> tuple[int, str | None]:
+        """Return `max_position_embeddings`, and what to tell the user if it is an assumption."""
+        if self._values.get("max_seq_len") is not None:
+            return self._integer("max_seq_len"), None
+        if self.rope_scaling:
+            length, of = 131072, "Llama 3.1 and later"
+        elif self.rope_theta == 500000.0:
+            length, of = 8192, "Llama 3"
+        elif self.rope_theta == 1000000.0:
+            length, of = 16384, "Code Llama"
+        else:
+            length, of = 2048, "Llama 1, while Llama 2 has 4096"
+        return length, (
+            f"{FILE} does not tell the longest context; config.json says max_position_embeddings = {length}, as in "
+            f"{of}. Correct it there if need be, or give max_seq_len in {FILE}."
+        )
+
+    def special_tokens(self, vocab_size: int) -> dict[str, int]:
+        """Return where a text begins and ends: in Llama 3's vocabulary, or in SentencePiece's of Llama 1 and 2."""
+        bos, eos = (128000, 128001) if vocab_size >= LLAMA3_VOCABULARY else (1, 2)
+        return {"bos_token_id": bos, "eos_token_id": eos}
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        scaled = self._values.get("use_scaled_rope", False)
+        if not isinstance(scaled, bool):
+            raise CheckpointError(f"{self.path} has use_scaled_rope = {scaled!r}; it must be true or false.")
+        if not scaled:
+            return None
+        factor = self._number("rope_scaling_factor", SCALING_FACTORS.get(self.dim))
+        return llama3_scaling(factor)
+
+    def _integer(self, key: str, default: int | None = None) -> int:
+        return checks.whole_number(self._get(key, default), f"{self.path} has {key}")
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        return checks.number(self._get(key, default), f"{self.path} has {key}", above=0.0)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"{self.path} lacks {key}, without which the model is not known.")
+        return value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} has consolidated.*.pth but no {FILE}, which says what the model is.")
+    content = read_bytes_up_to(path, CONFIG_BYTES)
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}, not a JSON object.")
+    return values

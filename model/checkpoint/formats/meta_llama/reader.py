@@ -1,0 +1,130 @@
+"""Meta's own format: `consolidated.NN.pth`, one file per model-parallel process, and `params.json`.
+
+Every tensor is read a few rows at a time from wherever its parts lie (`meta_layout`). Q and K have their rotary pairs
+side by side, and get Hugging Face's order on the way.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint import rope_order
+from model.checkpoint.formats.meta_llama.model_parallel import Layout
+from model.checkpoint.formats.meta_llama.params import FILE as PARAMS
+from model.checkpoint.formats.meta_llama.params import Params
+from model.checkpoint.hf_folder import json_text, list_files
+from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.llama_config import dtype_settings, llama_config, rope_settings
+from model.checkpoint.pieces import whole_rows
+from model.checkpoint.shard_index import refuse_dangling
+from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
+from model.common.errors import CheckpointError
+from model.common.read_files import leads_outside
+
+
+class MetaFolder(Checkpoint):
+    """A folder with `consolidated.NN.pth` and `params.json`."""
+
+    format = "meta"
+    reader_bytes = TORCH_BYTES
+    is_sharded_by_user = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._params = Params(path)
+        self.weight_files = _files(path)
+        parts = [read_tensors(file) for file in self.weight_files]
+        self._wholes = Layout(self.weight_files, parts, self._params).wholes()
+        self.tensors = {name: Tensor(name, whole.dtype, whole.shape) for name, whole in self._wholes.items()}
+        self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
+        vocab_size = self.tensors["model.embed_tokens.weight"].shape[0]
+        context_length, note = self._params.context_length()
+        special_tokens = self._params.special_tokens(vocab_size)
+        self.config = self._build_config(vocab_size, context_length) | special_tokens
+        self.config_text = json_text(self.config)
+        self.side_files, left_out = list_files(path)
+        generation = json_text({"_from_model_config": True, **special_tokens})
+        self.side_files.setdefault("generation_config.json", generation)
+        unread = [name for name in left_out if name not in (*(file.name for file in self.weight_files), PARAMS)]
+        self.left_out = (*unread, *(["config.json"] if (path / "config.json").exists() else []))
+        self.notes = (*([note] if note else []), *self._find_tokenizer())
+
+    def span(self, name: str) -> Span | None:
+        return self._wholes[name].span
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        whole = self._wholes[name]
+        if whole.pairs:
+            return rope_order.half_split_rows(partial(self._stored_rows, name), self._params.head_dim, start, stop)
+        return self._stored_rows(name, start, stop)
+
+    def _stored_rows(self, name: str, start: int, stop: int) -> Array:
+        whole = self._wholes[name]
+        rows = whole_rows(whole.blocks, start, stop)
+        for copy in whole.copies:
+            if whole_rows(copy, start, stop).tobytes() != rows.tobytes():
+                raise CheckpointError(
+                    f"{self.path}: the files hold the K/V heads of {name} more than once, but not the same; "
+                    "they do not belong together."
+                )
+        return rows
+
+    def close(self) -> None:
+        self._wholes.clear()
+
+    def _build_config(self, vocab_size: int, context_length: int) -> dict[str, Any]:
+        params = self._params
+        return llama_config(
+            hidden_size=params.dim,
+            intermediate_size=self.tensors["model.layers.0.mlp.gate_proj.weight"].shape[0],
+            num_hidden_layers=params.n_layers,
+            num_attention_heads=params.n_heads,
+            num_key_value_heads=params.n_kv_heads,
+            head_dim=params.head_dim,
+            max_position_embeddings=context_length,
+            rms_norm_eps=params.norm_eps,
+            vocab_size=vocab_size,
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=False,
+            **rope_settings(params.rope_theta, params.rope_scaling),
+            **dtype_settings(self.tensors.values()),
+        )
+
+    def _find_tokenizer(self) -> list[str]:
+        """Add the tokenizer, which Meta's downloads have beside the models' folders; return what is missing."""
+        name = "tokenizer.model"
+        above = self.path.resolve().parent
+        if name not in self.side_files and (above / name).is_file() and not leads_outside(above / name, above):
+            self.side_files[name] = above / name
+        if "tokenizer.json" in self.side_files:
+            return []
+        has = f"only Meta's {name} travels along" if name in self.side_files else f"nor is there a {name}"
+        return [
+            f"there is no tokenizer.json, {has}: copy the tokenizer's files from a Hugging Face release of the model."
+        ]
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    """Return the processes' files in order. Raises CheckpointError unless their numbers are 0, 1, 2, …"""
+    found = {}
+    for path in folder.glob("consolidated.*.pth"):
+        match = re.fullmatch(r"consolidated\.(\d+)\.pth", path.name)
+        if not match:
+            raise CheckpointError(f"{path} has no number in its name, where consolidated.00.pth and so on should be.")
+        refuse_dangling(path)
+        found[int(match[1])] = path
+    for i in range(max(found) + 1):
+        if i not in found:
+            raise CheckpointError(f"{folder} lacks consolidated.{i:02d}.pth of {max(found) + 1} files; fetch it again.")
+    return tuple(found[i] for i in sorted(found))
+
+
+def matches(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("consolidated.*.pth"))
+
+
+def read(path: Path) -> Checkpoint:
+    return MetaFolder(path)

@@ -1,0 +1,150 @@
+"""Safetensors: the file's header, and Hugging Face folders of one file or of shards with an index.
+
+The format (safetensors README, "Format"): 8 bytes little-endian header length N, N bytes of JSON that map each tensor
+name to `{"dtype", "shape", "data_offsets": [begin, end]}` (offsets from the end of the header), then the data, without
+holes. We parse it ourselves because the library does not tell where a tensor's bytes lie, and copying needs that.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.checkpoint import hf_folder
+from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.shard_index import SAFETENSORS, check_index, weight_file_names
+from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span, Tensor
+from model.common.errors import CheckpointError
+
+MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Header:
+    """A parsed header: tensors with the byte offset of each in the file, in file order."""
+
+    tensors: dict[str, Tensor]
+    offsets: dict[str, int]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Read and check a safetensors header. Raises CheckpointError on anything the format does not allow."""
+    hf_folder.refuse_lfs_pointer(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or length > MAX_HEADER or 8 + length > size:
+            raise CheckpointError(f"{path} is not a safetensors file, or is truncated: its header does not fit in it.")
+        file.seek(8)
+        text = file.read(length)
+    try:
+        entries = json.loads(text, object_pairs_hook=_unique_keys)
+        metadata = entries.pop("__metadata__", None) or {}
+        header = _parse(entries, metadata, data_start=8 + length)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a damaged safetensors header: {error}.") from error
+    end = max((header.offsets[n] + t.nbytes for n, t in header.tensors.items()), default=8 + length)
+    if end != size:
+        what = "truncated" if size < end else "followed by bytes that belong to no tensor"
+        raise CheckpointError(f"{path} is {what}: its header describes {end:,} bytes, the file has {size:,}.")
+    return header
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return table
+
+
+def _parse(entries: dict[str, Any], metadata: dict[str, str], data_start: int) -> Header:
+    if not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("__metadata__ holds something other than text")
+    tensors, offsets, position = {}, {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        if dtype not in BITS:
+            raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"tensor {name!r} has the impossible shape {shape}")
+        tensor = Tensor(name, dtype, shape)
+        if type(begin) is not int or type(end) is not int:
+            raise ValueError(f"tensor {name!r} has offsets that are not whole numbers")
+        name.encode()  # refuses names that no file can hold
+        if begin != position or end - begin != tensor.nbytes or prod(shape) * BITS[dtype] % 8:
+            raise ValueError(
+                f"tensor {name!r} lies at bytes {begin} to {end}, which does not fit its shape or neighbours"
+            )
+        tensors[name], offsets[name], position = tensor, data_start + begin, end
+    return Header(tensors, offsets, metadata)
+
+
+class SafetensorsFolder(Checkpoint):
+    """A Hugging Face folder with `model.safetensors`, or shards and their index."""
+
+    format = "safetensors"
+
+    def __init__(self, path: Path) -> None:
+        hf_folder.refuse_adapter(path)
+        self.path = path
+        self.config_text, self.config = hf_folder.read_config(path)
+        names, table = weight_file_names(path, SAFETENSORS)
+        self.weight_files = tuple(path / name for name in names)
+        self.side_files, left_out = hf_folder.list_files(path)
+        self.left_out = tuple(name for name in left_out if name not in (*names, SAFETENSORS.index))
+        headers = {file.name: read_header(file) for file in self.weight_files}
+        check_index(path / SAFETENSORS.index, {file: header.tensors for file, header in headers.items()}, table)
+        self.shards = tuple(Shard(name, tuple(h.tensors), h.metadata) for name, h in headers.items())
+        self.tensors = {t.name: t for h in headers.values() for t in h.tensors.values()}
+        self._spans = {
+            name: Span(file, header.offsets[name], tensor.nbytes)
+            for file, header in zip(self.weight_files, headers.values(), strict=True)
+            for name, tensor in header.tensors.items()
+        }
+        self._descriptors: dict[Path, int] = {}
+
+    def span(self, name: str) -> Span:
+        return self._spans[name]
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        tensor, span = self.tensors[name], self._spans[name]
+        dtype = FLOAT_DTYPES[tensor.dtype]
+        shape = (stop - start, *tensor.shape[1:])
+        out = np.empty(shape, dtype)
+        offset = span.offset + start * prod(shape[1:]) * dtype.itemsize
+        read_exactly(self._descriptor(span.path), out.reshape(-1).view(np.uint8).data, offset, span.path)
+        return out
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._descriptors[path]
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def read_exactly(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill `buffer` from `offset`; raises OSError if the file ends before."""
+    done = 0
+    while done < len(buffer):
+        n = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if n == 0:
+            raise OSError(f"{path} became shorter while it was read")
+        done += n
+
+
+def matches(path: Path) -> bool:
+    return path.is_dir() and SAFETENSORS.is_in(path)
+
+
+def read(path: Path) -> Checkpoint:
+    return SafetensorsFolder(path)

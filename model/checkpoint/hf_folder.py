@@ -1,0 +1,174 @@
+"""A Hugging Face folder, weights aside: `config.json`, and which other files belong to the model.
+
+Shared by every reader whose source is such a folder (reference: Hugging Face Hub's file conventions).
+"""
+
+import json
+import os
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NoReturn
+
+from model.common.errors import CheckpointError
+from model.common.read_files import CONFIG_BYTES, check_regular, leads_outside, read_bytes_up_to, refuse_outside
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# Weights in any format, and what training leaves behind. None of it describes the converted model.
+LEFT_OUT_FILES = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot",
+    "*.npz", "*.distcp", ".metadata", ".metadata.json", "*.index.json", "trainer_state.json",
+    "events.out.tfevents*", "params.json", "checklist.chk", ".git*",
+)  # fmt: skip
+LEFT_OUT_FOLDERS = (
+    ".git", ".cache", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
+)  # fmt: skip
+
+CALIBRATION_TOKENS = "groupwise_calibration.xz"
+"""The tokens that a converted model was calibrated on (`convert.calibration.text.pack`)."""
+
+# These are rewritten by the converter rather than copied.
+OWN_FILES = ("config.json", "groupwise.json", CALIBRATION_TOKENS)
+
+LFS_POINTER = b"version https://git-lfs"
+WEIGHTS = (
+    "*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.distcp", "tf_model.h5", "flax_model.msgpack",
+)  # fmt: skip
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return `config.json` as text and parsed."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
+    text = read_bytes_up_to(path, CONFIG_BYTES)
+    try:
+        config = json.loads(text)
+        text.decode()
+        json.dumps(config, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON in UTF-8: {error}.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}, not a JSON object.")
+    return text, config
+
+
+def refuse_without_weights(folder: Path) -> NoReturn:
+    """Say what a folder lacks, in which no reader found its weights."""
+    refuse_adapter(folder)
+    elsewhere = _look_elsewhere(folder)
+    if elsewhere:
+        raise CheckpointError(f"{folder} itself holds no weights.{elsewhere}")
+    read_config(folder)
+    others = sorted({f.name for pattern in WEIGHTS for f in folder.glob(pattern)})
+    for name in others:
+        if shard := re.fullmatch(r"(.+)-\d+-of-\d+(\.safetensors|\.bin)", name):
+            index = f"{shard[1]}{shard[2]}.index.json"
+            raise CheckpointError(
+                f"{folder} holds {name} but no {index}, which says which tensor is in which file; fetch it from where "
+                "the model is from, or save the model again."
+            )
+    if others:
+        raise CheckpointError(
+            f"{folder} holds no weights that can be read, only {', '.join(others[:3])}; "
+            "save the model as safetensors first."
+        )
+    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}, nor any other format's.")
+
+
+def _look_elsewhere(folder: Path) -> str:
+    """Point to a checkpoint that is not the folder itself, but in it."""
+    if gguf := sorted(folder.glob("*.gguf")):
+        return f" To convert a GGUF model, name the file itself: {gguf[0]}"
+    if any(folder.glob("original/consolidated.*.pth")):
+        return f" To convert the model in Meta's format, name its folder: {folder / 'original'}"
+    for name in ("tensors", "model_and_optim"):  # our own runs' and OLMo-core's
+        if (folder / name / ".metadata").is_file():
+            return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
+    return ""
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError if a file is only git-lfs's note of where its content is, or no regular file."""
+    check_regular(path)
+    with path.open("rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder.")
+
+
+def json_text(value: Any) -> bytes:
+    """Return JSON as the files of such a folder have it."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def refuse_adapter(folder: Path) -> None:
+    for name in ADAPTER_FILES:
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"{folder} holds an adapter ({name}), which does not fit other K/V heads; "
+                "merge it into its base model first (PEFT: merge_and_unload)."
+            )
+
+
+def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
+    """Return the files to copy (by their name relative to the folder) and the names of those left out.
+
+    Symlinks are followed where they lead to something in the folder, or, in a snapshot of the Hugging Face cache, to
+    that model's blobs. Others are left out, so that nothing else of this machine travels along, as are FIFOs, sockets
+    and devices, which are not opened; the reason follows such a name in brackets. Without `deep`, folders inside are
+    none of the model's.
+
+    Raises CheckpointError for a link that leads nowhere or back, for an unreadable file, and where config.json or
+    groupwise.json, whose contents the output repeats, is a link out of the folder.
+    """
+    side_files: dict[str, Path | bytes] = {}
+    left_out: list[str] = []
+    seen = set()
+    for root, subfolders, names in os.walk(folder, followlinks=True):
+        here = Path(root)
+        if here.resolve() in seen:
+            raise CheckpointError(f"{here} is a symlink back into {folder}; a checkpoint folder cannot contain itself.")
+        seen.add(here.resolve())
+        entries = [*(sorted(subfolders) if deep else []), *sorted(names)]
+        subfolders.clear()
+        for path in (here / name for name in entries):
+            why = _reason_to_leave(path, folder)
+            relative = path.relative_to(folder).as_posix()
+            if why is not None:
+                left_out.append(f"{relative}{'/' * path.is_dir()}{why}")
+            elif path.is_dir():
+                subfolders.append(path.name)
+            elif relative not in OWN_FILES:
+                refuse_lfs_pointer(path)
+                side_files[relative] = path
+    return side_files, tuple(left_out)
+
+
+def _reason_to_leave(path: Path, folder: Path) -> str | None:
+    """Return None for a file to copy or a folder to look into, else what is said after the name of one left out.
+
+    That is nothing where the name tells. Raises CheckpointError as `list_files`.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
+    if _matches(path.name, LEFT_OUT_FOLDERS if path.is_dir() else LEFT_OUT_FILES):
+        return ""
+    if path.relative_to(folder).as_posix() in OWN_FILES:
+        refuse_outside(path, folder)
+    if leads_outside(path, folder):
+        return " (a link out of the folder)"
+    if path.is_dir():
+        return None
+    if not path.is_file():
+        return " (not a regular file)"
+    if not os.access(path, os.R_OK):
+        raise CheckpointError(f"{path} cannot be read; check its permissions, or move it away.")
+    return None
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,0 +1,95 @@
+"""One weight file, or shards and their index: how Hugging Face folders name them, whatever the weights' format."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint.hf_folder import INDEX, SINGLE
+from model.common.errors import CheckpointError
+from model.common.files import is_plain_name
+from model.common.read_files import CONFIG_BYTES, check_regular, read_bytes_up_to
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What a format calls its only file, its index and the end of its files' names."""
+
+    single: str
+    index: str
+    suffix: str
+
+    def is_in(self, folder: Path) -> bool:
+        """Say whether a folder has weights of this kind, were they only links that lead nowhere."""
+        return any(os.path.lexists(folder / name) for name in (self.single, self.index))
+
+
+SAFETENSORS = Naming(SINGLE, INDEX, ".safetensors")
+PYTORCH = Naming("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin")
+
+
+def weight_file_names(folder: Path, naming: Naming) -> tuple[list[str], dict[str, str] | None]:
+    """Return the weight files' names in order, and the index's tensor → file table where there is an index.
+
+    Raises CheckpointError if a file is missing, or named by a path that leads elsewhere.
+    """
+    single, index = folder / naming.single, folder / naming.index
+    if not index.is_file():
+        for path in (index, single):
+            refuse_dangling(path)
+            if path.exists():
+                check_regular(path)
+        return [naming.single], None
+    table = _read_index(index)
+    names = sorted(set(table.values()))
+    if single.is_file() and naming.single not in names:
+        raise CheckpointError(
+            f"{folder} holds both {naming.single} and {naming.index}, two models; remove the one that is stale."
+        )
+    for name in names:
+        if not is_plain_name(name):
+            raise CheckpointError(f"{index} names {name!r}, a path outside the folder or no file's name; refused.")
+        if not name.endswith(naming.suffix):
+            raise CheckpointError(f"{index} names {name!r}, which is not a {naming.suffix} file; refused.")
+        refuse_dangling(folder / name)
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{index} names the shard {name}, which is missing; download it again.")
+    return names, table
+
+
+def refuse_dangling(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    content = read_bytes_up_to(path, CONFIG_BYTES)
+    try:
+        table = json.loads(content)["weight_map"]
+        if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
+            raise TypeError("weight_map does not map tensor names to file names")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a shard index: {error}.") from error
+    return table
+
+
+def check_index(index: Path, found: Mapping[str, Iterable[str]], table: dict[str, str] | None) -> None:
+    """Check the index's table against the tensors that each file holds, both ways. No table, no check."""
+    if table is None:
+        return
+    file_of: dict[str, str] = {}
+    for file, names in found.items():
+        for name in names:
+            if name in file_of:
+                raise CheckpointError(
+                    f"{index.parent}: the same tensor stands in two shards, {name} in {file_of[name]} and {file}; "
+                    "the checkpoint is inconsistent."
+                )
+            file_of[name] = file
+    for name, file in table.items():
+        if file_of.get(name) != file:
+            raise CheckpointError(f"{index} puts the tensor {name} in {file}, which does not hold it.")
+    for name, file in file_of.items():
+        if name not in table:
+            raise CheckpointError(f"{index.parent / file} holds the tensor {name}, which {index.name} does not name.")

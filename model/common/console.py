@@ -1,0 +1,155 @@
+"""What the command lines of `convert` and `uptrain` share: errors as one line, progress bars, tables, JSON.
+
+Exit codes: 0 success; 1 it failed midway (the same command continues); 2 the input is not acceptable.
+"""
+
+import errno
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from model.common.errors import Failure, InputError, LoneFailure
+from model.common.printable import one_line, printable, printable_json
+
+FAILED, BAD_INPUT = 1, 2
+EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib")
+"""What `pip install 'groupwise[torch]'` brings, by the names of imports."""
+
+
+class CommandsInOrder(click.Group):
+    """A group of commands that lists them in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def run(cli: click.Command) -> None:
+    """Run a command line; errors are one line on stderr and an exit code, never a traceback."""
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        echo(error.ctx.get_help() if error.ctx else "", err=True)
+        sys.exit(BAD_INPUT)
+    except click.ClickException as error:
+        _fail(error.format_message(), BAD_INPUT)
+    except InputError as error:
+        _fail(str(error), BAD_INPUT)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted; the same command continues where this one stopped.", FAILED)
+    except LoneFailure as error:
+        _fail(str(error), FAILED, alone=True)
+    except (Failure, OSError) as error:
+        is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+        _fail(str(error), BAD_INPUT if is_name_too_long else FAILED)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        _fail(f"this needs {package}, which is not installed; install it: pip install 'groupwise[torch]'.", BAD_INPUT)
+
+
+def _fail(message: str, code: int, alone: bool = False) -> None:
+    # Of many processes, which mostly meet the same error, one says it on each machine.
+    if alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        echo_line(f"Error: {message}")
+    sys.exit(code)
+
+
+def warn(message: str) -> None:
+    """Say on stderr what does not stop the work."""
+    echo_line(f"Warning: {message}")
+
+
+def echo(text: str, err: bool = False, nl: bool = True) -> None:
+    """Print text on stdout, or on stderr. Control characters in it, as names of files may have, are spelt out."""
+    click.echo(printable(text), err=err, nl=nl)
+
+
+def echo_line(text: str) -> None:
+    """Print one line on stderr, whatever line breaks the names in it hold."""
+    click.echo(one_line(text), err=True)
+
+
+def print_json(result: Any) -> None:
+    click.echo(printable_json(json.dumps(finite(result), indent=2, ensure_ascii=False, allow_nan=False)))
+
+
+def finite(value: Any) -> Any:
+    """Return a value with None for every number in it that is not finite, as JSON knows none."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def size(n: float) -> str:
+    """Write a number of bytes in decimal units, as disks and the hub do."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
+        n /= 1000
+    return f"{n:.4g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Write a time as people say it."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+class _Console(Console):
+    """Prints every string, also those in tables, without control characters."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def console(stderr: bool = False) -> Console:
+    """Return where tables are printed: names in [brackets] are names, not rich's markup."""
+    return _Console(stderr=stderr, markup=False, emoji=False)
+
+
+@contextmanager
+def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Callable[[float], None]]:
+    """Show a bar on stderr; nothing where that is no terminal, or when `quiet`."""
+    screen = console(stderr=True)
+    if quiet or not screen.is_terminal:
+        yield lambda n: None
+        return
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    columns = (TextColumn(label), BarColumn(), TaskProgressColumn(), *amounts, TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda n: progress.advance(task, n)
+
+
+def facts(title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)

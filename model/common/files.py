@@ -1,0 +1,217 @@
+"""Write, replace, copy, compare, sync and lock files."""
+
+import errno
+import fcntl
+import filecmp
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Self
+
+from model.common.errors import InputError
+
+MAX_NAME = 255
+"""Bytes that Linux and macOS file systems allow in the name of a file."""
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, and make the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers, and a kill or a full disk at any moment, leave the old or the new content."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        sync_file(temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def copy_file(source: Path | bytes, target: Path) -> None:
+    """Copy a file, or write a content, in bounded memory, and make the folders above it.
+
+    The copy has the permissions of a new file, not those of the source.
+    """
+    if isinstance(source, bytes):
+        write_file(target, source)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def has_content(path: Path, expected: Path | bytes) -> bool:
+    """Compare a file with another one, or with a content, in bounded memory."""
+    if isinstance(expected, Path):
+        return filecmp.cmp(path, expected, shallow=False)
+    return path.stat().st_size == len(expected) and path.read_bytes() == expected
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file's content to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk, where the file system can (CIFS and some FUSE mounts cannot)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush everything in a folder to the disk, and the folder itself."""
+    for path in (*folder.rglob("*"), folder):
+        (sync_folder if path.is_dir() else sync_file)(path)
+
+
+def check_name(path: Path, what: str, longest: int = MAX_NAME) -> None:
+    """Raise InputError if a path is not UTF-8, as JSON must be, or its last part has more than so many bytes."""
+    shown = os.fsencode(path).decode(errors="backslashreplace")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} ({shown}) has a name that is not UTF-8; rename it.") from error
+    if len(os.fsencode(path.name)) > longest:
+        raise InputError(f"{what} ({shown}) has a name of more than {longest} bytes; choose a shorter one.")
+
+
+def is_plain_name(name: str) -> bool:
+    """Say whether something can be the name of a file in a folder, and leads nowhere else."""
+    is_path = not name or "\0" in name or name in (".", "..") or Path(name).name != name
+    return not is_path and len(name.encode(errors="replace")) <= MAX_NAME
+
+
+class LockedError(Exception):
+    """Another process has the lock; the message names it."""
+
+
+class FileLock:
+    """An exclusive lock on a file, which is made for it; a context manager. It ends with the process that has it.
+
+    It is flock(2). NFS makes that a lock of the server, for files that are open for writing. Where a file system has
+    no flock (Lustre without `-o flock`, some FUSE mounts), a file PATH.owner stands for the lock. That one outlives a
+    killed process: on the same machine the next process notices and takes it over, on others it must be removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._owner_path = path.with_name(f"{path.name}.owner")
+        self._descriptor = -1
+        self._is_held = self._owns_file = False
+        self._identity = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)})
+
+    def __enter__(self) -> Self:
+        """Take the lock. Raises LockedError if another process has it, and OSError where no file can be made."""
+        while not self._is_held:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._lock()
+                self._is_held = self._is_in_place()  # unless its last holder has removed the file since it was opened
+            finally:
+                if not self._is_held:
+                    self.release()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Remove the file, and end the lock, if there is one."""
+        if self._is_held:
+            self.path.unlink(missing_ok=True)
+        if self._owns_file:
+            self._owner_path.unlink(missing_ok=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._is_held, self._owns_file = -1, False, False
+
+    def move(self, path: Path) -> None:
+        """Rename the locked file, so that its folder can be removed."""
+        self.path = self.path.rename(path)
+        if self._owns_file:
+            self._owner_path = self._owner_path.rename(path.with_name(f"{path.name}.owner"))
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # NFS may answer either
+            raise LockedError(_describe(_read(self.path))) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
+                raise
+            self._create_owner_file()
+
+    def _is_in_place(self) -> bool:
+        """Whether the path still leads to the locked file. (Inode numbers tell that not on every file system.)"""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, self._identity.encode(), 0)
+        return _read(self.path) == self._identity
+
+    def _create_owner_file(self) -> None:
+        if not self._try_to_create():
+            owner = _read(self._owner_path)
+            if not _has_ended(owner):
+                raise LockedError(f"{_describe(owner)}; if that has ended, remove {self._owner_path}")
+            self._owner_path.unlink(missing_ok=True)
+            if not self._try_to_create():
+                raise LockedError(_describe(_read(self._owner_path)))
+            time.sleep(0.2)  # for a process that has met the same file of an ended one, and removes ours in its place
+            if _read(self._owner_path) != self._identity:
+                raise LockedError(_describe(_read(self._owner_path)))
+        self._owns_file = True
+
+    def _try_to_create(self) -> bool:
+        try:
+            with self._owner_path.open("x") as file:
+                file.write(self._identity)
+        except FileExistsError:
+            return False
+        return True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[:1000]
+    except FileNotFoundError:
+        return ""
+
+
+def _parse(owner: str) -> tuple[str, int]:
+    """Return a lock owner's machine and process number; "" and 0 where the text does not tell."""
+    match = re.match(r'\{"host": "([\w.-]*)", "pid": (\d{1,9}),', owner)
+    return (match[1], int(match[2])) if match else ("", 0)
+
+
+def _describe(owner: str) -> str:
+    host, pid = _parse(owner)
+    return f"process {pid} on {host}" if pid else "another process"
+
+
+def _has_ended(owner: str) -> bool:
+    """Whether the process was one of this machine, and is no more."""
+    host, pid = _parse(owner)
+    if not pid or host != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

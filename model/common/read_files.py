@@ -1,0 +1,65 @@
+"""Read the files of checkpoints, which come from elsewhere: their sizes and their links are not trusted."""
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from model.common.errors import CheckpointError
+
+CONFIG_BYTES = 100_000_000
+"""The largest config.json, index or other JSON file that is read whole. Real ones have up to about 10 MB."""
+TOKENIZER_BYTES = 1_000_000_000
+"""The largest tokenizer.json or vocabulary that is read whole. Real ones have up to about 40 MB."""
+
+
+def check_size(path: Path, limit: int) -> None:
+    """Raise CheckpointError unless `path` is a regular file of at most `limit` bytes. Opens nothing."""
+    check_regular(path)
+    size = path.stat().st_size
+    if size > limit:
+        raise CheckpointError(f"{path} has {size:,} bytes, where at most {limit:,} are read; fetch the file anew.")
+
+
+def check_regular(path: Path) -> None:
+    """Raise CheckpointError if `path` is a folder, FIFO, socket or device; opening some of these waits forever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path} is not a regular file; put the file itself there.")
+
+
+def read_bytes_up_to(path: Path, limit: int) -> bytes:
+    """Return a file's content. Raises CheckpointError unless it is a regular file of at most `limit` bytes."""
+    check_size(path, limit)
+    with path.open("rb") as file:
+        return file.read(limit)
+
+
+def read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
+    """Return the value of a JSON file. Raises CheckpointError if it is larger than `limit` bytes or not JSON."""
+    text = read_bytes_up_to(path, limit)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch the file anew.") from error
+
+
+def leads_outside(path: Path, folder: Path) -> bool:
+    """Say whether `path`, which is in `folder` or below it, leads out of the folder through a symlink.
+
+    A snapshot in the Hugging Face cache (`models--X--Y/snapshots/REVISION`) consists of links into the `blobs` of its
+    model; those count as inside.
+    """
+    home, target = folder.resolve(), path.resolve()
+    if target.is_relative_to(home):
+        return False
+    is_snapshot = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
+    return not (is_snapshot and target.is_relative_to(home.parent.parent / "blobs"))
+
+
+def refuse_outside(path: Path, folder: Path) -> None:
+    """Raise CheckpointError if `path`, whose content is copied, leads out of `folder` through a symlink."""
+    if leads_outside(path, folder):
+        raise CheckpointError(
+            f"{path} is a symlink out of its folder, to {path.resolve()}; what is copied into the output must lie in "
+            "the folder itself: copy the file there."
+        )

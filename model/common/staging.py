@@ -1,0 +1,222 @@
+"""Atomic, resumable output folders: a folder beside OUT, a journal of what is finished, one rename at the end.
+
+    .OUT.groupwise/             removed once OUT is complete
+        lock                    see `model.common.files.FileLock`
+        journal.jsonl           first line: the fingerprint of inputs and parameters; then a line per finished piece
+        folder/                 becomes OUT
+        scratch/                intermediate results
+        replaced/               the folder that --overwrite replaces, until the new one is in its place
+
+A killed run leaves this behind. The same command continues from its journal; any other starts afresh. Both first put
+back what a run took away and did not replace.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from model.common import console
+from model.common.errors import CheckpointError
+from model.common.files import MAX_NAME, FileLock, LockedError, check_name, replace_file, sync_folder
+
+_PREFIX, _SUFFIX = ".", ".groupwise"
+_LONGEST_NAME = MAX_NAME - len(_PREFIX + _SUFFIX) - len("-01234567.owner")
+"""Of OUT, in bytes: the names of the staging area and of its lock are made of it."""
+
+
+def check_out(out: Path) -> None:
+    """Raise InputError if OUT has a name that no output can have."""
+    check_name(out, "OUT", _LONGEST_NAME)
+
+
+class Staging:
+    """The staging area of one OUT; a context manager that holds its lock."""
+
+    def __init__(self, out: Path, may_replace: Callable[[Path], bool] | None = None) -> None:
+        """`may_replace` tells whether what is at OUT may be replaced; without it, nothing may."""
+        check_out(out)
+        self.out = out
+        self.root = out.parent / f"{_PREFIX}{out.name}{_SUFFIX}"
+        self.folder = self.root / "folder"
+        self.scratch = self.root / "scratch"
+        self._may_replace = may_replace
+        self._journal = self.root / "journal.jsonl"
+        self._replaced = self.root / "replaced"
+        self.finished: dict[str, Any] = {}
+        """What the journal says is done: name → what was recorded with it."""
+        self._writing = threading.Lock()
+
+    def __enter__(self) -> Self:
+        """Take the lock. Raises CheckpointError if another process has it, or OUT is there and may not be replaced."""
+        self._take_lock()
+        try:
+            self._recover()
+            if os.path.lexists(self.out) and not self._is_replaceable():
+                raise CheckpointError(f"{self.out} exists; choose another name, or remove it.")
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def _take_lock(self) -> None:
+        for _ in range(10):
+            try:
+                self.root.parent.mkdir(parents=True, exist_ok=True)
+                self.root.mkdir(exist_ok=True)
+                self._lock = FileLock(self.root / "lock").__enter__()
+                return
+            except LockedError as error:
+                raise CheckpointError(f"{self.out} is being written by {error}; wait for it or stop it.") from error
+            except FileNotFoundError:  # the process that had the lock has just removed the folder
+                continue
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot write beside {self.out}: {error.strerror}; choose another OUT."
+                ) from error
+        raise CheckpointError(f"{self.root} is removed by another process again and again; stop that.")
+
+    def __exit__(self, *exc: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of the lock; remove the folder if it holds nothing else."""
+        if self.root.is_dir() and not {path.name for path in self.root.iterdir()} - {"lock", "lock.owner"}:
+            self._remove_root()
+        self._lock.release()
+
+    def _is_replaceable(self) -> bool:
+        return self._may_replace is not None and self._may_replace(self.out)
+
+    def _recover(self) -> None:
+        """Put back what a killed run took away and did not replace; remove what it has no more use for."""
+        if self._replaced.exists() and not os.path.lexists(self.out):
+            self._replaced.rename(self.out)
+            sync_folder(self.out.parent)
+        if not self.folder.exists():  # it has become OUT
+            _remove(self._replaced)
+            _remove(self.scratch)
+            self._journal.unlink(missing_ok=True)
+        elif self._replaced.exists():
+            raise CheckpointError(
+                f"{self.out} exists, and so does what a killed run moved from there to {self._replaced}; "
+                "move one of them to another place."
+            )
+        ours = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
+        for path in self.out.parent.iterdir():
+            if ours.fullmatch(path.name):  # a lock whose folder was removed just before the kill
+                path.unlink(missing_ok=True)
+
+    def open(self, fingerprint: str) -> None:
+        """Continue the run with this fingerprint if there is one, else start with an empty folder."""
+        begun_with, finished, size = _read_journal(self._journal)
+        if begun_with == fingerprint and self.folder.is_dir():
+            self.finished = finished
+            os.truncate(self._journal, size)  # a line that a kill has cut
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.folder.mkdir()
+        replace_file(self._journal, (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
+
+    @property
+    def begun_with(self) -> str | None:
+        """The fingerprint of the run that was killed here; None if there is none."""
+        return _read_journal(self._journal)[0]
+
+    def record(self, name: str, record: Any) -> None:
+        """Add to the journal. Should a power cut lose the line, the piece is made again."""
+        with self._writing:
+            with self._journal.open("a") as file:
+                file.write(json.dumps({"name": name, "record": record}) + "\n")
+            self.finished[name] = record
+
+    def record_file(self, name: str, record: Any) -> None:
+        """Add a finished file of the folder to the journal. Its content must be on the disk already."""
+        sync_folder(self.folder)
+        self.record(name, record)
+
+    def keep_only(self, names: Iterable[str]) -> None:
+        """Remove every file from the folder but these, which are named relative to it; also empty folders."""
+        kept = {self.folder / name for name in names}
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # what a folder holds comes before it
+            if path.is_dir() and not path.is_symlink():
+                with suppress(OSError):
+                    path.rmdir()  # fails where something is left in it
+            elif path not in kept:
+                path.unlink()
+
+    def publish(self) -> None:
+        """Make the finished folder OUT.
+
+        Raises FileExistsError, with all that is finished kept, if something has appeared there that may not be
+        replaced.
+        """
+        sync_folder(self.folder)
+        if os.path.lexists(self.out):
+            if not self._is_replaceable():
+                raise FileExistsError(f"{self.out} has appeared meanwhile; move it to another place")
+            self.out.rename(self._replaced)
+        try:
+            self.folder.rename(self.out)  # fails, by POSIX, where there is anything but an empty folder
+        except OSError:
+            if self._replaced.exists():
+                self._replaced.rename(self.out)
+            raise
+        sync_folder(self.out.parent)
+        try:
+            self.discard()
+        except OSError as error:  # OUT is complete all the same
+            console.warn(f"{self.root} could not be removed ({error}); it is of no more use.")
+
+    def discard(self) -> None:
+        """Remove the staging area. What a killed run took away and did not replace goes back to its place."""
+        self._recover()
+        for path in (self.folder, self.scratch):
+            _remove(path)
+        self._journal.unlink(missing_ok=True)
+        self._remove_root()
+
+    def _remove_root(self) -> None:
+        """Remove the folder while the lock is held.
+
+        The locked file leaves it first: on NFS, a file that is removed while it is open stays under another name.
+        """
+        aside = self.out.parent / f"{self.root.name}-{secrets.token_hex(4)}"
+        self._lock.move(aside)
+        with suppress(OSError):  # another process may have begun in it already
+            self.root.rmdir()
+        self._lock.release()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that is of no more use. Where that fails, the work itself is done all the same."""
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        console.warn(f"{folder} could not be removed ({error}); it is of no more use.")
+
+
+def _read_journal(path: Path) -> tuple[str | None, dict[str, Any], int]:
+    """Return the fingerprint, the records by name, and the bytes of the file up to the first broken line."""
+    fingerprint, finished, size = None, {}, 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            if not line.endswith(b"\n"):
+                break
+            entry = json.loads(line)
+            if fingerprint is None:
+                fingerprint = str(entry["fingerprint"])
+            else:
+                finished[str(entry["name"])] = entry["record"]
+        except (ValueError, LookupError, TypeError):
+            break
+        size += len(line)
+    return fingerprint, finished, size

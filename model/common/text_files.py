@@ -1,0 +1,213 @@
+"""Compressed files, read a bounded piece at a time: a small file may hold more than any memory.
+
+Where the data is damaged or cut off, the file is refused.
+"""
+
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from model.common.errors import InputError
+
+BLOCK_BYTES = 1 << 16
+BUFFER_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+"""What is decompressed at a time, at most."""
+MAX_LINE_BYTES = 256 << 20
+"""A line or a text file beyond this is no document that could be tokenised."""
+MAX_WINDOW_BYTES = 256 << 20
+"""What a file may make its decompressor keep. The presets of xz need 65 MiB; zstd without --long needs 8 MiB."""
+ZSTD_STEP_BYTES = 1 << 10
+"""What zstandard is given at a time, since it cannot bound what it returns: 4 bytes give 128 KiB at most, so 32 MiB."""
+
+
+class _Gzip:
+    """One member of a gzip file: `decompress` returns at most PIECE_BYTES, and keeps what it has not used yet."""
+
+    error: type[Exception] = zlib.error
+    padding = 1
+    """Zero bytes may follow a member, in multiples of this."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._member.unconsumed_tail
+
+    @property
+    def eof(self) -> bool:
+        return self._member.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._member.unused_data
+
+    def decompress(self, block: bytes) -> bytes:
+        return self._member.decompress(self._member.unconsumed_tail + block, PIECE_BYTES)
+
+
+class _Xz:
+    """One stream of an xz file."""
+
+    error: type[Exception] = lzma.LZMAError
+    padding = 4
+
+    def __init__(self) -> None:
+        self._stream = lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES)
+
+    @property
+    def needs_input(self) -> bool:
+        return self._stream.needs_input
+
+    @property
+    def eof(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._stream.unused_data
+
+    def decompress(self, block: bytes) -> bytes:
+        return self._stream.decompress(block, PIECE_BYTES)
+
+
+class _Zstd:
+    """One frame of a zstd file."""
+
+    padding = 0
+
+    def __init__(self) -> None:
+        zstandard = _zstandard()
+        self.error: type[Exception] = zstandard.ZstdError
+        self._frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
+        self._rest = memoryview(b"")
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._rest
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._frame.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._frame.unused_data) + bytes(self._rest)
+
+    def decompress(self, block: bytes) -> bytes:
+        rest = memoryview(block) if block else self._rest
+        self._rest = rest[ZSTD_STEP_BYTES:]
+        return bytes(self._frame.decompress(rest[:ZSTD_STEP_BYTES]))
+
+
+def _zstandard() -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ModuleNotFoundError as error:
+        raise InputError("reading .zst files needs the zstandard package: pip install zstandard.") from error
+
+
+KINDS: dict[str, Callable[[], "_Gzip | _Xz | _Zstd"]] = {".gz": _Gzip, ".xz": _Xz, ".zst": _Zstd}
+"""By suffix: what makes a decompressor of one member of the file."""
+
+SUFFIXES = tuple(KINDS)
+
+
+def check(path: str) -> None:
+    """Raise InputError if the file's kind needs a package that is not installed."""
+    KINDS[Path(path).suffix]()
+
+
+def is_compressed(path: str) -> bool:
+    return path.endswith(SUFFIXES)
+
+
+def open_compressed(raw: BinaryIO, path: str) -> io.BufferedReader:
+    """Return the content of an open compressed file. Reading raises EOFError where that is damaged or ends early."""
+    return io.BufferedReader(_Decompressed(raw, path), BUFFER_BYTES)
+
+
+def lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """Yield how many bytes of the file have been read, and the next line. Raises InputError for a line too long."""
+    n_lines = 0
+    with Path(path).open("rb") as raw, open_compressed(raw, path) as stream:
+        try:
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                n_lines += 1
+                if len(line) > MAX_LINE_BYTES:
+                    refuse_long_line(path, n_lines)
+                yield raw.tell(), line
+        except EOFError as error:
+            raise InputError(f"{path}:{n_lines + 1}: the compressed data is {error}; fetch the file anew.") from error
+
+
+def refuse_long_line(path: str, number: int) -> NoReturn:
+    raise InputError(
+        f"{path}:{number}: the line is longer than {MAX_LINE_BYTES:,} bytes, which is no document; divide it, or leave "
+        "it out."
+    )
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file, of one member or several. Raises EOFError where that is damaged or ends early.
+
+    (What `gzip` and `zstandard` have for this takes some damaged files for complete ones.)
+    """
+
+    def __init__(self, raw: BinaryIO, path: str) -> None:
+        self._raw = raw
+        self._make = KINDS[Path(path).suffix]
+        self._member = self._make()
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            if not self._member.eof:
+                self._content = memoryview(self._step())
+            elif not self._begin_next():
+                return 0
+        n = min(len(buffer), len(self._content))
+        buffer[:n] = self._content[:n]
+        self._content = self._content[n:]
+        return n
+
+    def _step(self, block: bytes = b"") -> bytes:
+        """Decompress the given beginning of a member, or else what follows. What comes of it may be empty."""
+        is_at_end = False
+        if not block and self._member.needs_input:
+            block = self._raw.read(BLOCK_BYTES)
+            is_at_end = not block
+        try:
+            content = self._member.decompress(block)
+        except self._member.error as error:
+            raise EOFError(f"damaged ({error})") from error
+        if is_at_end and not content and not self._member.eof:
+            raise EOFError("cut off")
+        return content
+
+    def _begin_next(self) -> bool:
+        """Begin the next member, behind zeros that fill up a block of a tape or disk; return whether there is one."""
+        block, n_zeros = self._member.unused_data, 0
+        while True:
+            rest = block.lstrip(b"\0") if self._member.padding else block
+            n_zeros += len(block) - len(rest)
+            if rest:
+                break
+            block = self._raw.read(BLOCK_BYTES)
+            if not block:
+                break
+        if n_zeros and n_zeros % self._member.padding:
+            raise EOFError("damaged (padding of a wrong length)")
+        if not rest:
+            return False
+        self._member = self._make()
+        self._content = memoryview(self._step(rest))
+        return True

@@ -1,0 +1,95 @@
+"""JSON that the program wrote itself, read back: every key is there, and each value is of its type.
+
+Types are written as Python's: str, int, float (a finite one, or a whole number), bool, None, tuple[…, ...] for a list,
+dict[str, …], dataclasses, and unions of these. Booleans are no numbers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from model.common.checks import LARGEST_COUNT, is_finite, show
+from model.common.errors import InputError
+
+T = TypeVar("T")
+
+
+def parse_object(text: bytes | str) -> dict[str, Any]:
+    """Parse a JSON object. Raises InputError where the text is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{show(found)} where a JSON object belongs")
+    return found
+
+
+def make(kind: type[T], values: Mapping[str, Any], name: str = "") -> T:
+    """Make a dataclass of an object. Raises InputError for a missing, unknown or mistyped key; `name` leads to it."""
+    given = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    if unknown := values.keys() - given.keys():
+        raise InputError(f"the unknown key {show(_join(name, min(unknown)))}")
+    required = [n for n, f in given.items() if f.default is MISSING and f.default_factory is MISSING]
+    types = {key: hint for key, hint in get_type_hints(kind).items() if key in values or key in required}
+    return kind(**check_types(values, types, name))
+
+
+def check_types(values: Mapping[str, Any], types: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+    """Return the values of these keys. Raises InputError where one is missing or of another type."""
+    found = {}
+    for key, wanted in types.items():
+        if key not in values:
+            raise InputError(f"no {_join(name, key)}")
+        found[key] = _fit(values[key], wanted, _join(name, key))
+    return found
+
+
+def _join(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _fit(value: Any, wanted: Any, name: str) -> Any:
+    """Return a value as a type has it."""
+    origin, inner = get_origin(wanted), get_args(wanted)
+    for option in inner if origin in (Union, UnionType) else (wanted,):
+        if _is(value, option):
+            return _convert(value, option, name)
+    raise InputError(f"{name} = {show(value)}, which is not {_in_words(wanted)}")
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Say whether a value is of a type, what it contains aside."""
+    if wanted is float:
+        return is_finite(value)
+    if wanted is int:
+        return type(value) is int and abs(value) <= LARGEST_COUNT
+    if is_dataclass(wanted):
+        return isinstance(value, dict)
+    kind = get_origin(wanted) or wanted
+    return kind is Any or type(value) is (list if kind is tuple else kind)
+
+
+def _convert(value: Any, wanted: Any, name: str) -> Any:
+    inner = get_args(wanted)
+    if wanted is float:
+        return float(value)
+    if is_dataclass(wanted):
+        return make(wanted, value, name)  # type: ignore[arg-type]
+    if get_origin(wanted) is tuple:
+        return tuple(_fit(part, inner[0], f"{name}[{i}]") for i, part in enumerate(value))
+    if get_origin(wanted) is dict:
+        return {key: _fit(part, inner[1], _join(name, key)) for key, part in value.items()}
+    return value
+
+
+_WORDS = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false", NoneType: "null"}
+
+
+def _in_words(wanted: Any) -> str:
+    origin = get_origin(wanted)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_in_words, get_args(wanted)))
+    return "a list" if origin is tuple else _WORDS.get(wanted, "an object")

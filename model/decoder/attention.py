@@ -1,0 +1,123 @@
+r"""Attention over grouped heads: MHA, GQA and MQA are one computation.
+
+    MHA, n_kv_heads = n_heads       GQA, two groups          MQA, one group
+      q0  q1  q2  q3                 q0  q1  q2  q3           q0  q1  q2  q3
+      |   |   |   |                    \ /     \ /               \  \ /  /
+      k0  k1  k2  k3                   k0      k1                   k0
+
+Query head h reads K/V head h // heads_per_group. Letters: B batch, T query tokens, S key tokens (more than T beside a
+cache), H query heads, G groups (= K/V heads), K heads in a group, D head_dim.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.decoder.linear import product_dtype
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys each query sees. With nothing set: itself and all before it (one new token beside a cache: all)."""
+
+    segments: tuple[tuple[int, int, int], ...] | None = None
+    """(row, start, stop) of every document, where rows hold several and each is attended to by itself."""
+    boundaries: Tensor | None = None
+    """The same for packed attention: where documents begin in the batch laid end to end, and its length (int32)."""
+    allowed_B1TS: Tensor | None = None
+    """True where seen, for what has no cheaper form: padding, windows, a text that goes on beside its cache."""
+    window: int | None = None
+    """With `boundaries`: how many tokens back a query sees, itself included."""
+
+
+def attend(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Tensor:
+    """Return softmax(q kᵀ / √D) v of every head, [B, T, H, D]."""
+    if mask.boundaries is not None:
+        return _variable_length(q_BTHD, k_BSGD, v_BSGD, mask.boundaries, mask.window)
+    if mask.segments is not None:
+        return by_segment(q_BTHD, k_BSGD, v_BSGD, mask.segments)
+    if q_BTHD.shape[1] == 1:
+        return _one_token(q_BTHD, k_BSGD, v_BSGD, mask.allowed_B1TS)
+    return _all_tokens(q_BTHD, k_BSGD, v_BSGD, mask.allowed_B1TS)
+
+
+def has_packed_attention(x: Tensor, head_dim: int) -> bool:
+    """Say whether heads computed from x can go to flash attention for texts laid end to end (newer torch)."""
+    if not has_flash_attention(x, head_dim):
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def has_flash_attention(x: Tensor, head_dim: int) -> bool:
+    """Say whether heads computed from x can go to flash attention.
+
+    It is CUDA's, for half precision and Ampere or newer; for heads of a multiple of 8 up to 256, others it would pad.
+    """
+    if not x.is_cuda or product_dtype(x) not in (torch.float16, torch.bfloat16):
+        return False
+    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def _all_tokens(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B1TS: Tensor | None) -> Tensor:
+    q_BHTD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGD))
+    heads_per_group = q_BHTD.shape[1] // k_BGSD.shape[1]
+    # Without flash, or with a mask, `enable_gqa` falls to the kernel with S² memory (pytorch issues 139586, 181528).
+    grouped = heads_per_group > 1 and allowed_B1TS is None and has_flash_attention(q_BHTD, q_BHTD.shape[3])
+    if heads_per_group > 1 and not grouped:
+        k_BGSD, v_BGSD = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_BGSD, v_BGSD))
+    out_BHTD = F.scaled_dot_product_attention(
+        q_BHTD, k_BGSD, v_BGSD, attn_mask=allowed_B1TS, is_causal=allowed_B1TS is None, enable_gqa=grouped
+    )
+    return out_BHTD.transpose(1, 2)
+
+
+def _one_token(q_B1HD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B11S: Tensor | None) -> Tensor:
+    """Decode: the heads of a group stand where tokens would, so that each K/V head is read once and never repeated."""
+    batch, _, n_heads, head_dim = q_B1HD.shape
+    out_BGKD: Tensor
+    q_BGKD = q_B1HD.view(batch, k_BSGD.shape[2], -1, head_dim)
+    k_BGSD, v_BGSD = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+    if q_B1HD.is_cpu:  # torch's kernel for this copies all keys to scale them
+        scores_BGKS = (q_BGKD * head_dim**-0.5) @ k_BGSD.mT
+        if allowed_B11S is not None:
+            scores_BGKS = scores_BGKS.masked_fill(~allowed_B11S, float("-inf"))
+        out_BGKD = scores_BGKS.softmax(dim=-1, dtype=torch.float32).to(v_BGSD.dtype) @ v_BGSD
+    else:
+        out_BGKD = F.scaled_dot_product_attention(q_BGKD, k_BGSD, v_BGSD, attn_mask=allowed_B11S)
+    return out_BGKD.reshape(batch, 1, n_heads, head_dim)
+
+
+def by_segment(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, segments: tuple[tuple[int, int, int], ...]) -> Tensor:
+    """Attend document by document: exact, and Σ length² work instead of T²."""
+    places = [(slice(row, row + 1), slice(start, stop)) for row, start, stop in segments]
+    out = [_all_tokens(q_BTHD[place], k_BSGD[place], v_BSGD[place], None)[0] for place in places]
+    return torch.cat(out).view(q_BTHD.shape)
+
+
+def _variable_length(
+    q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, boundaries: Tensor, window: int | None
+) -> Tensor:  # fmt: skip
+    """Attend document by document in one kernel (flash attention for variable lengths)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = q_BTHD.shape[1]
+    out = varlen_attn(
+        q_BTHD.flatten(0, 1),
+        k_BTGD.flatten(0, 1),
+        v_BTGD.flatten(0, 1),
+        cu_seq_q=boundaries,
+        cu_seq_k=boundaries,
+        max_q=longest,
+        max_k=longest,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q_BTHD.shape[2] != k_BTGD.shape[2],
+    )
+    assert isinstance(out, Tensor)
+    return out.view(q_BTHD.shape)

@@ -1,0 +1,106 @@
+"""Losses over a large vocabulary without ever holding all logits.
+
+The logits of N tokens are N x V numbers, often the largest tensor of a training step. Here they are made a chunk of
+tokens at a time, and each chunk's gradients are taken at once, so that the backward pass only scales them.
+
+Letters: N tokens, C tokens of a chunk, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.decoder.linear import product_dtype
+
+LossAndGradient = Callable[[slice, Tensor], Tensor]
+"""Takes the tokens of a chunk and their float32 logits [C, V]; returns their losses [C, 1], and leaves
+d loss / d logits in the logits' place."""
+_FEWEST_LOGITS = 1 << 23
+"""32 MB in float32. Fewer would make too many passes over the weight's gradient."""
+
+
+def chunked_loss(hidden_ND: Tensor, weight_VD: Tensor, counts_N: Tensor, rule: LossAndGradient) -> Tensor:
+    """Return the sum of a loss over the tokens where `counts_N`, float32. Logits are hidden · weightᵀ.
+
+    Matrix products run in autocast's dtype, everything after them in float32.
+    """
+    loss_sum: Tensor = _ChunkedLoss.apply(hidden_ND, weight_VD, counts_N, rule)  # type: ignore[no-untyped-call]
+    return loss_sum
+
+
+class ChunkLogits:
+    """Logits of a chunk of tokens, made in the same memory for each: fresh memory costs more than the arithmetic."""
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, chunk_size: int) -> None:
+        dtype = product_dtype(hidden_ND)
+        self.hidden_ND, self.weight_VD = hidden_ND.detach().to(dtype), weight_VD.detach().to(dtype)
+        shape = (min(chunk_size, len(hidden_ND)), len(weight_VD))
+        self._product_CV = self.hidden_ND.new_empty(shape)
+        in_place = dtype == torch.float32
+        self._logits_CV = self._product_CV if in_place else self.hidden_ND.new_empty(shape, dtype=torch.float32)
+
+    def of(self, chunk: slice) -> Tensor:
+        """Return float32 logits, [C, V], to be changed at will."""
+        hidden_CD = self.hidden_ND[chunk]
+        product_CV, logits_CV = self._product_CV[: len(hidden_CD)], self._logits_CV[: len(hidden_CD)]
+        torch.mm(hidden_CD, self.weight_VD.T, out=product_CV)
+        return product_CV if self._logits_CV is self._product_CV else logits_CV.copy_(product_CV)
+
+    def for_products(self, gradient_CV: Tensor) -> Tensor:
+        """Return what the logits were made into, in the dtype of the matrix products."""
+        if self._logits_CV is self._product_CV:
+            return gradient_CV
+        return self._product_CV[: len(gradient_CV)].copy_(gradient_CV)
+
+
+def tokens_of_a_chunk(hidden_ND: Tensor, weight_VD: Tensor) -> int:
+    """Return how many tokens make a chunk: at most as many logits as numbers in the hidden states, if that is not few.
+
+    So a wide model, whose weight takes long to read, reads it seldom (the rule of Liger, Hsu et al. 2024).
+    """
+    return max(1, max(_FEWEST_LOGITS, hidden_ND.numel()) // len(weight_VD))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, counts_N: Tensor, rule: LossAndGradient) -> Tensor:
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        loss = hidden_ND.new_zeros((), dtype=torch.float32)
+        step = tokens_of_a_chunk(hidden_ND, weight_VD)
+        logits = ChunkLogits(hidden_ND, weight_VD, step)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for start in range(0, len(hidden_ND), step):
+                chunk = slice(start, start + step)
+                logits_CV, counts_C1 = logits.of(chunk), counts_N[chunk, None]
+                loss += (rule(chunk, logits_CV) * counts_C1).sum()
+                grad_CV = logits.for_products(logits_CV)
+                if grad_hidden is not None:
+                    grad_hidden[chunk] = (grad_CV @ logits.weight_VD) * counts_C1
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_CV.T, logits.hidden_ND[chunk] * counts_C1)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        (scale,) = grad_outputs
+        # In place, since fresh memory costs more than the product; autograd refuses a second backward pass.
+        return (
+            None if grad_hidden is None else grad_hidden.mul_(scale.to(grad_hidden.dtype)),
+            None if grad_weight is None else grad_weight.mul_(scale.to(grad_weight.dtype)),
+            None,
+            None,
+        )
+
+
+def _add_product(sum_VD: Tensor, grad_VC: Tensor, hidden_CD: Tensor) -> None:
+    """Add a product to a float32 sum; one of half precision is taken first."""
+    if grad_VC.dtype == torch.float32:
+        sum_VD.addmm_(grad_VC, hidden_CD)
+    else:
+        sum_VD += grad_VC @ hidden_CD

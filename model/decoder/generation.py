@@ -1,0 +1,166 @@
+"""Generate text: prefill the cache with the prompts, then decode a token at a time.
+
+python -m model.decoder.generation FOLDER --prompt "Once upon a time"
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from model.common import checks, console
+from model.common.console import echo
+from model.common.errors import CheckpointError, InputError
+from model.common.tokenizer import open_tokenizer
+from model.decoder.kv_cache import KVCache
+from model.decoder.linear import linear
+from model.decoder.llama import LlamaForCausalLM
+from model.decoder.loading import load_model
+
+
+def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Return prompts side by side, [B, T], and how many padding tokens begin each, or None if they are equally long."""
+    longest = max(map(len, prompts))
+    padding_B = torch.tensor([longest - len(prompt) for prompt in prompts])
+    ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    return ids_BT, padding_B if padding_B.any() else None
+
+
+@torch.inference_mode()
+def prefill(model: LlamaForCausalLM, ids_BT: Tensor, cache: KVCache) -> Tensor:
+    """Put the prompts into the cache, and return the logits of the token after them, [B, V]."""
+    hidden_BTM = model.model(ids_BT, cache=cache)
+    return linear(hidden_BTM[:, -1:], model.head_weight)[:, 0].float()
+
+
+@torch.inference_mode()
+def decode(model: LlamaForCausalLM, ids_B: Tensor, cache: KVCache) -> Tensor:
+    """Add one token to each text, and return the logits of the one after it, [B, V]."""
+    return prefill(model, ids_B[:, None], cache)
+
+
+def generate(
+    model: LlamaForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop_ids: Sequence[int] | None = None,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt, up to and without a stop id.
+
+    `stop_ids` None takes the model's own end-of-text tokens; an empty list generates all `max_new_tokens`.
+    Temperature 0 is greedy. `top_p` samples from the smallest set of tokens that holds this share of the probability
+    (Holtzman et al. 2020). The same seed gives the same text.
+    """
+    stop_ids = model.stop_ids if stop_ids is None else stop_ids
+    out: list[list[int]] = [[] for _ in prompts]
+    running = [True] * len(prompts)
+    for ids in stream(model, prompts, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
+        for row, token in enumerate(ids):
+            running[row] = running[row] and token not in stop_ids
+            if running[row]:
+                out[row].append(token)
+        if not any(running):
+            break
+    return out
+
+
+def stream(
+    model: LlamaForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Iterator[list[int]]:
+    """Yield the next token of every prompt, step by step."""
+    weight = model.head_weight
+    ids_BT, padding_B = pad_left(prompts)
+    ids_BT = ids_BT.to(weight.device)
+    padding_B = None if padding_B is None else padding_B.to(weight.device)
+    capacity = ids_BT.shape[1] + max_new_tokens
+    cache = KVCache(model.config, len(prompts), capacity, weight.dtype, weight.device, padding_B)
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    logits_BV = prefill(model, ids_BT, cache)
+    for step in range(max_new_tokens):
+        ids_B = choose(logits_BV, temperature, top_p, generator)
+        yield ids_B.tolist()
+        if step + 1 < max_new_tokens:
+            logits_BV = decode(model, ids_B, cache)
+
+
+def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """Choose each row's next token, [B]."""
+    if temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    p_BV = (logits_BV / temperature).softmax(dim=-1)
+    if top_p == 1:
+        return torch.multinomial(p_BV, 1, generator=generator)[:, 0]
+    p_BV, order_BV = p_BV.sort(dim=-1, descending=True)
+    before_BV = p_BV.cumsum(dim=-1) - p_BV
+    p_BV = p_BV.masked_fill(before_BV >= top_p, 0.0)
+    choice_B1 = torch.multinomial(p_BV, 1, generator=generator)
+    return order_BV.gather(1, choice_B1)[:, 0]
+
+
+def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
+    """Print the prompt's continuation as it comes, then the speed of prefill and decode and the cache's size."""
+    model, tokenizer = load_model(folder), open_tokenizer(folder)
+    if not isinstance(model, LlamaForCausalLM):
+        raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")
+    ids: list[int] = tokenizer(prompt).input_ids
+    if not ids:
+        raise CheckpointError("the prompt is empty; write at least one word.")
+    out, text = list[int](), ""
+    times = [time.perf_counter()]
+    echo(prompt, nl=False)
+    for (token,) in stream(model, [ids], max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
+        times.append(time.perf_counter())
+        if token in model.stop_ids:
+            break
+        # All so far is decoded anew, since a character may take several tokens; until it is whole it ends in U+FFFD.
+        out.append(token)
+        longer = str(tokenizer.decode(out))
+        if not longer.endswith("\ufffd"):
+            echo(longer[len(text) :], nl=False)
+            text = longer
+    echo("\n\n" + _report(model, len(ids), len(ids) + max_new_tokens, times), err=True)
+
+
+def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[float]) -> str:
+    """Describe a run by the moments at which it began and each token came."""
+    config, steps = model.config, len(times) - 2
+    cache = KVCache(config, 1, capacity, model.head_weight.dtype, "meta")
+    decoded = f"{steps / (times[-1] - times[1]):.1f} tokens/s" if steps else "no step"
+    return (
+        f"prefill {n_prompt / (times[1] - times[0]):.1f} tokens/s · decode {decoded} · KV cache {cache.nbytes:,} bytes "
+        f"({config.n_kv_heads} K/V heads for {config.n_heads} query heads, room for {capacity} tokens)"
+    )
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True, help="What the text begins with.")
+@click.option("--max-new-tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True)
+@click.option("--temperature", type=checks.FiniteFloat(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=checks.FiniteFloat(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True)
+def main(folder: Path, **options: Any) -> None:
+    """Generate text with the checkpoint in FOLDER, on the CPU."""
+    try:
+        show(folder, **options)
+    except (InputError, OSError) as error:
+        console.echo_line(f"Error: {error}")
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    console.run(main)

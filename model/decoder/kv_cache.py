@@ -1,0 +1,58 @@
+"""The KV cache: preallocated, and holding only `n_kv_heads`, which is what grouped-query attention is for.
+
+Letters: B batch, S tokens, G K/V heads, D head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+from model.decoder.config import LlamaConfig
+
+
+class LayerCache:
+    """One layer's keys and values, [B, G, capacity, D] each."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
+        self.k_BGSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_BGSD = torch.zeros(shape, dtype=dtype, device=device)
+
+    def store(self, start: int, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new tokens from `start` on, and return the keys and values of all so far, [B, S, G, D]."""
+        stop = start + k_BTGD.shape[1]
+        self.k_BGSD[:, :, start:stop] = k_BTGD.transpose(1, 2)
+        self.v_BGSD[:, :, start:stop] = v_BTGD.transpose(1, 2)
+        return self.k_BGSD[:, :, :stop].transpose(1, 2), self.v_BGSD[:, :, :stop].transpose(1, 2)
+
+
+class KVCache:
+    """The keys and values of all layers, for `batch` texts of up to `capacity` tokens each.
+
+    Keys are stored rotated, as attention reads them.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        padding_B: Tensor | None = None,
+    ) -> None:
+        shape = (batch, config.n_kv_heads, capacity, config.head_dim)
+        self.layers = [LayerCache(shape, dtype, device) for _ in range(config.n_layers)]
+        self.capacity = capacity
+        self.padding_B = padding_B
+        """How many tokens at the beginning of each row are padding; None where none are."""
+        self.length = 0
+        """Tokens stored so far, padding included."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.k_BGSD.nbytes + layer.v_BGSD.nbytes for layer in self.layers)
+
+    def check_room(self, new: int) -> None:
+        if self.length + new > self.capacity:
+            raise ValueError(
+                f"the text grows to {self.length + new} tokens, but the cache holds {self.capacity}; make it larger."
+            )

@@ -1,0 +1,193 @@
+"""The Llama decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+
+Modules are named as Hugging Face names them, so that the state dict is the checkpoint file. Letters of tensor names:
+B batch, T tokens, M hidden_size, H query heads, G K/V heads (groups), D head_dim, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.decoder.attention import Mask, attend, has_packed_attention
+from model.decoder.config import LlamaConfig
+from model.decoder.cross_entropy import IGNORED, chunked_cross_entropy
+from model.decoder.kv_cache import KVCache, LayerCache
+from model.decoder.linear import Linear, linear, product_dtype
+from model.decoder.masks import document_lengths, document_mask, document_positions, text_mask
+from model.decoder.rope import rotate, rotations
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the new tokens, [B, T, 1, D] each."""
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square, in float32, then scale (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed x in the dtype the next matrix product wants, so that it is cast once for all of them."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(product_dtype(x))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=config.o_bias)
+
+    def forward(self, x_BTM: Tensor, rotation: Rotation, mask: Mask, cache: LayerCache | None, start: int) -> Tensor:
+        heads = (*x_BTM.shape[:2], -1, self.head_dim)
+        q_BTHD = rotate(self.q_proj(x_BTM).view(heads), *rotation)
+        k_BTGD = rotate(self.k_proj(x_BTM).view(heads), *rotation)
+        v_BTGD = self.v_proj(x_BTM).view(heads)
+        if cache is not None:
+            k_BTGD, v_BTGD = cache.store(start, k_BTGD, v_BTGD)
+        out_BTHD = attend(q_BTHD, k_BTGD, v_BTGD, mask)
+        out_BTM: Tensor = self.o_proj(out_BTHD.flatten(2))
+        return out_BTM
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        wide, narrow = config.intermediate_size, config.hidden_size
+        self.gate_proj = Linear(narrow, wide, bias=config.mlp_bias)
+        self.up_proj = Linear(narrow, wide, bias=config.mlp_bias)
+        self.down_proj = Linear(wide, narrow, bias=config.mlp_bias)
+
+    def forward(self, x_BTM: Tensor) -> Tensor:
+        out_BTM: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTM)) * self.up_proj(x_BTM))
+        return out_BTM
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, each normalised before and added to the stream."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x_BTM: Tensor, rotation: Rotation, mask: Mask, cache: LayerCache | None = None, start: int = 0
+    ) -> Tensor:
+        x_BTM = x_BTM + self.self_attn(self.input_layernorm(x_BTM), rotation, mask, cache, start)
+        out_BTM: Tensor = x_BTM + self.mlp(self.post_attention_layernorm(x_BTM))
+        return out_BTM
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and last norm: everything but the head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, ids_BT: Tensor, documents_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Return the hidden states [B, T, M]. With a cache, the ids go on from what it holds, and are added to it."""
+        if cache is not None:
+            cache.check_room(ids_BT.shape[1])
+        start = cache.length if cache else 0
+        x_BTM = self.embed_tokens(ids_BT)
+        rotation = self._rotation(ids_BT, documents_BT, cache, x_BTM.dtype)
+        masks = {window: self._mask(ids_BT, documents_BT, cache, window) for window in set(self.config.windows)}
+        for index, layer in enumerate(self.layers):
+            slot = cache.layers[index] if cache else None
+            x_BTM = layer(x_BTM, rotation, masks[self.config.windows[index]], slot, start)
+        if cache is not None:
+            cache.length += ids_BT.shape[1]
+        hidden_BTM: Tensor = self.norm(x_BTM)
+        return hidden_BTM
+
+    def _rotation(
+        self, ids_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None, dtype: torch.dtype
+    ) -> Rotation:
+        rope = self.config.rope
+        if documents_BT is not None:
+            lengths_BT = document_lengths(documents_BT) if rope.needs_lengths else None
+            return rotations(rope, document_positions(documents_BT), lengths_BT, dtype)
+        old = cache.length if cache else 0
+        positions_BT = torch.arange(old, old + ids_BT.shape[1], device=ids_BT.device)[None]
+        if cache is not None and cache.padding_B is not None:
+            positions_BT = (positions_BT - cache.padding_B[:, None]).clamp(min=0)
+        # The last token's position tells the length of a row's text; padding is on the left.
+        return rotations(rope, positions_BT, positions_BT[:, -1:] + 1 if rope.needs_lengths else None, dtype)
+
+    def _mask(self, ids_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None, window: int | None) -> Mask:
+        if documents_BT is not None:
+            packed = has_packed_attention(self.embed_tokens.weight, self.config.head_dim)
+            return document_mask(documents_BT, window, packed)
+        old, padding_B = (cache.length, cache.padding_B) if cache else (0, None)
+        return text_mask(ids_BT.shape[0], old, ids_BT.shape[1], window, padding_B, ids_BT.device)
+
+
+class LlamaForCausalLM(nn.Module):
+    """The decoder and its head, which predicts the next token."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stop_ids: tuple[int, ...] = ()
+        """The end-of-text tokens, at which `generate` stops; of a model that is read from a checkpoint, its own."""
+        self.model = Decoder(config)
+        self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix, [V, M]; the embedding's where they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Return the hidden states that the head reads, [B, T, M]."""
+        hidden_BTM: Tensor = self.model(ids_BT, documents_BT)
+        return hidden_BTM
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        labels_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return float32 logits [B, T, V]; with labels, the sum of their losses (nats, float32) and how many count.
+
+        Labels are the ids themselves: they are shifted here, and −100 counts for nothing. `documents_BT` numbers the
+        documents of packed rows: tokens see, and predict, only tokens of their own, and positions begin anew.
+        """
+        _check_ids(ids_BT, self.config.vocab_size)
+        hidden_BTM = self.model(ids_BT, documents_BT, cache)
+        if labels_BT is None:
+            return linear(hidden_BTM, self.head_weight).float()
+        targets_BT = labels_BT[:, 1:]
+        if documents_BT is not None:
+            targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)
+        return chunked_cross_entropy(hidden_BTM[:, :-1].flatten(0, 1), self.head_weight, targets_BT.flatten())
+
+
+def _check_ids(ids_BT: Tensor, vocab_size: int) -> None:
+    """Raise ValueError for ids outside the vocabulary. (On CUDA the embedding's own assertion catches them.)"""
+    if ids_BT.is_cuda or ids_BT.numel() == 0:
+        return
+    low, high = (int(x) for x in ids_BT.aminmax())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"token id {wrong} is outside the vocabulary, which has {vocab_size} tokens (0 to {vocab_size - 1})."
+        )

@@ -1,0 +1,218 @@
+"""From a checkpoint folder to a model in memory, with one copy of the weights.
+
+The model is built without memory (on the meta device), and every parameter is read straight into its place.
+"""
+
+import functools
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
+from model.checkpoint import Tensor as Stored
+from model.common import checks
+from model.common.errors import CheckpointError, InputError
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.typed_json import parse_object
+from model.decoder.config import NATIVE_FAMILIES, LlamaConfig, read_llama_config
+from model.decoder.llama import Block, LlamaForCausalLM, RMSNorm
+from model.decoder.transformers_model import ForeignModel, load_foreign
+from model.geometry import read_geometry
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def load_model(
+    folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> LlamaForCausalLM | ForeignModel:
+    """Load a checkpoint (a Hugging Face folder or a .gguf file) for use; call `.train()` to train it.
+
+    `dtype` None keeps the tensors' own; all are widened where matrices differ. Families without native code are opened
+    by transformers, behind the same interface. Raises CheckpointError for a config that is not implemented, and for
+    missing, unexpected or misshapen tensors, by name.
+    """
+    with open_checkpoint(Path(folder)) as checkpoint:
+        if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+            model = load_llama(checkpoint, dtype, device)
+            model.stop_ids = stop_ids(checkpoint)
+            return model
+        n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    return load_foreign(Path(folder), n_stored, dtype, device)
+
+
+def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return the end-of-text tokens of `generation_config.json`, or else of `config.json`, as transformers takes them.
+
+    Raises CheckpointError where what stands there is neither a token's id nor a list of them.
+    """
+    found, path = checkpoint.config, checkpoint.home / "config.json"
+    content = checkpoint.side_files.get("generation_config.json")
+    if content is not None:
+        name = checkpoint.home / "generation_config.json"
+        try:
+            generation = parse_object(
+                content if isinstance(content, bytes) else read_bytes_up_to(content, CONFIG_BYTES)
+            )
+        except InputError as error:
+            raise CheckpointError(f"{name} cannot be read: {error}; fetch it anew.") from error
+        if generation.get("eos_token_id") is not None:
+            found, path = generation, name
+    ids = found.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return tuple(checks.whole_number(token, f"{path} has an eos_token_id", least=0) for token in ids)
+
+
+def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -> LlamaForCausalLM:
+    """Load an open checkpoint into the native code."""
+    model, names = outline(checkpoint)
+    dtype = dtype or _common_dtype(checkpoint, names)
+    for name, parameter in list(model.named_parameters()):
+        _put(model, name, _read_checked(checkpoint, names[name], parameter, dtype, device))
+    return model.eval()
+
+
+def outline(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]]:
+    """Return the native model of an open checkpoint, without memory, and for each parameter the tensor it is read from.
+
+    Raises CheckpointError as `load_model`, but for shapes.
+    """
+    read_geometry(checkpoint)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(read_llama_config(checkpoint.config))
+    return model, _match_names(checkpoint, model)
+
+
+def check_runnable(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where tensors are of a dtype that the model cannot be run in; buffers aside."""
+    for name in checkpoint.tensors:
+        if not name.endswith("rotary_emb.inv_freq"):
+            _check_readable(checkpoint, name)
+
+
+def _check_readable(checkpoint: Checkpoint, name: str) -> Stored:
+    """Return a stored tensor's description. Raises CheckpointError where it is missing, a scalar, or not of floats."""
+    tensor = checkpoint.tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {name}.")
+    if tensor.dtype not in FLOAT_DTYPES or not tensor.shape:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {name} as {tensor.dtype} of shape {tensor.shape}, which the model cannot be run "
+            f"with; start from the original model in {', '.join(FLOAT_DTYPES)}."
+        )
+    return tensor
+
+
+def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype | None:
+    """Return the widest dtype of the matrices, which are multiplied with one another; None where all have one."""
+    matrices = [name for name in names.values() if len(checkpoint.tensors[name].shape) == 2]
+    one_of_each = {checkpoint.tensors[name].dtype: name for name in matrices}
+    if len(one_of_each) == 1:
+        return None
+    found = (_read(checkpoint, name, None, "cpu").dtype for name in one_of_each.values())
+    return functools.reduce(torch.promote_types, found)
+
+
+def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block:
+    """Load one layer of an open checkpoint, in float32."""
+    with torch.device("meta"):
+        block = Block(config)
+    prefix = f"{_prefix(checkpoint)}layers.{index}."
+    for name, parameter in list(block.named_parameters()):
+        _put(block, name, _read_checked(checkpoint, prefix + name, parameter, torch.float32, "cpu"))
+    return block.eval()
+
+
+def load_embedding(checkpoint: Checkpoint) -> Tensor:
+    """Load the embedding of an open checkpoint in its own dtype, [V, M]."""
+    return _read(checkpoint, embedding_name(checkpoint), None, "cpu")
+
+
+def embedding_name(checkpoint: Checkpoint) -> str:
+    """Return the name of the embedding's tensor, which may be missing."""
+    return f"{_prefix(checkpoint)}embed_tokens.weight"
+
+
+def load_last_norm(checkpoint: Checkpoint, config: LlamaConfig) -> RMSNorm:
+    """Load the norm before the head of an open checkpoint, in float32."""
+    norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    name = f"{_prefix(checkpoint)}norm.weight"
+    _put(norm, "weight", _read_checked(checkpoint, name, norm.weight, torch.float32, "cpu"))
+    return norm.eval()
+
+
+def load_head(checkpoint: Checkpoint, config: LlamaConfig) -> Tensor:
+    """Load the head's matrix of an open checkpoint in its own dtype, [V, M]; the embedding where they are tied."""
+    return load_embedding(checkpoint) if config.tied else _read(checkpoint, HEAD, None, "cpu")
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    """Return what stands before names of the decoder: nothing where a base model was saved."""
+    return "model." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
+
+
+def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, str]:
+    """Return parameter name → tensor name. Nothing may be missing or left over, rotary buffers aside."""
+    found = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
+    bare = not _prefix(checkpoint)
+    names = {name: name.removeprefix("model.") if bare else name for name, _ in model.named_parameters()}
+    embedding = names[EMBEDDING]
+    if model.lm_head is None and HEAD in found:
+        if embedding in found:
+            _check_tied(checkpoint, embedding)
+            found.remove(HEAD)
+        else:
+            names[EMBEDDING] = HEAD
+    missing, unexpected = sorted(set(names.values()) - found), sorted(found - set(names.values()))
+    if missing:
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {missing[0]}{_and_more(missing)}.")
+    if unexpected:
+        raise CheckpointError(
+            f"{checkpoint.path} holds the tensor {unexpected[0]}{_and_more(unexpected)}, unknown to its config.json."
+        )
+    return names
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _check_tied(checkpoint: Checkpoint, embedding: str) -> None:
+    """Old files hold a tied head too. It must then be the embedding."""
+    head, embedded = (_check_readable(checkpoint, name) for name in (HEAD, embedding))
+    rows = embedded.shape[0]
+    if head.shape != embedded.shape or not np.array_equal(
+        checkpoint.rows(HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)
+    ):
+        raise CheckpointError(f"{checkpoint.path}: config.json ties head and embedding, but {HEAD} differs from it.")
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor))
+
+
+def _read_checked(
+    checkpoint: Checkpoint, name: str, parameter: Tensor, dtype: torch.dtype | None, device: str
+) -> Tensor:  # fmt: skip
+    """Read the tensor that a parameter is to hold. Raises CheckpointError where it is missing or of another shape."""
+    tensor = _read(checkpoint, name, dtype, device)
+    if tensor.shape != parameter.shape:
+        raise CheckpointError(
+            f"{checkpoint.path}: the tensor {name} has shape {tuple(tensor.shape)}, but config.json "
+            f"means {tuple(parameter.shape)}; they do not belong together."
+        )
+    return tensor
+
+
+def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str) -> Tensor:
+    n_rows = _check_readable(checkpoint, name).shape[0]
+    # A view of a mapped file would be a parameter that cannot be trained.
+    rows = np.require(checkpoint.rows(name, 0, n_rows), requirements=["C", "W"])
+    if rows.dtype.name == "bfloat16":  # numpy and torch do not share this type; the bits are the same
+        tensor = torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(rows)
+    return tensor.to(device=device, dtype=dtype)

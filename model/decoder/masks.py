@@ -1,0 +1,83 @@
+"""Who sees whom: causal, document by document in packed rows, within a window, beside padding and a cache.
+
+Letters: B batch, T new tokens, S all tokens (those in the cache and the new ones).
+"""
+
+import torch
+from torch import Tensor
+
+from model.decoder.attention import Mask
+
+
+def document_positions(documents_BT: Tensor) -> Tensor:
+    """Return each token's position in its document, [B, T]. A document is a run of equal numbers in a row."""
+    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    starts_BT = torch.where(_begins(documents_BT), index_T, 0)
+    return index_T - starts_BT.cummax(dim=1).values
+
+
+def document_lengths(documents_BT: Tensor) -> Tensor:
+    """Return for each token the number of tokens in its document, [B, T]."""
+    runs_BT = _runs(documents_BT)
+    counts_BT = torch.zeros_like(runs_BT).scatter_add_(1, runs_BT, torch.ones_like(runs_BT))
+    return counts_BT.gather(1, runs_BT)
+
+
+def _runs(documents_BT: Tensor) -> Tensor:
+    """Number the documents of each row 0, 1, …, in order, [B, T]. The given numbers may repeat."""
+    return _begins(documents_BT).cumsum(dim=1) - 1
+
+
+def _begins(documents_BT: Tensor) -> Tensor:
+    """Return True where a document begins."""
+    changes = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return torch.cat((torch.ones_like(documents_BT[:, :1], dtype=torch.bool), changes), dim=1)
+
+
+def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False, dense: bool = False) -> Mask:
+    """Return the mask of packed rows, in the best form there is; `packed` where there is attention for it.
+
+    `dense` asks for the T x T mask; windows without packed attention need it too.
+    """
+    begins_BT = _begins(documents_BT)
+    if packed:
+        starts = begins_BT.flatten().nonzero().flatten().to(torch.int32)
+        end = torch.tensor([begins_BT.numel()], dtype=torch.int32, device=starts.device)
+        return Mask(boundaries=torch.cat((starts, end)), window=window)
+    if dense or window is not None:
+        positions_BT, runs_BT = document_positions(documents_BT), _runs(documents_BT)
+        same_B1TT = (runs_BT[:, :, None] == runs_BT[:, None, :])[:, None]
+        return Mask(allowed_B1TS=same_B1TT & _band(positions_BT, positions_BT, window))
+    if not begins_BT[:, 1:].any():
+        return Mask()  # each row is one document: all rows at once are faster
+    n_tokens = documents_BT.shape[1]
+    segments = []
+    for row, begins_T in enumerate(begins_BT):
+        starts = begins_T.nonzero().flatten().tolist()
+        segments += [(row, a, b) for a, b in zip(starts, [*starts[1:], n_tokens], strict=True)]
+    return Mask(segments=tuple(segments))
+
+
+def text_mask(
+    batch: int, old: int, new: int, window: int | None, padding_B: Tensor | None, device: torch.device
+) -> Mask:
+    """Return the mask of `new` tokens after `old` ones in a cache, of which the first `padding_B` are padding."""
+    total = old + new
+    unbounded = window is None or total <= window
+    if padding_B is None and unbounded and (old == 0 or new == 1):
+        return Mask()
+    keys_S = torch.arange(total, device=device)
+    queries_T = keys_S[old:]
+    allowed_B1TS = _band(queries_T[None], keys_S[None], window)
+    if padding_B is not None:
+        allowed_B1TS = allowed_B1TS & (keys_S >= padding_B[:, None])[:, None, None]
+        # Padding sees itself, so that its softmax is not empty; nothing else sees it.
+        allowed_B1TS = allowed_B1TS | (queries_T[:, None] == keys_S)
+    return Mask(allowed_B1TS=allowed_B1TS.expand(batch, 1, new, total))
+
+
+def _band(queries_BT: Tensor, keys_BS: Tensor, window: int | None) -> Tensor:
+    """Return [B, 1, T, S]: True where a key comes no later than the query, and within its window."""
+    distance_B1TS = (queries_BT[:, :, None] - keys_BS[:, None, :])[:, None]
+    seen = distance_B1TS >= 0
+    return seen if window is None else seen & (distance_B1TS < window)

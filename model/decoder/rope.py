@@ -1,0 +1,227 @@
+"""Rotary position embedding (Su et al. 2021), with every scaling that Llama-1, 2 and 3 checkpoints use.
+
+Letters: B batch, T tokens, H heads, D head_dim; F = D/2 frequencies. Two numbers of a head, d and d + D/2, form a pair
+(Hugging Face's half-split layout), and pair f of a token at position p is turned by the angle p · frequency_f.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.common import checks
+from model.common.errors import CheckpointError
+
+Check = Callable[[object, str], Any]
+_above_0: Check = partial(checks.number, above=0.0)
+
+SCALINGS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
+    "default": ({}, {}),
+    "linear": ({"factor": _above_0}, {}),
+    "dynamic": ({"factor": _above_0}, {}),
+    "yarn": (
+        {"factor": _above_0},
+        {
+            "original_max_position_embeddings": checks.whole_number, "attention_factor": checks.number,
+            "beta_fast": _above_0, "beta_slow": _above_0, "mscale": checks.number, "mscale_all_dim": checks.number,
+            "truncate": checks.flag,
+        },
+    ),
+    "llama3": (
+        {
+            "factor": _above_0, "low_freq_factor": _above_0, "high_freq_factor": _above_0,
+            "original_max_position_embeddings": checks.whole_number,
+        },
+        {},
+    ),
+}  # fmt: skip
+"""For each type that is implemented, its parameters: those it needs and those it may have, and how each is checked."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A checkpoint's rotary embedding: its type, its base θ and the parameters of its scaling."""
+
+    kind: str
+    theta: float
+    head_dim: int
+    max_positions: int
+    """`max_position_embeddings`: where dynamic scaling begins."""
+    scaling: Mapping[str, Any]
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the angles depend on how long a text is, and not on the position alone."""
+        return self.kind == "dynamic"
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
+    """Read the rotary embedding from `config.json`, in transformers 4's spelling or 5's.
+
+    Version 4: `rope_theta`, and `rope_scaling` with `rope_type` (older: `type`); version 5: all in `rope_parameters`.
+    Raises CheckpointError for a type or a partial rotation that is not implemented, and for impossible values, by name.
+    """
+    new, old = (checks.table(config.get(key), f"config.json has {key}") for key in ("rope_parameters", "rope_scaling"))
+    if new and old and _apart(new, old):
+        raise CheckpointError(
+            f"config.json has both rope_parameters ({new}) and rope_scaling ({old}), and readers differ in which they "
+            "heed; make them say the same, or remove one."
+        )
+    scaling = new or old
+    kind = _kind(scaling)
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise CheckpointError(
+            f"the RoPE type {checks.show(kind)} is not implemented; implemented are: {', '.join(SCALINGS)}."
+        )
+    partial = _first(scaling.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
+    if partial != 1.0:
+        raise CheckpointError(
+            f"partial_rotary_factor = {checks.show(partial)} is not implemented; only a full rotation is."
+        )
+    theta = _first(scaling.get("rope_theta"), config.get("rope_theta"), 10000.0)
+    rope = Rope(
+        kind,
+        checks.number(theta, "config.json has rope_theta", above=1.0),
+        head_dim,
+        checks.whole_number(config["max_position_embeddings"], "config.json has max_position_embeddings"),
+        _parameters(kind, scaling),
+    )
+    _check(rope)
+    return rope
+
+
+def _parameters(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that a type of scaling heeds, checked. Null is absent."""
+    needed, optional = SCALINGS[kind]
+    for key in needed:
+        if scaling.get(key) is None:
+            raise CheckpointError(f"config.json asks for RoPE of type {kind}, but gives no {key}.")
+    return {
+        key: check(scaling[key], f"config.json has RoPE of type {kind} with {key}")
+        for key, check in {**needed, **optional}.items()
+        if scaling.get(key) is not None
+    }
+
+
+def _check(rope: Rope) -> None:
+    """Refuse what the formulas would divide by zero for, or turn no whole pairs."""
+    least = 4 if rope.kind == "dynamic" else 2
+    if rope.head_dim % 2 or rope.head_dim < least:
+        raise CheckpointError(
+            f"config.json means heads of {rope.head_dim} numbers; RoPE of type {rope.kind} turns pairs, and needs an "
+            f"even number from {least} on."
+        )
+    if rope.kind == "llama3" and rope.scaling["high_freq_factor"] <= rope.scaling["low_freq_factor"]:
+        raise CheckpointError(
+            f"config.json has high_freq_factor = {rope.scaling['high_freq_factor']:g}, which must be above "
+            f"low_freq_factor = {rope.scaling['low_freq_factor']:g}."
+        )
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not null."""
+    return next(value for value in values if value is not None)
+
+
+def _kind(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _apart(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Say whether two spellings contradict each other. (Base and partial rotation stand elsewhere in the old one.)"""
+    elsewhere = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    rest_of_new, rest_of_old = ({key: each[key] for key in each.keys() - elsewhere} for each in (new, old))
+    return bool(_kind(new) != _kind(old) or rest_of_new != rest_of_old)
+
+
+def inverse_frequencies(rope: Rope, lengths_BT: Tensor | None = None) -> tuple[Tensor, float]:
+    """Return the frequencies in float32 and the factor on cosines and sines.
+
+    Frequencies are [F], for `dynamic` [B, T, F]: those depend on the length of each token's own text, `lengths_BT`,
+    which the other kinds ignore. Sources: linear, Chen et al. 2023; dynamic NTK, bloc97 and emozilla 2023; yarn, Peng
+    et al. 2023; llama3, Meta's `llama-models`, `apply_scaling`.
+    """
+    dims_F = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    if rope.kind == "linear":
+        return 1.0 / rope.theta**dims_F / rope.scaling["factor"], 1.0
+    if rope.kind == "dynamic":
+        assert lengths_BT is not None, "dynamic frequencies depend on the texts' lengths"
+        return _dynamic(rope, dims_F.to(lengths_BT.device), lengths_BT), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, dims_F)
+    plain_F = 1.0 / rope.theta**dims_F
+    return (_llama3(rope, plain_F), 1.0) if rope.kind == "llama3" else (plain_F, 1.0)
+
+
+def _dynamic(rope: Rope, dims_F: Tensor, lengths_BT: Tensor) -> Tensor:
+    """Stretch all waves by how far a text is beyond the original context; a text within it keeps the plain ones."""
+    beyond_BT = (lengths_BT - rope.max_positions).clamp(min=0) / rope.max_positions
+    stretch_BT = (1 + rope.scaling["factor"] * beyond_BT) ** (rope.head_dim / (rope.head_dim - 2))
+    frequencies_BTF: Tensor = 1.0 / (rope.theta * stretch_BT[..., None]) ** dims_F
+    return frequencies_BTF
+
+
+def _llama3(rope: Rope, plain_F: Tensor) -> Tensor:
+    """Slow down long waves by `factor`, keep short ones, and go over smoothly between."""
+    s = rope.scaling
+    low, high, context = s["low_freq_factor"], s["high_freq_factor"], s["original_max_position_embeddings"]
+    turns_F = context * plain_F / (2 * math.pi)  # how often a wave turns in the original context
+    keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    slowed_F: Tensor = (1 - keep_F) * plain_F / s["factor"] + keep_F * plain_F
+    return slowed_F
+
+
+def _yarn(rope: Rope, dims_F: Tensor) -> tuple[Tensor, float]:
+    """Interpolate waves that turn less than `beta_slow` times in the original context, keep those above `beta_fast`."""
+    s, d = rope.scaling, rope.head_dim
+    factor, context = s["factor"], s.get("original_max_position_embeddings") or rope.max_positions
+
+    def pair_that_turns(times: float) -> float:
+        return d * math.log(context / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair_that_turns(s.get("beta_fast") or 32), pair_that_turns(s.get("beta_slow") or 1)
+    if s.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, d - 1)
+    last += 0.001 * (first == last)
+    interpolate_F = ((torch.arange(d // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    plain_F = 1.0 / rope.theta**dims_F
+    return plain_F / factor * interpolate_F + plain_F * (1 - interpolate_F), _yarn_attention_factor(s, factor)
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def rotations(rope: Rope, positions_BT: Tensor, lengths_BT: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [B, T, 1, D] for these positions, computed in float32 and given in `dtype`.
+
+    `lengths_BT` is the length so far of each token's text (1 for B or T where all are equal); None where `rope` does
+    not depend on it (`needs_lengths`). With `dynamic`, a text that outgrows the original context turns its new tokens
+    more slowly than its old ones: what a cache holds stays as it was, as in transformers.
+    """
+    frequencies, scale = inverse_frequencies(rope, lengths_BT)
+    angles_BTF = positions_BT[..., None].float() * frequencies.to(positions_BT.device)
+    angles_BT1D = torch.cat((angles_BTF, angles_BTF), dim=-1)[:, :, None]
+    return (angles_BT1D.cos() * scale).to(dtype), (angles_BT1D.sin() * scale).to(dtype)
+
+
+def rotate(x_BTHD: Tensor, cos_BT1D: Tensor, sin_BT1D: Tensor) -> Tensor:
+    """Turn every pair of every head by its token's angles, and return x in its own dtype.
+
+    Under autocast the angles are float32 and x is not; flash attention's kernel wants all that it reads in one dtype.
+    """
+    half = x_BTHD.shape[-1] // 2
+    turned_BTHD = torch.cat((-x_BTHD[..., half:], x_BTHD[..., :half]), dim=-1)
+    return (x_BTHD * cos_BT1D + turned_BTHD * sin_BT1D).to(x_BTHD.dtype)

@@ -1,0 +1,256 @@
+"""Run other families through transformers' own classes, behind the interface of `model.decoder.llama`.
+
+What only needs logits and losses (calibration, evaluation, a teacher) need not ask which of the two it holds.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.checkpoint.hf_folder import read_config
+from model.common import checks
+from model.common.errors import CheckpointError
+from model.common.read_files import CONFIG_BYTES, check_size
+from model.decoder.config import MOST_LAYERS
+from model.decoder.cross_entropy import IGNORED
+from model.decoder.masks import document_mask, document_positions
+
+
+class ForeignModel(nn.Module):
+    """A causal language model of transformers, called as ours are."""
+
+    def __init__(self, theirs: nn.Module) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` does as they do."""
+        weight = self.theirs.get_output_embeddings().weight  # type: ignore[operator]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Return the hidden states that the head reads, [B, T, M]."""
+        body = self.theirs.base_model
+        hidden_BTM: Tensor = body(ids_BT, use_cache=False, **self._packing(documents_BT)).last_hidden_state  # type: ignore[operator]
+        return hidden_BTM
+
+    def forward(
+        self, ids_BT: Tensor, labels_BT: Tensor | None = None, documents_BT: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits, or the sum of losses and their number: see `model.decoder.llama.LlamaForCausalLM.forward`."""
+        logits_BTV: Tensor = self.theirs(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
+        if labels_BT is None:
+            return logits_BTV
+        targets_BT = labels_BT[:, 1:]
+        if documents_BT is not None:
+            targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)
+        loss = F.cross_entropy(
+            logits_BTV[:, :-1].flatten(0, 1), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED
+        )
+        return loss, (targets_BT != IGNORED).sum()
+
+    def check_packing(self, seq_len: int) -> None:
+        """Raise CheckpointError where documents packed into rows of so many tokens cannot be kept apart.
+
+        That takes a mask, and some families make their own of it: where keys are seen up to some distance only, or
+        where scores depend on distance (ALiBi). Nor can they where transformers chooses the rotary frequencies of all
+        documents by the longest.
+        """
+        config: Any = self.theirs.config
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
+        if slides and (window is None or seq_len > window):
+            raise CheckpointError(
+                f"model_type {config.model_type!r} cannot be trained or evaluated on rows of {seq_len} tokens here: "
+                f"its layers see {f'the last {window} tokens' if window else 'less than all tokens'} only"
+                f"{f'; prepare data with --seq-len {window} at most' if window else ''}."
+            )
+        attention = getattr(config, "attn_config", None)
+        if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
+            raise CheckpointError(
+                f"model_type {config.model_type!r} cannot be trained or evaluated here: its attention counts distances "
+                "(ALiBi) across the documents of a row."
+            )
+        for context in _contexts_of_lengthening_rope(config):
+            if seq_len > context:
+                raise CheckpointError(
+                    f"model_type {config.model_type!r} cannot be trained or evaluated on rows of {seq_len} tokens "
+                    f"here: beyond {context} tokens its rotary frequencies depend on the longest document of a batch; "
+                    f"prepare data with --seq-len {context} at most."
+                )
+
+    def _packing(self, documents_BT: Tensor | None) -> dict[str, Tensor]:
+        """Return the arguments that make transformers keep packed documents apart."""
+        if documents_BT is None:
+            return {}
+        self.check_packing(documents_BT.shape[1])
+        allowed = document_mask(documents_BT, window=None, dense=True).allowed_B1TS
+        assert allowed is not None
+        dtype = self.head_weight.dtype
+        hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return {
+            "attention_mask": hidden.masked_fill(~allowed, torch.finfo(dtype).min),
+            "position_ids": document_positions(documents_BT),
+        }
+
+
+def _contexts_of_lengthening_rope(config: Any) -> Iterator[int]:
+    """Yield the length from which on the frequencies depend on a text's length, for each rotary embedding of the kind.
+
+    (transformers, `modeling_rope_utils.dynamic_rope_update`.)
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if rope.get("rope_type") == "longrope":
+            yield rope["original_max_position_embeddings"]
+        elif rope.get("rope_type") == "dynamic":
+            yield config.max_position_embeddings
+
+
+def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device: str) -> ForeignModel:
+    """Open a folder with transformers' auto class; its tensors hold `n_stored` numbers.
+
+    Raises CheckpointError where that makes no model of config.json, or tensors are missing, left over or misshapen.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        outline = build_foreign(folder, dtype)
+    n_parameters = sum(parameter.numel() for parameter in outline.parameters())
+    if n_parameters > 2 * n_stored:  # transformers would first make room for all; a tied head may count twice
+        raise CheckpointError(
+            f"{folder}: config.json describes a model of {n_parameters:,} parameters, but the files hold "
+            f"{n_stored:,}; they do not belong together."
+        )
+    if (folder / "generation_config.json").exists():
+        check_size(folder / "generation_config.json", CONFIG_BYTES)
+    with _refusing(folder):
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            trust_remote_code=False,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    theirs, loading = opened
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading[kind]:
+            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
+    return ForeignModel(theirs.to(device)).eval()
+
+
+def build_foreign(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Return transformers' model of a folder's config.json, without the folder's weights.
+
+    Raises CheckpointError where transformers knows no such model, or stops.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(folder)
+    with _refusing(folder):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
+    return model
+
+
+def layer_class_names(folder: Path) -> tuple[str, ...]:
+    """Return what transformers calls the layers of a folder's model. Raises as `build_foreign`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_read_config(folder))]
+    return tuple(model_class._no_split_modules or ())
+
+
+def _read_config(folder: Path) -> Any:
+    """Return a folder's config as transformers reads it.
+
+    No code in the folder is run: what we ship with converted models (`model.remote_code`) is here already.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    from model.remote_code.register import register
+
+    register()
+    _refuse_kernels(folder, read_config(folder)[1])
+    _check_layers(folder, read_config(folder)[1])
+    with _refusing(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{folder}: model_type {config.model_type!r} is an encoder-decoder, and only causal language models can be "
+            "trained and evaluated here; open it with transformers' AutoModelForSeq2SeqLM."
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it with "
+            "the class that config.json names under architectures."
+        )
+    return config
+
+
+def _refuse_kernels(folder: Path, config: Any) -> None:
+    """Raise CheckpointError if config.json names a kernel of the hub, such as `attn_implementation: org/kernel`.
+
+    transformers would fetch it and run its code (`PreTrainedModel._check_and_adjust_attn_implementation`).
+    """
+    pairs = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for key, value in pairs:
+        if str(key).endswith(("_implementation", "_implementation_internal")) and "/" in str(value):
+            raise CheckpointError(
+                f"{folder}/config.json has {key} = {value!r}, code from the hub, which is never run; remove that key."
+            )
+        _refuse_kernels(folder, value)
+
+
+def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a number of layers that transformers would build one by one for hours."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_layers(folder, value)
+        elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > MOST_LAYERS:
+            raise CheckpointError(
+                f"{folder}/config.json has {key} = {checks.show(value)}; it must be at most {MOST_LAYERS}."
+            )
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Say in one line what of a folder transformers stops at.
+
+    What is caught is broad, because a value of a wrong type or size makes its classes stop by whatever it breaks;
+    nothing but config.json and the weights goes in.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        with _without_warnings():
+            yield
+    except (
+        StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+        MemoryError, OSError, RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"transformers can build no model from {folder}/config.json: {what[:400]}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep transformers from reporting in many lines what we report in one, and from bars of its own."""
+    from transformers.utils import logging as theirs
+
+    verbosity, had_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(logging.ERROR)
+    theirs.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(verbosity)
+        if had_bars:
+            theirs.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,259 @@
+"""A model's attention geometry, from `config.json` and the tensor shapes, each checked against the other."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model.attention_layout import Attention, Layers, Sizes, attention_tensors, find_attention
+from model.checkpoint import Checkpoint
+from model.common import checks
+from model.common.errors import CheckpointError
+from model.families import Family, find_family
+from model.families.family import Assumed, Switch
+
+PACKED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB)(\.|$)")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that attention is made of, and where the heads lie."""
+
+    model_type: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    attention: Attention
+    """Everything that depends on the number of K/V heads, layer by layer."""
+    n_planes: tuple[int, ...] | None = None
+    """How many pairs of a head's dimensions are rotated by position, layer by layer; None where it is not known how."""
+    text_config: str | None = None
+    """The key of `config.json` under which the language model's config stands; None if at the top."""
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def legal_n_kv_heads(self) -> tuple[int, ...]:
+        """The numbers of K/V heads it can be merged to: divisors of what it has, where its class holds them."""
+        between = () if self.attention.family.only_multi_query else range(2, self.n_kv_heads)
+        return tuple(sorted({1, *(n for n in between if self.n_kv_heads % n == 0), self.n_kv_heads}))
+
+    @property
+    def legal_repeats(self) -> tuple[int, ...]:
+        """The larger numbers that its K/V heads can be repeated to, up to one for each query head."""
+        beyond = () if self.attention.family.only_multi_query else range(self.n_kv_heads + 1, self.n_heads + 1)
+        return tuple(n for n in beyond if n % self.n_kv_heads == 0 and self.n_heads % n == 0)
+
+    def kv_cache_bytes_per_token(self, n_kv_heads: int, bytes_per_value: int = 2) -> int:
+        """Bytes that one token takes in the KV cache of all layers, at 16 bits a value unless told otherwise."""
+        return 2 * self.n_layers * n_kv_heads * self.head_dim * bytes_per_value
+
+
+def read_geometry(checkpoint: Checkpoint) -> Geometry:
+    """Derive the geometry from the tensors, and check it against `config.json`.
+
+    Raises CheckpointError where the two disagree, and on layouts that are not understood in full.
+    """
+    found = find_family(checkpoint.config)
+    family, config = found.family, {**found.family.absent_sizes, **found.config}
+    _refuse_quantised(checkpoint, config)
+    _refuse_settings(config, family)
+    n_layers = _positive(config, *family.keys.n_layers)
+    n_heads = _positive(config, *family.keys.n_heads)
+    hidden_size = _positive(config, family.keys.hidden_size)
+    layers = attention_tensors(family, checkpoint.tensors)
+    if len(layers) != n_layers or max(layers) >= n_layers:
+        raise CheckpointError(
+            f"config.json says {_name(config, family.keys.n_layers)} = {n_layers}, but the weights hold attention for "
+            f"{len(layers)} layers{_gaps(layers, n_layers)}; they do not belong together."
+        )
+    head_dim = _head_dim(config, family, layers, n_heads, hidden_size)
+    n_kv_heads = _n_kv_heads(family, layers, n_heads, head_dim)
+    attention = find_attention(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
+    _check_n_kv_heads(config, family, n_heads, n_kv_heads)
+    return Geometry(
+        found.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
+        _n_planes(config, family, head_dim, n_layers), found.text_config,
+    )  # fmt: skip
+
+
+def _n_planes(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:
+    if family.rotated is None:
+        return None
+    n_planes = int(head_dim * _share_rotated(config, family)) // 2
+    return tuple(n_planes if rotates else 0 for rotates in _rotating_layers(config, family, n_layers))
+
+
+def _share_rotated(config: Mapping[str, Any], family: Family) -> float:
+    if family.rotated == 1.0:
+        return 1.0
+    stated = (_get(config, key) for key in ("rope_parameters.partial_rotary_factor", "partial_rotary_factor"))
+    share = next((value for value in stated if value is not None), family.rotated)
+    if not checks.is_finite(share) or not 0 < share <= 1:
+        raise CheckpointError(
+            f"config.json has partial_rotary_factor = {checks.show(share)}; it must be between 0 and 1."
+        )
+    return float(share)
+
+
+def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:
+    """Say of each layer whether its heads are rotated at all, as SmolLM3's config class does."""
+    if family.unrotated_every is None:
+        return [True] * n_layers
+    listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", family.unrotated_every)
+    if listed is None and type(every) is int and every > 0:
+        listed = [(layer + 1) % every != 0 for layer in range(n_layers)]
+    if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
+        raise CheckpointError(
+            f"config.json has no_rope_layers = {checks.show(listed)}; it must say of each of {n_layers} layers 1 "
+            "(rotated) or 0."
+        )
+    return [bool(value) for value in listed]
+
+
+def _get(config: Mapping[str, Any], key: str) -> Any:
+    """Return what stands under a key, in which dots lead into nested objects; None if nothing does."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def set_key(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set what stands under a key, as `ConfigKeys` spells it."""
+    *outer, last = key.split(".")
+    for name in outer:
+        if not isinstance(config.get(name), dict):
+            config[name] = {}  # absent or null, which the class takes alike
+        config = config[name]
+    config[last] = value
+
+
+def _name(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """Return which of several names for one size the config uses; the first where it has none."""
+    return next((key for key in keys if _get(config, key) is not None), keys[0])
+
+
+def _positive(config: Mapping[str, Any], *keys: str) -> int:
+    key = _name(config, keys)
+    return checks.size(_get(config, key), f"config.json has {key}")
+
+
+def _gaps(layers: Mapping[int, object], n_layers: int) -> str:
+    first_missing = next(layer for layer in range(len(layers) + 1) if layer not in layers)
+    if first_missing < n_layers:
+        return f" (layer {first_missing} is missing)"
+    return f" (layer {max(layers)} is one too many)"
+
+
+def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads: int, hidden_size: int) -> int:
+    """Return the size of a head: of layer 0's queries, or where those are fused, of what goes into the output."""
+    name, axis = (family.query, 0) if family.fused is None else (family.output, 1)
+    part = f"{family.attention[0]}.{name}.weight"
+    tensor = layers[0].get(part)
+    if tensor is None or len(tensor.shape) != 2 or tensor.shape[axis] % n_heads or not tensor.shape[axis]:
+        raise CheckpointError(
+            f"config.json says {_name(config, family.keys.n_heads)} = {n_heads}, but layer 0's {part} "
+            f"{'is missing' if tensor is None else f'has shape {tensor.shape}, not that many equal heads'}."
+        )
+    found = tensor.shape[axis] // n_heads
+    says, expected = _stated_head_dim(config, family, hidden_size // n_heads)
+    if type(expected) is not int or found != expected:
+        raise CheckpointError(
+            f"config.json says {says}, but {tensor.name} has shape {tensor.shape}, which means {found}; "
+            "they do not belong together."
+        )
+    return found
+
+
+def _stated_head_dim(config: Mapping[str, Any], family: Family, implied: int) -> tuple[str, Any]:
+    """Return what the config says, in words, and the size it means."""
+    key = family.keys.head_dim
+    if config.get(key) is not None:
+        return f"{key} = {config[key]}", config[key]
+    if key in config or family.absent_head_dim is None:
+        hidden, heads = family.keys.hidden_size, _name(config, family.keys.n_heads)
+        return f"{hidden} / {heads} = {implied}", implied
+    return f"no {key}, which {family.model_type} takes as {family.absent_head_dim}", family.absent_head_dim
+
+
+def _n_kv_heads(family: Family, layers: Layers, n_heads: int, head_dim: int) -> int:
+    """Return what layer 0 holds; 0 where that is missing or no whole number, which other checks refuse."""
+    name = family.key if family.fused is None else family.fused
+    tensor = layers[0].get(f"{family.attention[0]}.{name}.weight")
+    if tensor is None or not tensor.shape:
+        return 0
+    n = tensor.shape[0] // head_dim
+    return n if family.fused is None else (n - n_heads) // 2
+
+
+def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, found: int) -> None:
+    stated, how = _stated_n_kv_heads(config, family, n_heads, found)
+    if type(stated) is not int or stated != found:
+        key = family.keys.n_kv_heads if family.switch is None else family.switch.key
+        raise CheckpointError(
+            f"config.json says {how}, but the weights hold {found} K/V heads; set {key} to what is true."
+        )
+    if n_heads % found:
+        raise CheckpointError(f"the weights hold {found} K/V heads, which do not divide {n_heads} query heads.")
+
+
+def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, found: int) -> tuple[Any, str]:
+    """Return the number of K/V heads that the class makes of a config, and in words why."""
+    key = family.keys.n_kv_heads
+    if family.switch is not None:
+        n, how = _switched(config, family.switch)
+        if n is not None:
+            return n_heads if n == "n_heads" else n, how
+    if _get(config, key) is not None:
+        return _get(config, key), f"{key} = {_get(config, key)}"
+    is_null = key in config
+    assumed = family.null_n_kv_heads if is_null else family.absent_n_kv_heads
+    spelt = f"{key} = null" if is_null else f"no {key}"
+    if assumed == "refused":
+        raise CheckpointError(
+            f"config.json says {spelt}, which the class of {family.model_type} refuses; the weights hold {found} "
+            f"K/V heads, so set {key} to {found}."
+        )
+    stated = n_heads if assumed == "n_heads" else assumed
+    return stated, f"{spelt}, which {family.model_type} takes as {stated}"
+
+
+def _switched(config: Mapping[str, Any], switch: Switch) -> tuple[int | Assumed | None, str]:
+    """Return the number of K/V heads that a switch decides, and how it stands."""
+    value = _get(config, switch.key)
+    how = f"{switch.key} = {json.dumps(value)}" if value is not None else f"no {switch.key}"
+    value = switch.absent if value is None else value
+    for known, n in switch.values.items():
+        if type(value) is type(known) and value == known:
+            return n, how
+    possible = ", ".join(map(json.dumps, switch.values))
+    raise CheckpointError(f"config.json has {how}; it can be {possible}.")
+
+
+def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
+    if config.get("per_layer_config"):
+        raise CheckpointError(
+            "config.json has per_layer_config, sizes that differ from layer to layer; a conversion gives all layers "
+            "the same number of K/V heads, so start from a model without."
+        )
+    for key, (value, why) in family.refused.items():
+        if _get(config, key) == value:
+            raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {why}")
+
+
+def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> None:
+    advice = "merging packed numbers gives garbage; start from the original, unquantised model."
+    for config in (checkpoint.config, text_config):
+        if config.get("quantization_config"):
+            method = config["quantization_config"]
+            name = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
+            raise CheckpointError(f"config.json has a quantization_config ({name}): {advice}")
+    for name in checkpoint.tensors:
+        if PACKED.search(name):
+            raise CheckpointError(f"the tensor {name} belongs to quantised weights: {advice}")

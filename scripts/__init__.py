@@ -1,0 +1,1 @@
+"""Commands of the repository. They run `convert` and `uptrain`, and nothing imports them."""

@@ -1,0 +1,1 @@
+"""Benchmarks: converting, training and decoding, measured against their peers. Figures: docs/benchmarks.md."""

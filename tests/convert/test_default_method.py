@@ -1,0 +1,102 @@
+"""What `convert mha-to-gqa` does where no method is given: the best that the model allows, and it says which."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+from tiny_tokenizers import make_tokenizer
+
+TOKENS = ("--calibration-tokens", 1024)
+FIT = {"method": "fit", "refit": True, "renorm": "spread"}
+MEAN = {"method": "mean", "refit": False, "renorm": "none", "calibration": None}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+
+
+def record(folder):
+    return json.loads((folder / "groupwise.json").read_text())
+
+
+def chosen(convert, source, out, *options):
+    """Convert; return what was done, and what was said of it."""
+    result = convert("mha-to-gqa", source, out, "--groups", 2, *options, "--json")
+    assert result.code == 0, result.err
+    return record(out), [note for note in json.loads(result.out)["notes"] if note.startswith("Merged by")]
+
+
+def test_fit_and_refit_where_the_model_can_run(convert, source, tmp_path):
+    found, notes = chosen(convert, source, tmp_path / "out", *TOKENS)
+    assert found.items() >= FIT.items()
+    assert found["calibration"]["text"] == "shipped"
+    assert not notes
+    chosen(convert, source, tmp_path / "asked", *TOKENS, "--method", "fit", "--refit")
+    assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "asked")
+
+
+def test_other_choices_are_kept(convert, source, tmp_path):
+    found, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--renorm", "norm", "--group-heads", "similar")
+    assert found.items() >= {**FIT, "renorm": "norm", "grouping": "similar"}.items()
+    assert not notes
+
+
+def test_the_mean_where_no_text_is_wanted(convert, source, tmp_path):
+    found, notes = chosen(convert, source, tmp_path / "out", "--calibration", "none")
+    assert found.items() >= MEAN.items()
+    assert not notes
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected", "why"),
+    [
+        ("llama", {}, MEAN, "has no tokenizer.json"),
+        ("gemma", {}, MEAN, "'gemma' has no native code"),
+        ("gpt_neox", {}, MEAN, "not for model_type 'gpt_neox'"),
+        ("qwen3", {}, MEAN, "qwen3"),
+    ],
+)
+def test_what_the_model_does_not_allow(convert, tmp_path, family, changes, expected, why):
+    source = tiny.save(tiny.build(family, **changes), tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    found, notes = chosen(convert, source, tmp_path / "out")
+    assert found.items() >= expected.items()
+    assert notes[0].startswith(f"Merged by {expected['method']}; the default does not go: ")
+    assert why in notes[0]
+    plain = convert("mha-to-gqa", source, tmp_path / "plain", "--groups", 2, "--dry-run").out
+    assert f"Merged by {expected['method']}; the default does not go" in plain
+
+
+@pytest.mark.parametrize("wish", [("--refit",), TOKENS, ("--calibration", "shipped")])
+def test_what_is_asked_for_and_cannot_be_is_refused(convert, source, tmp_path, wish):
+    (source / "tokenizer.json").unlink()
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *wish).refused(
+        "the default method (fit)", "has no tokenizer.json", "Without them, heads are merged by their mean."
+    )
+
+
+def test_choices_that_contradict_each_other(convert, source, tmp_path):
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration", "none", "--refit").refused(
+        "--refit needs a calibration text"
+    )
+
+
+def test_a_damaged_tokenizer_is_no_reason_for_another_method(convert, source, tmp_path):
+    (source / "tokenizer.json").write_text("{}")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused("tokenizer.json is damaged")
+
+
+def test_nothing_to_merge_needs_no_method(convert, source, tmp_path):
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8).code == 0
+    assert record(tmp_path / "out")["method"] == "mean"
+
+
+def test_without_torch(source, tmp_path):
+    code = "import sys; sys.modules['torch'] = None; from convert.cli import main; main()"
+    command = [sys.executable, "-c", code, "mha-to-mqa", str(source), str(tmp_path / "out"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert record(tmp_path / "out").items() >= MEAN.items()
+    assert "the default does not go: calibrating runs the model, which needs torch" in done.stdout

@@ -1,0 +1,231 @@
+"""`convert inspect --heads`: how alike heads are, what merging them would lose, and how to divide them over layers."""
+
+import json
+import sys
+from itertools import product
+
+import matplotlib.image
+import numpy as np
+import pytest
+import tiny
+from safetensors.torch import save_file
+from test_layer_methods import scrambled
+
+from convert.inspection.figure import draw_png
+from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
+from convert.inspection.mixed_plan import advise
+from convert.inspection.table import shown_groups
+from convert.merging.moments import energies, lost_logits, lost_output, of_weights, split
+from convert.merging.weights import LayerAttention
+
+SIZE = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
+
+
+def look(convert, source):
+    result = convert("inspect", source, "--heads", "--json")
+    assert result.code == 0, result.err
+    return json.loads(result.out)["heads"]
+
+
+def by_groups(layer, method="pca"):
+    return {entry["groups"]: entry[method] for entry in layer["lost"]}
+
+
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {}), ("qwen2", {})])
+def test_heads_equal_but_for_their_coordinates(convert, tmp_path, family, changes):
+    source = tiny.save(tiny.build(family, num_key_value_heads=1, **SIZE, **changes), tmp_path / "source")
+    for layer in look(convert, scrambled(source, tmp_path / "many", 1))["layers"]:
+        for kind in "kv":
+            assert abs(layer["raw"][kind]) < 0.3
+            assert layer["aligned"][kind] == pytest.approx(1, abs=1e-5)
+            assert all(lost[kind] == pytest.approx(0, abs=1e-6) for lost in by_groups(layer).values())
+            assert all(lost[kind] > 0.2 for lost in by_groups(layer, "mean").values())
+
+
+def test_as_many_groups_as_there_are_different_heads(convert, tmp_path):
+    source = tiny.save(tiny.build(num_key_value_heads=2, **SIZE), tmp_path / "source")
+    for layer in look(convert, scrambled(source, tmp_path / "many", 2))["layers"]:
+        for kind in "kv":
+            assert layer["aligned"][kind] < 0.9
+            lost = {groups: found[kind] for groups, found in by_groups(layer).items()}
+            assert lost[4] == pytest.approx(0, abs=1e-6)
+            assert lost[2] == pytest.approx(0, abs=1e-6)
+            assert lost[1] > 0.1
+
+
+def test_keys_and_numbers(convert, source):
+    heads = look(convert, source)
+    assert list(heads) == ["layers", "worst_layers", "advice"]
+    assert [layer["layer"] for layer in heads["layers"]] == [0, 1]
+    assert sorted(heads["worst_layers"]) == [0, 1]
+    for layer in heads["layers"]:
+        assert list(layer) == ["layer", "raw", "aligned", "lost"]
+        assert all(layer["aligned"][kind] > layer["raw"][kind] for kind in "kv")
+        for kind in "kv":
+            four, two, one = (by_groups(layer)[groups][kind] for groups in (4, 2, 1))
+            assert 0 < four < two < one < 1
+            assert all(by_groups(layer, "mean")[n][kind] > by_groups(layer)[n][kind] for n in (4, 2, 1))
+    for entry, groups in zip(heads["advice"], (4, 2, 1), strict=True):
+        lost = sum(sum(by_groups(layer)[groups].values()) for layer in heads["layers"])
+        assert entry["groups"] == groups
+        assert entry["uniform_lost"] == pytest.approx(lost)
+        assert entry["mixed_lost"] <= entry["uniform_lost"]
+        assert sum(entry["mixed"]) == groups * len(heads["layers"])
+        plan = zip(heads["layers"], entry["mixed"], strict=True)
+        assert entry["mixed_lost"] == pytest.approx(
+            sum(sum(by_groups(layer)[n].values()) for layer, n in plan if n < tiny.N_HEADS)
+        )
+
+
+def test_grouped_queries_may_be_grouped_further(convert, tmp_path):
+    source = tiny.save(tiny.build(num_key_value_heads=4), tmp_path / "source")
+    assert list(by_groups(look(convert, source)["layers"][0])) == [2, 1]
+
+
+def test_the_rest_of_the_json_is_the_same(convert, source):
+    whole = json.loads(convert("inspect", source, "--heads", "--json").out)
+    assert whole.pop("heads")
+    assert whole == json.loads(convert("inspect", source, "--json").out)
+
+
+def test_table(convert, source, monkeypatch):
+    heads = look(convert, source)
+    text = convert("inspect", source, "--heads").out
+    assert "MHA: 8 query heads, 8 K/V heads" in text
+    lost = by_groups(heads["layers"][1])[2]
+    for words in (
+        "GQA-4: %", "GQA-2: %", "MQA: %", f"{100 * lost['k']:.1f}, {100 * lost['v']:.1f}", "no text was run",
+        f"Layers that lose most: {heads['worst_layers'][0]}, {heads['worst_layers'][1]}. ",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_a_table_has_room_for_four_numbers_of_groups():
+    assert shown_groups(32, (16, 8, 4, 2, 1)) == [16, 8, 4, 1]
+    assert shown_groups(40, (20, 10, 8, 5, 4, 2, 1)) == [20, 10, 5, 1]
+    assert shown_groups(45, (15, 9, 5, 3, 1)) == [15, 9, 5, 1]
+    assert shown_groups(9, (3, 1)) == [3, 1]
+
+
+def layer_attention(n_heads=8, n_kv_heads=4):
+    rng = np.random.default_rng(0)
+    shapes = ((n_heads, 6, 16), (n_kv_heads, 6, 16), (n_kv_heads, 6, 16), (n_heads, 16, 6))
+    return LayerAttention(*map(rng.standard_normal, shapes), n_planes=2)
+
+
+@pytest.mark.parametrize("n_groups", [4, 2, 1])
+def test_a_whole_layers_moments_hold_those_of_its_groups(n_groups):
+    attention = layer_attention()
+    for ours, group in zip(split(of_weights(attention), n_groups), attention.groups(n_groups), strict=True):
+        theirs = of_weights(group)
+        for name in ("queries_HDD", "keys_FF", "values_FF", "outputs_HDD"):
+            assert np.allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-12, atol=1e-12)
+
+
+def test_the_plain_mean_loses_what_it_leaves_in_weights():
+    """With weights, not with the moments that are tested; here of values, whose losses are plain squares."""
+    from convert.inspection.heads import _mean
+
+    attention = layer_attention()
+    moments = of_weights(attention)
+    mean_DX = attention.v_KDX.mean(axis=0)
+    outs = list(zip(attention.o_HMD, attention.v_KDX.repeat(2, axis=0), strict=True))
+    lost = sum(np.sum((o_MD @ (v_DX - mean_DX)) ** 2) for o_MD, v_DX in outs)
+    whole = sum(np.sum((o_MD @ v_DX) ** 2) for o_MD, v_DX in outs)
+    assert lost_output(moments, _mean(moments)) == pytest.approx(lost / whole)
+    assert energies(moments)[1] == pytest.approx(whole)
+    assert lost_logits(moments, _mean(moments)) > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mixed_plans_are_the_best_of_all(seed):
+    rng = np.random.default_rng(seed)
+    lost = [{n: 0.0 if n == 6 else float(rng.random()) for n in (6, 3, 2, 1)} for _ in range(5)]
+    for advice in advise(lost, (3, 2, 1)):
+        plans = [plan for plan in product((6, 3, 2, 1), repeat=5) if sum(plan) == 5 * advice.groups]
+        best = min(sum(layer[n] for layer, n in zip(lost, plan, strict=True)) for plan in plans)
+        assert advice.mixed in plans
+        assert advice.mixed_lost == pytest.approx(best)
+        assert advice.mixed_lost <= advice.uniform_lost == pytest.approx(sum(layer[advice.groups] for layer in lost))
+
+
+def test_equal_layers_get_equal_groups():
+    lost = [{4: 0.0, 2: 0.1, 1: 0.5}] * 3
+    assert [advice.mixed for advice in advise(lost, (2, 1))] == [(2, 2, 2), (1, 1, 1)]
+    assert advise([{4: 0.0, 2: 0.0, 1: 0.0}] * 4, (2,))[0].mixed == (2, 2, 2, 2)
+
+
+def test_figure(convert, source, tmp_path):
+    path = tmp_path / "heads.png"
+    result = convert("inspect", source, "--heads", "--figure", path)
+    assert (result.code, result.out.endswith(f"\nWrote {path}.\n")) == (0, True), result.err
+    pixels = matplotlib.image.imread(path)
+    assert pixels.shape[0] > 500
+    assert pixels[..., :3].std() > 0.05
+    before = path.read_bytes()
+    assert json.loads(convert("inspect", source, "--heads", "--figure", path, "--json").out)["heads"]
+    assert path.read_bytes() == before
+    assert {p.name for p in tmp_path.iterdir()} == {"heads.png", "source"}
+
+
+def test_figure_of_a_large_model():
+    rng = np.random.default_rng(0)
+    losses = {n: KeysValues(1.2 / n, 0.001) for n in (32, 16, 8, 4, 2, 1)}
+    alike_KK = rng.random((64, 64))
+    layers = [LayerHeads(i, KeysValues(0, 0), alike_KK, alike_KK, {"pca": losses, "mean": losses}) for i in range(80)]
+    assert draw_png(HeadReport(64, tuple(losses), tuple(layers)), "a $name$ <b>").startswith(b"\x89PNG")
+
+
+def test_refused_families_say_why(convert, tmp_path):
+    for family in ("qwen3", "olmo2"):
+        source = tiny.save(tiny.build(family), tmp_path / family)
+        convert("inspect", source, "--heads").refused(
+            "--heads turns heads", "starcoder2, not for model_type", f"{family!r}; leave it out."
+        )
+
+
+def test_one_head_has_nothing_to_be_compared_with(convert, tmp_path):
+    source = tiny.save(tiny.build(num_key_value_heads=1), tmp_path / "source")
+    convert("inspect", source, "--heads").refused("one K/V head in each layer")
+
+
+def test_not_finite(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    tensors = tiny.tensors(source)
+    tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert("inspect", source, "--heads").refused("model.layers.1.self_attn.k_proj.weight holds NaN")
+
+
+def test_a_head_of_zeros_loses_nothing(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    tensors = tiny.tensors(source)
+    for part in "qkvo":
+        tensors[f"model.layers.0.self_attn.{part}_proj.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    layer = look(convert, source)["layers"][0]
+    assert all(lost == {"k": 0, "v": 0} for lost in by_groups(layer).values())
+
+
+def test_where_no_figure_can_be_written(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.inspection.heads.report_heads", lambda *_: pytest.fail("it began to work"))
+    (tmp_path / "folder.png").mkdir()
+    for path, words in (
+        (tmp_path / "heads.pdf", "is to be a picture, FILE.png"),
+        (tmp_path / "folder.png", "is to be a picture, FILE.png"),
+        (tmp_path / "none/heads.png", "there is no folder"),
+    ):
+        convert("inspect", source, "--heads", "--figure", path).refused(words)
+    convert("inspect", source, "--figure", tmp_path / "heads.png").refused("give --heads too")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    convert("inspect", source, "--heads", "--figure", tmp_path / "heads.png").refused("pip install 'groupwise[torch]'")
+
+
+def test_a_disk_that_fails_is_one_line(convert, source, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    result = convert("inspect", source, "--heads", "--figure", tmp_path / "heads.png")
+    assert (result.code, result.err) == (1, "Error: [Errno 28] No space left on device\n")
+    assert not (tmp_path / "heads.png").exists()

@@ -1,0 +1,170 @@
+"""`--method aligned` and `pca`, file to file."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from equivalent_heads import logits, scrambled
+from safetensors.torch import save_file
+
+from convert.planning.tensors import ROTATING
+from model.families import load_family
+
+METHODS = ("aligned", "pca")
+BY_WEIGHTS = ("--calibration", "none")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("llama", {"attention_bias": True}), ("mistral", {}), ("qwen2", {})]
+)
+def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_path, family, changes, groups, method):
+    size = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
+    source = tiny.save(tiny.build(family, num_key_value_heads=groups, **size, **changes), tmp_path / "source")
+    many = scrambled(source, tmp_path / "many", groups)
+    expected = logits(source)
+    assert (logits(many) - expected).abs().max() < 1e-4
+    assert convert("mha-to-gqa", "--method", "mean", many, tmp_path / "mean", "--groups", groups).code == 0
+    assert (logits(tmp_path / "mean") - expected).abs().max() > 0.1
+    result = convert(
+        "mha-to-gqa", many, tmp_path / "out", "--groups", groups, "--method", method, *BY_WEIGHTS, "--json"
+    )
+    assert result.code == 0, result.err
+    assert (logits(tmp_path / "out") - expected).abs().max() < 1e-4 * expected.abs().max()
+    found = json.loads(convert("verify", many, tmp_path / "out", "--json").out)
+    assert (found["ok"], found["differences"]) == (True, [])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_written_and_what_is_not(convert, tmp_path, method):
+    source = tiny.save(tiny.build("qwen2"), tmp_path / "source", "bfloat16", max_shard_size="20KB")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
+    before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
+    assert {(n, t.dtype) for n, t in before.items()} == {(n, t.dtype) for n, t in after.items()}
+    for name, tensor in before.items():
+        attention = "self_attn" in name
+        assert after[name].shape == tensor.shape or tiny.is_kv(name)
+        assert attention or torch.equal(after[name], tensor), name
+    report = json.loads((tmp_path / "out/groupwise.json").read_text())["merge_report"]
+    assert [(entry["tensor"].rpartition("attn.")[2], entry["heads"]) for entry in report] == [
+        ("k_proj.weight", "k"), ("v_proj.weight", "v"),
+    ] * tiny.N_LAYERS  # fmt: skip
+    card = (tmp_path / "out/README.md").read_text()
+    assert "queries and output projections changed" in card
+    assert f"- --method {method} knows the weights alone" in card
+    one, many = (tmp_path / name for name in ("one", "many"))
+    for out, workers in ((one, 1), (many, 4)):
+        assert (
+            convert(
+                "mha-to-gqa", source, out, "--groups", 2, "--method", method, *BY_WEIGHTS, "--workers", workers
+            ).code
+            == 0
+        )
+    assert tiny.snapshot(one) == tiny.snapshot(many) == tiny.snapshot(tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_verify_sees_a_changed_query(convert, tmp_path, method):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
+    tensors = tiny.tensors(tmp_path / "out")
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 4] += 0.01
+    save_file(tensors, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
+    result = convert("verify", source, tmp_path / "out")
+    assert (result.code, "q_proj.weight differs from the one recomputed" in result.err) == (3, True)
+    assert "q_proj.weight has SHA-256" in result.err
+
+
+OTHERS = tuple(f for f in ROTATING if f not in ("llama", "mistral", "qwen2"))
+SHARES = {"phi": 0.5, "stablelm": 0.25, "nemotron": 0.5}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_merge_without_loss_too(convert, tmp_path, family, method):
+    """Those whose heads are rotated in part too: the rest of a key may be turned in any way."""
+    size = {"hidden_size": 128, "head_dim": 16, "initializer_range": 0.15}
+    source = tiny.save(tiny.build(family, num_key_value_heads=2, **size), tmp_path / "source")
+    output = "dense" if family == "phi" else "o_proj"
+    many = scrambled(source, tmp_path / "many", 2, SHARES.get(family, 1.0), output)
+    expected = logits(source)
+    assert (logits(many) - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert convert("mha-to-gqa", "--method", "mean", many, tmp_path / "mean", "--groups", 2).code == 0
+    assert (logits(tmp_path / "mean") - expected).abs().max() > 1e-2 * expected.abs().max()
+    result = convert("mha-to-gqa", many, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS)
+    assert result.code == 0, result.err
+    assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("said", [{"no_rope_layers": [1, 0]}, {"no_rope_layers": None, "no_rope_layer_interval": 2}])
+def test_layers_without_rotary_embedding(convert, tmp_path, method, said):
+    """Their keys may be turned in any way, and so merge without loss from any coordinates."""
+    size = {"hidden_size": 64, "initializer_range": 0.3, "no_rope_layers": [1, 0]}
+    source = tiny.save(tiny.build("smollm3", num_key_value_heads=2, **size), tmp_path / "source")
+    many = scrambled(source, tmp_path / "many", 2, unrotated=(1,))
+    expected = logits(source)
+    assert (logits(many) - expected).abs().max() < 1e-4 * expected.abs().max()
+    tiny.edit_config(many, **said)
+    assert convert("mha-to-gqa", many, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
+    assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("said", [[1], [1, 2], "all"])
+def test_which_layers_rotate_is_checked(convert, tmp_path, said):
+    source = tiny.save(tiny.build("smollm3"), tmp_path / "source")
+    tiny.edit_config(source, no_rope_layers=said)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
+        "it must say of each of 2 layers"
+    )
+
+
+def test_a_partial_rotation_is_read_from_the_config(convert, tmp_path):
+    source = tiny.save(tiny.build("phi", hidden_size=64, partial_rotary_factor=0.25), tmp_path / "source")
+    tiny.edit_config(source, partial_rotary_factor=1.5, rope_parameters=None)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
+        "partial_rotary_factor = 1.5; it must be between 0 and 1"
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "phi3", "cohere", "gpt_oss"])
+def test_families_whose_heads_cannot_be_turned_like_that(convert, tmp_path, family):
+    source = tiny.save(tiny.build(family), tmp_path / "source")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
+        f"not for model_type {family!r}; choose mean, first, random."
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("family", "changes"), [("phi", {"qk_layernorm": True}), ("stablelm", {"qk_layernorm": True})])
+def test_norms_on_queries_and_keys(convert, tmp_path, family, changes):
+    source = tiny.save(tiny.build(family, **changes), tmp_path / "source")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
+        "works on each dimension of queries or keys; choose mean, first, random."
+    )
+
+
+def test_only_native_families_are_calibrated(convert, tmp_path):
+    source = tiny.save(tiny.build("gemma"), tmp_path / "source")
+    why = "'gemma' has no native code; implemented are: llama, mistral, qwen2."
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "fit").refused(f"{why}\n")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca").refused(
+        f"{why} --calibration none merges by the weights alone."
+    )
+
+
+def test_the_families_named_are_those_that_rotate():
+    assert tuple(f for f in sorted(tiny.STOCK) if getattr(load_family(f), "rotated", None)) == ROTATING
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_not_finite(convert, tmp_path, method):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    tensors = tiny.tensors(source)
+    tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).refused(
+        "model.layers.0.self_attn.o_proj.weight holds NaN or infinite values"
+    )

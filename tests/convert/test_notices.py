@@ -1,0 +1,90 @@
+"""What a user is told of a config that may mislead: code that `auto_map` names, numbers that stay. None of it runs."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import tiny
+
+from convert.planning.notices import find_notes
+from model.families import find_family
+
+LLAMA = find_family({"model_type": "llama"}).family
+
+WARNING = (
+    "config.json has auto_map: with trust_remote_code=True, transformers runs code from {}, which may ignore "
+    "num_key_value_heads; open the result without it."
+)
+BESIDE = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+ELSEWHERE = {name: f"org/repo--{value}" for name, value in BESIDE.items()}
+CASES = [(BESIDE, "configuration_x.py beside it and modeling_x.py beside it"), (ELSEWHERE, "org/repo")]
+
+
+@pytest.mark.parametrize(("auto_map", "place"), CASES)
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monkeypatch, auto_map, place, form):
+    if form == "bin":
+        from torch_files import write_bin
+
+        for file in source.glob("model*"):
+            file.unlink()
+        write_bin(source, tiny.build())
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    for name in ("configuration_x.py", "modeling_x.py", "convert.py", "sitecustomize.py"):
+        (source / name).write_text(code)
+    tiny.edit_config(source, auto_map=auto_map)
+    monkeypatch.chdir(source)
+    warning, out = WARNING.format(place), tmp_path / "out"
+    assert json.loads(convert("inspect", source, "--json").out)["notes"] == [warning]
+    planned = convert("mha-to-mqa", "--method", "mean", source, out, "--dry-run", "--json")
+    assert json.loads(planned.out)["notes"] == [warning]
+    shown = convert("mha-to-mqa", "--method", "mean", source, out)
+    assert shown.code == 0
+    assert "trust_remote_code=True" in shown.out
+    assert f"- {warning}\n" in (out / "README.md").read_text()
+    assert json.loads((out / "config.json").read_text())["auto_map"] == auto_map
+    assert {f.name for f in out.glob("*.py")} == {f.name for f in source.glob("*.py")}
+    assert (out / "modeling_x.py").read_text() == code
+    assert convert("verify", source, out).code == 0
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [None, {}, [], "x", {"AutoTokenizer": ["tokenization_x.X", None]}, {"AutoModel": None}, {"AutoModel": 3}],
+)
+def test_no_note_where_no_model_s_code_is_named(auto_map):
+    assert find_notes(SimpleNamespace(config={"auto_map": auto_map}, notes=(), tensors={}), LLAMA) == ()
+    assert find_notes(SimpleNamespace(config={}, notes=(), tensors={}), LLAMA) == ()
+
+
+def test_no_note_where_that_code_is_needed(convert, tmp_path):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=8, intermediate_size=40
+    )
+    source = tiny.save(GPTNeoXForCausalLM(config), tmp_path / "source")
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["notes"] == []
+    assert "auto_map" in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_a_note_of_numbers_that_stay(convert, source, tmp_path):
+    """As configs have them that passed through other programs; the class reads one of them."""
+    tiny.edit_config(source, num_kv_heads=8, num_query_groups=8)
+    shown = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--json")
+    notes = json.loads(shown.out)["notes"]
+    assert [note.split(",")[0] for note in notes] == [
+        "config.json has num_kv_heads = 8", "config.json has num_query_groups = 8",
+    ]  # fmt: skip
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["num_kv_heads"], config["num_key_value_heads"]) == (8, 2)
+
+
+def test_an_embedding_of_another_size_than_the_vocabulary(convert, source):
+    tiny.edit_config(source, vocab_size=66)
+    (note,) = json.loads(convert("inspect", source, "--json").out)["notes"]
+    assert note == (
+        "config.json has vocab_size = 66, but model.embed_tokens.weight has 67 rows; transformers refuses that."
+    )

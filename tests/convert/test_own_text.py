@@ -1,0 +1,271 @@
+"""`--calibration self`: the model writes the text that it is calibrated on."""
+
+import json
+import lzma
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import tiny
+from tiny_tokenizers import make_tokenizer
+
+from convert.calibration import own_text
+from convert.calibration.text import split_name
+from model.checkpoint import open_checkpoint
+
+OPTIONS = ("--groups", 2, "--method", "pca", "--calibration-tokens", 1024)
+TOKENS = "groupwise_calibration.xz"
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tiny.save(tiny.build(vocab_size=300, bos_token_id=0, eos_token_id=1), tmp_path / "source", "bfloat16")
+    (folder / "chat_template.jinja").unlink()
+    return make_tokenizer(folder, 300)
+
+
+def with_template(folder):
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def tokenizer_of(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def kept(out):
+    found = json.loads((out / "groupwise.json").read_text())["calibration"]
+    ids = np.frombuffer(lzma.decompress((out / TOKENS).read_bytes()), "<u2")
+    return ids.reshape(found["windows"], found["window"]).astype(int)
+
+
+def written(folder, n_windows=6, first=(), seed=0, scratch="scratch"):
+    with open_checkpoint(folder) as checkpoint:
+        text = own_text.OwnText(checkpoint, first, n_windows, 64, seed)
+        return text.write(folder.parent / scratch, lambda n: None)
+
+
+def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
+    for name in ("one", "two"):
+        assert convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, "--calibration", "self").code == 0
+    assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
+    assert convert("verify", source, tmp_path / "one").code == 0
+    ids_NT = kept(tmp_path / "one")
+    assert ids_NT.shape == (16, 64)
+    assert (ids_NT[:, 0] == tokenizer_of(source).bos_token_id).all()
+    assert len(np.unique(ids_NT[:, 1])) > 8, "texts begin with different tokens"
+    assert "text that the model wrote itself" in (tmp_path / "one/README.md").read_text()
+
+
+def test_another_seed_gives_another_text(convert, source, tmp_path):
+    for seed in (0, 1):
+        command = (*OPTIONS, "--calibration", "self", "--seed", seed)
+        assert convert("mha-to-gqa", source, tmp_path / f"out{seed}", *command).code == 0
+    assert (kept(tmp_path / "out0") != kept(tmp_path / "out1")).any()
+
+
+def test_the_text_is_the_models(tmp_path):
+    """Its tokens are drawn from the model's distribution, as transformers gives it, and from no other."""
+    import torch
+
+    model = tiny.build(vocab_size=300, bos_token_id=0, eos_token_id=None)
+    with torch.no_grad():
+        model.lm_head.weight *= 60  # far from uniform, so that another distribution shows
+    folder = tiny.save(model, tmp_path / "source")
+    (folder / "chat_template.jinja").unlink()
+    make_tokenizer(folder, 300, eos=False)
+    ids_NT = torch.from_numpy(written(folder, 64))
+    with torch.inference_mode():
+        p_NTV = model(ids_NT).logits[:, 1:-1].softmax(-1)
+    drawn = torch.nn.functional.one_hot(ids_NT[:, 2:], 300).float()
+
+    def fits(p_NTV: torch.Tensor) -> bool:
+        # The expected share of each token against the share drawn: a sum of variances tells how far chance may take it.
+        apart = (drawn - p_NTV).sum((0, 1)).square().sum()
+        return bool(apart < 2 * (p_NTV * (1 - p_NTV)).sum())
+
+    assert fits(p_NTV)
+    assert not fits(torch.full_like(p_NTV, 1 / 300))
+    sharper_NTV = p_NTV.pow(1.5)
+    assert not fits(sharper_NTV / sharper_NTV.sum(-1, keepdim=True))
+
+
+def test_without_a_token_that_begins_texts(tmp_path):
+    folder = tiny.save(tiny.build(vocab_size=300, bos_token_id=None, eos_token_id=None), tmp_path / "source")
+    (folder / "chat_template.jinja").unlink()
+    make_tokenizer(folder, 300, bos=False, eos=False)
+    ids_NT = written(folder)
+    assert len(np.unique(ids_NT[:, 0])) == 6
+
+
+def test_texts_begin_with_the_end_token_where_it_alone_parts_texts(tmp_path):
+    folder = tiny.save(tiny.build(vocab_size=300, bos_token_id=None, eos_token_id=5), tmp_path / "source")
+    (folder / "chat_template.jinja").unlink()
+    make_tokenizer(folder, 300, bos=False, eos=False)
+    assert (written(folder)[:, 0] == 5).all()
+
+
+def test_chats_begin_as_the_template_says(source, monkeypatch):
+    """Every other text is a chat: the model writes what the user says, and after its end what the assistant does."""
+    tokenizer = tokenizer_of(with_template(source))
+    end, word = tokenizer.eos_token_id, tokenizer("x", add_special_tokens=False).input_ids[0]
+    assert tokenizer.bos_token_id == 0 != end
+    steps = iter(range(64))
+
+    def choose(logits_BV, *rest):
+        import torch
+
+        return torch.full((len(logits_BV),), end if next(steps) % 32 == 31 else word)
+
+    monkeypatch.setattr(own_text, "choose", choose)
+    text, chat = (tokenizer.decode(row) for row in written(source, 2)[:, :60])
+    assert chat.startswith("[user]x")
+    assert "x</s>[assistant]x" in chat
+    assert text.startswith("<s>")
+    assert "x</s><s>" in text, "the next text begins"
+
+
+def test_long_documents_are_cut(source, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(own_text, "DOCUMENT_TOKENS", 16)
+    monkeypatch.setattr(own_text, "choose", lambda logits_BV, *rest: torch.full((len(logits_BV),), 9))
+    ids_NT = written(source, 3)
+    assert (np.flatnonzero(ids_NT[1] == 0) == [0, 16, 32, 48]).all()
+    assert (np.delete(ids_NT, [0, 1, 16, 17, 32, 33, 48, 49], axis=1) == 9).all()
+
+
+def test_a_template_that_fails_is_said(source, capsys):
+    with_template(source)
+    (source / "chat_template.jinja").write_text("{{ raise_exception('no') }}" + TEMPLATE)
+    ids_NT = written(source)
+    assert "the chat template cannot be used (no)" in capsys.readouterr().err
+    assert (ids_NT[:, 0] == 0).all()
+
+
+def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_text, "BATCH_ROWS", 5)
+    command = (*OPTIONS, "--calibration", "self")
+    assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
+    write, batches = own_text._Writer.write, []
+
+    def dying(self, *given):
+        if len(batches) == 2:
+            raise OSError("the power is gone")
+        batches.append(given)
+        return write(self, *given)
+
+    monkeypatch.setattr(own_text._Writer, "write", dying)
+    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
+    batches.clear()
+    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0
+    assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
+    assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
+
+
+def test_a_model_too_large_for_memory(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    for dry in ((), ("--dry-run",)):
+        convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", "self", *dry).refused(
+            "--calibration self holds the whole model in memory", "Calibrate on a text instead (--calibration shipped"
+        )
+
+
+def test_plan_says_memory_and_time(convert, source, tmp_path):
+    found = {
+        name: json.loads(
+            convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", name, "--dry-run", "--json").out
+        )
+        for name in ("shipped", "self")
+    }
+    assert found["self"]["calibration"]["sha256_of_ids"] is None
+    assert found["self"]["peak_memory_bytes"] >= found["shipped"]["peak_memory_bytes"]
+    assert found["self"]["calibration_seconds"] >= found["shipped"]["calibration_seconds"]
+
+
+def test_memory_is_the_weights_the_cache_and_the_logits(source):
+    with open_checkpoint(source) as checkpoint:
+        config, n_bytes = checkpoint.config, sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        text = own_text.OwnText(checkpoint, (), 16, 64, 0)
+    layers, heads, size = (config[k] for k in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    cache = 2 * 2 * layers * heads * size * 64 * 16
+    assert n_bytes + cache < text.memory < n_bytes + cache + 16 * 300 * 16
+
+
+def test_tokens_that_the_model_does_not_know(convert, source, tmp_path):
+    tiny.edit_config(source, bos_token_id=9999)
+    found = json.loads((source / "tokenizer.json").read_text())
+    found["post_processor"] = None
+    (source / "tokenizer.json").write_text(json.dumps(found))
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", "self").refused("name the id 9999")
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_begin_with_tokens_that_the_tokenizer_knows(tmp_path):
+    """Embeddings often have more rows than there are tokens."""
+    folder = tiny.save(tiny.build(vocab_size=1000, bos_token_id=0, eos_token_id=1), tmp_path / "source")
+    (folder / "chat_template.jinja").unlink()
+    make_tokenizer(folder, 300)
+    assert (written(folder, 16)[:, 1] < 300).all()
+
+
+def test_any_seed(source):
+    assert (written(source, 4, seed=10**30)[:, 0] == 0).all()
+
+
+def test_a_family_without_own_code(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build("olmo", vocab_size=300), tmp_path / "source"), 300)
+    convert("mha-to-gqa", folder, tmp_path / "out", *OPTIONS, "--calibration", "self").refused("olmo")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("self", ["self"]),
+        ("self+shipped", ["self", "shipped"]),
+        ("shipped+self+a+b.txt", ["shipped", "self", "a+b.txt"]),
+        ("a+self", ["a+self"]),
+        ("self+self+self+a", ["self", "self", "self+a"]),
+        ("self+hub:org/name:train", ["self", "hub:org/name:train"]),
+    ],
+)
+def test_names_are_split_before_a_path_begins(name, parts):
+    assert split_name(name) == parts
+
+
+@pytest.mark.parametrize("name", ["self+self", "self+", "shipped+self+shipped"])
+def test_parts_are_given_once(convert, source, tmp_path, name):
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", name).refused("give each of self and")
+
+
+def test_parts_take_turns_and_each_is_held_out(convert, source, tmp_path):
+    """Every fourth window is held out (`convert.calibration.refit`), so each fourth must not be of the same part."""
+    (tmp_path / "text.txt").write_text("words and words " * 500)
+    given = f"self+{tmp_path / 'text.txt'}"
+    assert convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", given).code == 0
+    assert convert("verify", source, tmp_path / "out").code == 0
+    decoded = [tokenizer_of(source).decode(row, skip_special_tokens=True) for row in kept(tmp_path / "out")]
+    from_text = ["words" in text for text in decoded]
+    assert from_text == [bool((n + n // 4) % 2) for n in range(16)]
+    assert set(from_text[3::4]) == {True, False}
+
+
+def test_auto_chooses_on_the_models_text(convert, source, tmp_path):
+    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024, "--calibration", "self")
+    assert convert("mha-to-gqa", source, tmp_path / "out", *options).code == 0
+    assert convert("verify", source, tmp_path / "out").code == 0
+
+
+def test_users_are_told_that_out_keeps_their_text(convert, source, tmp_path):
+    (tmp_path / "text.txt").write_text("words and words " * 500)
+    result = convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", tmp_path / "text.txt")
+    assert f"{TOKENS} holds the tokens of text.txt" in result.out
+    result = convert("mha-to-gqa", source, tmp_path / "other", *OPTIONS, "--calibration", "self")
+    assert f"{TOKENS} holds the tokens" not in result.out

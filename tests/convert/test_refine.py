@@ -1,0 +1,108 @@
+"""`--refine`: each merged layer is trained to give what it gave before."""
+
+import hashlib
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from equivalent_heads import logits, scrambled
+from safetensors.torch import load_file, save_file
+from tiny_tokenizers import make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import convert as package
+from convert.calibration import refine
+
+DEMO = Path(__file__).parents[2] / "assets/demo-mha"
+SHIPPED = Path(package.__file__).parent / "calibration/sample_texts/mixture.jsonl.xz"
+OPTIONS = ("--groups", 2, "--calibration-tokens", 1024)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+
+
+def log_probabilities(folder):
+    """Return what a model expects on pieces of the shipped text that lie far behind what a short calibration reads."""
+    lines = lzma.decompress(SHIPPED.read_bytes()).decode().splitlines()[-40:]
+    ids = AutoTokenizer.from_pretrained(folder)("".join(json.loads(line)["text"] for line in lines)).input_ids[:4096]
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model(torch.tensor(ids).view(-1, 512)).logits.log_softmax(-1)
+
+
+def test_it_brings_the_model_nearer_to_its_parent(convert, tmp_path):
+    parent, divergences = log_probabilities(DEMO), {}
+    for tokens in (0, 16384):
+        command = ("--groups", 2, "--calibration-tokens", 8192, "--refine", tokens)
+        assert convert("mha-to-gqa", DEMO, tmp_path / str(tokens), *command).code == 0
+        merged = log_probabilities(tmp_path / str(tokens))
+        divergences[tokens] = float((parent.exp() * (parent - merged)).sum(-1).mean())
+    assert divergences[16384] < 0.8 * divergences[0], divergences
+
+
+def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
+    for name in ("one", "two"):
+        result = convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, "--refine", 2048)
+        assert result.code == 0, result.err
+    assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
+    assert json.loads((tmp_path / "one/groupwise.json").read_text())["refine"] == 2048
+    assert "each layer refined on 2,048 tokens" in (tmp_path / "one/README.md").read_text()
+    result = convert("verify", source, tmp_path / "one")
+    assert (result.code, "rounding" in result.out) == (0, False)
+
+
+def test_verified_where_training_ends_elsewhere(convert, source, tmp_path, monkeypatch):
+    """As on another processor: other weights, which serve as well."""
+    assert convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--refine", 2048).code == 0
+    monkeypatch.setattr(refine, "RATE", refine.RATE * 1.01)
+    result = convert("verify", source, tmp_path / "out")
+    assert (result.code, "but for rounding" in result.out) == (0, True)
+
+
+@pytest.mark.parametrize("value", [0.05, float("nan")])
+def test_a_refined_layer_that_serves_worse_is_found(convert, source, tmp_path, value):
+    """Even where the record says that it should be so."""
+    out = tmp_path / "out"
+    assert convert("mha-to-gqa", source, out, *OPTIONS, "--refine", 2048).code == 0
+    tensors = load_file(out / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    tensors[name] += value
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    record = json.loads((out / "groupwise.json").read_text())
+    record["sha256"][name] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
+    (out / "groupwise.json").write_text(json.dumps(record, indent=2) + "\n")
+    result = convert("verify", source, out)
+    assert (result.code, "layer 1 was refined; its held-out error" in result.err) == (3, True), result.err
+
+
+def test_what_gains_nothing_is_not_kept(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(refine, "RATE", 1e4)
+    for name, options in (("without", ()), ("with", ("--refine", 2048))):
+        assert convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, *options).code == 0
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("without", "with"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_merges_without_loss_still_does(convert, tmp_path):
+    few = tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "few")
+    many = make_tokenizer(scrambled(few, tmp_path / "many", 2), 300)
+    assert convert("mha-to-gqa", many, tmp_path / "out", *OPTIONS, "--refine", 2048).code == 0
+    assert (logits(tmp_path / "out") - logits(few)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--method", "mean"), "--refine needs a calibration text and one of"),
+        (("--method", "pca", "--calibration", "none"), "--refine needs a calibration text"),
+        (("--method", "auto"), "--refine needs a calibration text and one of"),
+    ],
+)
+def test_refused_without_text_or_a_method_for_layers(convert, source, tmp_path, options, words):
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--refine", 2048, *options).refused(words)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,70 @@
+"""The refit of an output projection, against numpy's own least squares."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from convert.calibration.refit import HELD_OUT_EVERY, PULLS, refit_output
+from convert.merging.weights import LayerAttention
+
+N_HEADS, HEAD_DIM, HIDDEN, WINDOW, N_WINDOWS = 4, 6, 20, 50, 12
+
+
+def layer(rng) -> LayerAttention:
+    heads = rng.normal(size=(N_HEADS, HEAD_DIM, HIDDEN))
+    return LayerAttention(heads, heads[:1], heads[:1], rng.normal(size=(N_HEADS, HIDDEN, HEAD_DIM)), HEAD_DIM // 2)
+
+
+def projection(attention: LayerAttention) -> np.ndarray:
+    return np.concatenate(list(attention.o_HMD), axis=1)
+
+
+def windows(rng, target):
+    for index in range(N_WINDOWS):
+        heads = rng.normal(size=(WINDOW, N_HEADS * HEAD_DIM))
+        yield index, heads, target(index, heads)
+
+
+def answers(found):
+    return iter([(torch.from_numpy(h).float(), torch.from_numpy(t).float()) for _, h, t in found])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_finds_the_projection_that_serves(noise):
+    rng = np.random.default_rng(0)
+    merged, truth = layer(rng), rng.normal(size=(HIDDEN, N_HEADS * HEAD_DIM))
+    found = list(windows(rng, lambda i, h: h @ truth.T + noise * rng.normal(size=(WINDOW, HIDDEN))))
+    fitted = projection(refit_output(merged, answers(found)))
+    fit = [pair for pair in found if pair[0] % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+    x, y = (np.concatenate([pair[i] for pair in fit]) for i in (1, 2))
+    old = projection(merged)
+    expected = []
+    for pull in PULLS:
+        power = x.T @ x
+        power += pull * np.diag(power).mean() * np.eye(len(power))
+        expected.append(old + np.linalg.solve(power, x.T @ (y - x @ old.T)).T)
+    assert min(np.abs(fitted - one).max() for one in expected) < 1e-4
+    assert np.abs(fitted - truth).max() < 0.1 * np.abs(old - truth).max()
+
+
+def test_keeps_the_projection_where_nothing_held_out_gains():
+    """What is learnt on the other windows is the opposite of what holds on these."""
+    rng = np.random.default_rng(1)
+    merged = layer(rng)
+    old, other = projection(merged), rng.normal(size=(HIDDEN, N_HEADS * HEAD_DIM))
+
+    def target(index, heads):
+        return heads @ (old - other if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else old + other).T
+
+    assert refit_output(merged, answers(windows(rng, target))) is merged
+
+
+def test_changes_nothing_else():
+    rng = np.random.default_rng(2)
+    merged = layer(rng)
+    fitted = refit_output(merged, answers(windows(rng, lambda i, h: h[:, :HIDDEN] * 2)))
+    assert fitted is not merged
+    same = replace(fitted, o_HMD=merged.o_HMD)
+    assert all(getattr(same, name) is getattr(merged, name) for name in ("q_HDX", "k_KDX", "v_KDX", "o_HMD"))

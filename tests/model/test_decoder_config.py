@@ -1,0 +1,144 @@
+"""What config.json means to the Llama code, against transformers' config classes."""
+
+import pytest
+import tiny
+import torch
+from transformers import AutoConfig
+
+from model import load_model
+from model.common.errors import CheckpointError
+from model.decoder.config import read_llama_config
+
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+def said(family, **changes):
+    """Return a config.json as users have it; a value of `...` removes a key."""
+    settings = {
+        "model_type": family, "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64, **changes,
+    }  # fmt: skip
+    return {key: value for key, value in settings.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"sliding_window": 7}),
+        *(("mistral", {"sliding_window": window}) for window in (..., None, 7)),
+        *(
+            ("qwen2", {"sliding_window": window, "use_sliding_window": used, **layers})
+            for window in (..., None, 7)
+            for used in (..., False, True)
+            for layers in ({}, {"max_window_layers": 1}, {"max_window_layers": 0}, {"max_window_layers": 9})
+        ),
+        *(
+            ("qwen2", {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds})
+            for window in (..., 7)
+            for kinds in (None, SLIDING, ["full_attention"] * 4)
+        ),
+    ],
+)
+def test_windows_are_those_of_the_config_class(tmp_path, family, changes):
+    config = said(family, **changes)
+    theirs = AutoConfig.for_model(**config)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention" if family == "mistral" else ""] * 4
+    expected = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert read_llama_config(config).windows == expected
+
+
+def test_an_absent_window_is_4096_tokens_and_null_is_none(tmp_path):
+    """Logits equal transformers' beyond it."""
+    theirs = tiny.build("mistral", num_hidden_layers=1, num_key_value_heads=1, max_position_embeddings=8192)
+    theirs.set_attn_implementation("sdpa")
+    for parameter in theirs.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 20
+    folder = tiny.save(theirs, tmp_path / "model")
+    ids = torch.randint(0, 67, (1, 4200), generator=torch.Generator().manual_seed(0))
+    logits = {}
+    for window in (..., None):
+        tiny.edit_config(folder, sliding_window=window)
+        theirs.config.sliding_window = 4096 if window is ... else None
+        with torch.inference_mode():
+            logits[window] = load_model(folder).hidden(ids)[0, -1]
+            assert (logits[window] - theirs.model(ids).last_hidden_state[0, -1]).abs().max() <= 1e-5
+    assert (logits[...] - logits[None]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_absent_sizes_are_those_of_the_config_class(family):
+    config = {"model_type": family, "vocab_size": 67, "intermediate_size": 40}
+    theirs, ours = AutoConfig.for_model(family), read_llama_config(config)
+    expected = (theirs.hidden_size, theirs.num_hidden_layers, theirs.num_attention_heads, theirs.rms_norm_eps)
+    assert (ours.hidden_size, ours.n_layers, ours.n_heads, ours.rms_norm_eps) == expected
+    assert ours.n_kv_heads == theirs.num_key_value_heads
+    assert (ours.rope.max_positions, ours.rope.theta) == (theirs.max_position_embeddings, 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(({key: value}, key) for key in ("rope_scaling", "rope_parameters") for value in ("x", 7, True, [1])),
+        *(({"rope_theta": value}, "rope_theta") for value in ("a", 0, 1, -1.0, float("nan"), float("inf"), [1], True)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "a"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "RoPE type"),
+        *(
+            ({"rope_scaling": {"type": kind, "factor": value}}, f"type {kind} with factor")
+            for kind in ("linear", "dynamic", "yarn")
+            for value in (0, -2, "2", [2], True, float("nan"), 10**400)
+        ),
+        *(
+            ({"rope_scaling": {"type": "yarn", "factor": 2.0, key: value}}, key)
+            for key in ("beta_fast", "beta_slow", "mscale", "original_max_position_embeddings", "attention_factor")
+            for value in ("32", [32], -1, float("inf"))
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}}, "truncate"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 64}},
+            "high_freq_factor = 4, which must be above",
+        ),
+        *(({"rms_norm_eps": value}, "rms_norm_eps") for value in ("1e-6", [], {}, -1e-6, float("nan"), True)),
+        *(
+            ({key: value}, key)
+            for key in ("vocab_size", "intermediate_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
+            for value in (0, -1, 1.5, "8", True, 10**12, 10**30, [8], None)
+        ),
+        *(({"head_dim": value}, "head_dim") for value in (0, "4", 4.0, 10**12)),
+        ({"head_dim": 5}, "heads of 5 numbers"),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "heads of 2 numbers"),
+        *(({"num_key_value_heads": value}, "num_key_value_heads") for value in (0, 3, "8", 10**30)),
+        *(({"max_position_embeddings": value}, "max_position_embeddings") for value in (None, 0, "64", 10**30)),
+        *(
+            ({key: value}, key)
+            for key in ("attention_bias", "mlp_bias", "tie_word_embeddings")
+            for value in (1, "no", [], {})
+        ),
+        ({"hidden_act": ["silu"]}, "activation"),
+        *(
+            ({"model_type": family, "use_sliding_window": True, "sliding_window": value}, "sliding_window")
+            for family in ("mistral", "qwen2")
+            for value in (0, -1, "7", 7.0, True)
+        ),
+        *(
+            ({"model_type": "qwen2", "layer_types": value}, "layer_types")
+            for value in ([], ["full_attention"], "full_attention", 4, ["chunked_attention"] * 4, [1, 2, 3, 4])
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": 1}, "use_sliding_window"),
+        *(({"model_type": "qwen2", "max_window_layers": value}, "max_window_layers") for value in (-1, "1", None)),
+    ],
+)  # fmt: skip
+def test_wrong_types_and_values_are_refused_by_name(changes, words):
+    with pytest.raises(CheckpointError, match=words) as error:
+        read_llama_config(said(**{"family": "llama", **changes}) | changes)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_a_window_that_nothing_uses_is_refused_as_by_the_class():
+    """Qwen2's own forward pass stops there: its mask has no window."""
+    config = said("qwen2", use_sliding_window=False, layer_types=SLIDING)
+    with pytest.raises(CheckpointError, match="layer_types names sliding_attention, but there is no sliding window"):
+        read_llama_config(config)

@@ -1,0 +1,104 @@
+"""The geometry, derived from shapes and checked against the config. (What is refused: tests/faults.)"""
+
+import json
+
+import pytest
+import tiny
+from safetensors.torch import save_file
+
+from convert.output.config_json import config_text
+from convert.planning.plan import make_plan
+from convert.planning.recipe import Recipe
+from model.checkpoint import open_checkpoint
+from model.geometry import read_geometry
+
+
+def geometry_of(folder):
+    with open_checkpoint(folder) as checkpoint:
+        return read_geometry(checkpoint)
+
+
+@pytest.mark.parametrize("n_kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("head_dim", [None, 6])
+def test_geometry(tmp_path, n_kv_heads, head_dim):
+    model = tiny.build(num_key_value_heads=n_kv_heads, **({"head_dim": head_dim} if head_dim else {}))
+    found = geometry_of(tiny.save(model, tmp_path / "m"))
+    assert (found.n_layers, found.n_heads, found.n_kv_heads) == (2, 8, n_kv_heads)
+    assert (found.head_dim, found.hidden_size) == (head_dim or 4, 32)
+    assert found.heads_per_group == 8 // n_kv_heads
+    assert found.legal_n_kv_heads == tuple(n for n in (1, 2, 4, 8) if n <= n_kv_heads)
+    assert found.kv_cache_bytes_per_token(2) == 2 * 2 * 2 * (head_dim or 4) * 2
+
+
+def test_kv_heads_are_all_and_only_k_and_v(tmp_path):
+    model = tiny.build("qwen2")
+    found = geometry_of(tiny.save(model, tmp_path / "m"))
+    names = [name for heads in found.attention.heads(8) for name in heads.tensors]
+    assert set(names) == {name for name in model.state_dict() if tiny.is_kv(name)}
+    assert len(names) == 8
+
+
+@pytest.mark.parametrize(
+    ("family", "value", "n_kv_heads"),
+    [("llama", ..., 8), ("llama", None, 8), ("mistral", ..., 8), ("qwen2", None, 8)],
+)
+def test_absent_and_null_as_the_class_takes_them(tmp_path, family, value, n_kv_heads):
+    folder = tiny.save(tiny.build(family), tmp_path / "m")
+    tiny.edit_config(folder, num_key_value_heads=value)
+    assert geometry_of(folder).n_kv_heads == n_kv_heads
+
+
+def test_a_base_model_without_head_and_prefix(tmp_path):
+    model = tiny.build()
+    folder = tiny.save(model, tmp_path / "m")
+    save_file(model.model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    assert geometry_of(folder).attention.heads(8)[0].tensors == ("layers.0.self_attn.k_proj.weight",)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path):
+    import torch
+
+    folder = tiny.save(tiny.build(), tmp_path / "m")
+    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)}
+    save_file({**tiny.tensors(folder), **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(geometry_of(folder).attention.heads(8)) == 4
+
+
+def test_config_is_edited_in_place(tmp_path):
+    folder = tiny.save(tiny.build(), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    text = json.dumps({"b": 1e-05, **config, "a": [1.0, None], "ü": "✓"}, ensure_ascii=False).encode()
+    (folder / "config.json").write_bytes(text)
+    with open_checkpoint(folder) as checkpoint:
+        edited = config_text(checkpoint, make_plan(checkpoint, 2, Recipe("mean"), None))
+        added = {"rope_theta": 10000.0}  # as transformers 4 has what `rope_parameters` says
+        assert json.loads(edited) == {**json.loads(text), "num_key_value_heads": 2, **added}
+        assert list(json.loads(edited)) == [*json.loads(text), *added]
+        assert "ü" in edited.decode() and "1e-05" in edited.decode()
+        assert config_text(checkpoint, make_plan(checkpoint, 8, Recipe("mean"), None)) == text
+
+
+@pytest.mark.parametrize(
+    ("rope", "added"),
+    [
+        ({"rope_type": "default", "rope_theta": 54321.0}, {"rope_theta": 54321.0}),
+        ({"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5},
+         {"rope_theta": 7.0, "partial_rotary_factor": 0.5}),
+        ({"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0},
+         {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 7.0}}, {}),
+    ],
+)  # fmt: skip
+def test_version_4s_spelling_of_rope_is_added(tmp_path, rope, added):
+    folder = tiny.save(tiny.build(), tmp_path / "m")
+    tiny.edit_config(folder, rope_parameters=rope, rope_theta=...)
+    config = json.loads((folder / "config.json").read_text())
+    with open_checkpoint(folder) as checkpoint:
+        plan = make_plan(checkpoint, 2, Recipe("mean"), None)
+        assert json.loads(config_text(checkpoint, plan)) == {**config, "num_key_value_heads": 2, **added}
+        assert len(plan.notes) == (not added)
+    tiny.edit_config(folder, rope_theta=3.0, partial_rotary_factor=0.1, rope_scaling=None)
+    config = json.loads((folder / "config.json").read_text())
+    with open_checkpoint(folder) as checkpoint:
+        edited = json.loads(config_text(checkpoint, make_plan(checkpoint, 2, Recipe("mean"), None)))
+    assert edited == {**config, "num_key_value_heads": 2}, "what the source says stays"

@@ -1,0 +1,215 @@
+"""GGUF files read as the checkpoints they were made from."""
+
+import json
+from itertools import pairwise
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import torch
+from gguf_files import gguf_name, write_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from model.checkpoint import open_checkpoint
+from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensors_are_the_original_s(tmp_path, tied, biases):
+    model = tiny.build(**SHAPE, tie_word_embeddings=tied, attention_bias=biases)
+    with open_checkpoint(write_gguf(tmp_path / "x.gguf", model)) as checkpoint:
+        state = {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+        assert checkpoint.tensors.keys() == state.keys()
+        for name, tensor in state.items():
+            rows = checkpoint.rows(name, 0, len(tensor))
+            assert np.array_equal(rows, tensor.numpy()), name
+            for start, stop in ((0, 1), (3, 21), (len(tensor) - 1, len(tensor))):
+                assert np.array_equal(checkpoint.rows(name, start, stop), tensor.numpy()[start:stop]), name
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_every_kind_is_dequantised_as_the_gguf_package_does(tmp_path, kind):
+    model = tiny.build(**SHAPE)
+    path = write_gguf(tmp_path / "x.gguf", model, kind)
+    stored = {t.name: t for t in gguf.GGUFReader(path).tensors}["blk.1.attn_v.weight"]
+    expected = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    with open_checkpoint(path) as checkpoint:
+        name = "model.layers.1.self_attn.v_proj.weight"
+        dtype = kind if kind in ("F16", "BF16") else "F32"
+        assert checkpoint.tensors[name].dtype == dtype
+        assert np.array_equal(checkpoint.rows(name, 0, 32).astype(np.float32), expected)
+        span = checkpoint.span(name)
+        assert (span is None) == kind.startswith("Q")
+        if span is not None:
+            assert span.path.read_bytes()[span.offset : span.offset + span.length] == stored.data.tobytes()
+        assert checkpoint.span("model.layers.1.self_attn.k_proj.weight") is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["F32", "F16", "BF16", "Q8_0"]))
+def test_any_llama_is_what_the_gguf_package_reads(tmp_path_factory, data, kind):
+    n_kv_heads, head_dim = data.draw(st.sampled_from([1, 2, 4])), 2 * data.draw(st.integers(1, 8))
+    n_heads = n_kv_heads * data.draw(st.sampled_from([1, 2, 4]))
+    if kind == "Q8_0":  # rows are whole blocks of 32
+        head_dim = max(head_dim // 4 * 4, 4)
+        n_heads, n_kv_heads = 8, data.draw(st.sampled_from([1, 2, 4, 8]))
+    shape = {"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads, "head_dim": head_dim}
+    path = tmp_path_factory.mktemp("g") / "x.gguf"
+    write_gguf(path, tiny.build(**shape, hidden_size=32, intermediate_size=32 * data.draw(st.integers(1, 3))), kind)
+    stored = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    with open_checkpoint(path) as checkpoint:
+        assert {gguf_name(name) for name in checkpoint.tensors} == stored.keys()
+        for name, tensor in checkpoint.tensors.items():
+            found = stored[gguf_name(name)]
+            expected = gguf.quants.dequantize(found.data, found.tensor_type)
+            if heads := {"q_proj": n_heads, "k_proj": n_kv_heads}.get(name.split(".")[-2]):
+                pairs = expected.reshape(heads, head_dim // 2, 2, -1)
+                expected = pairs.swapaxes(1, 2).reshape(expected.shape)
+            start = data.draw(st.integers(0, tensor.shape[0] - 1))
+            for rows in (slice(None), slice(start, data.draw(st.integers(start + 1, tensor.shape[0])))):
+                read = checkpoint.rows(name, *rows.indices(tensor.shape[0])[:2])
+                assert np.array_equal(read.astype(np.float32), expected[rows]), name
+
+
+def test_config_opens_and_means_the_same(tmp_path):
+    model = tiny.build(**SHAPE)
+    path = write_gguf(tmp_path / "x.gguf", model, **{"llama.rope.freq_base": 500000.0})
+    with open_checkpoint(path) as checkpoint:
+        config = checkpoint.config
+        (tmp_path / "config.json").write_bytes(checkpoint.config_text)
+    assert config["rms_norm_eps"] == 1e-6
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500000.0
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert read.rope_parameters["rope_theta"] == 500000.0
+    for key, value in SHAPE.items():
+        assert getattr(read, key) == value
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        ({"llama.rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 16.0,
+                "llama.rope.scaling.original_context_length": 4096,
+            },
+            {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+        ),
+    ],
+)
+def test_rope_scaling(tmp_path, metadata, expected):
+    with open_checkpoint(write_gguf(tmp_path / "x.gguf", tiny.build(**SHAPE), **metadata)) as checkpoint:
+        assert checkpoint.config["rope_scaling"] == expected
+        assert checkpoint.config["rope_parameters"] == {**expected, "rope_theta": 10000.0}
+
+
+def test_llama3_scaling_is_recovered_from_its_factors(tmp_path):
+    """The factors come from transformers: its default frequencies ÷ its llama3 ones."""
+    scaling = {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    shape = {**SHAPE, "head_dim": 64}
+    plain = tiny.build(**shape, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    scaled = tiny.build(**shape, rope_parameters={**scaling, "rope_theta": 500000.0})
+    plain.rope_factors = (plain.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq).tolist()
+    assert max(plain.rope_factors) == 32.0
+    path = write_gguf(tmp_path / "x.gguf", plain, **{"llama.rope.freq_base": 500000.0})
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.config["rope_scaling"] == scaling
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_converting_a_gguf_equals_converting_the_folder(convert, tmp_path, dtype):
+    model = tiny.build(**SHAPE)
+    if dtype == "F16":
+        model = AutoModelForCausalLM.from_pretrained(tiny.save(model, tmp_path / "h", "float16"), dtype=torch.float16)
+    folder = tiny.save(model, tmp_path / "folder", "float16" if dtype == "F16" else "float32")
+    path = write_gguf(tmp_path / "x.gguf", model, dtype)
+    for source, out in ((folder, "from-folder"), (path, "from-gguf")):
+        assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / out, "--groups", 2).code == 0
+        assert convert("verify", source, tmp_path / out).code == 0
+    a, b = tiny.tensors(tmp_path / "from-folder"), tiny.tensors(tmp_path / "from-gguf")
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name].float(), b[name].float()), name
+
+
+# The tokenizer
+
+
+def spm_fields(pieces, **changes):
+    fixed = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": fixed + pieces,
+        "tokenizer.ggml.scores": [0.0] * len(fixed) + [-float(i) for i in range(len(pieces))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **changes,
+    }
+
+
+def sentencepiece(text: str, pieces: dict[str, float]) -> list[str]:
+    """Encode by SentencePiece's rule, plainly: join the neighbours whose union scores highest, leftmost first."""
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [(pieces[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in pieces]
+        if not pairs:
+            return parts
+        i = -max(pairs)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+PIECES = ["▁a", "ab", "▁ab", "ba", "aba", "▁b", "bb", "abb", "bab", "▁▁", "▁", "a", "b"]
+
+
+@given(text=st.text(alphabet="ab ", min_size=1, max_size=14))
+def test_merges_from_scores_act_as_sentencepiece(text):
+    from pathlib import Path
+
+    files = tokenizer_files(Path("x"), spm_fields(PIECES))
+    tokenizer = Tokenizer.from_str(bytes(files["tokenizer.json"]).decode())
+    scores = {piece: -float(i) for i, piece in enumerate(PIECES)}
+    assert tokenizer.encode(text, add_special_tokens=False).tokens == sentencepiece(text, scores)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_sentencepiece_bytes_and_specials(tmp_path):
+    files = tokenizer_files(tmp_path, spm_fields(PIECES))
+    tokenizer = Tokenizer.from_str(bytes(files["tokenizer.json"]).decode())
+    encoded = tokenizer.encode("aé</s>b")
+    assert encoded.tokens == ["<s>", "▁a", "<0xC3>", "<0xA9>", "</s>", "▁b"]
+    config = json.loads(bytes(files["tokenizer_config.json"]))
+    assert (config["bos_token"], config["eos_token"], config["unk_token"]) == ("<s>", "</s>", "<unk>")
+    assert config["add_bos_token"] is True
+
+
+def test_unknown_tokenizers_are_refused(convert, tmp_path):
+    from model.common.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match="tokenizer of kind 'bert'"):
+        tokenizer_files(tmp_path, {"tokenizer.ggml.model": "bert"})
+    gpt2 = {"model": "gpt2", "pre": "mystery", "tokens": ["a"], "token_type": [1], "merges": []}
+    with pytest.raises(CheckpointError, match="pre-tokenizer 'mystery'; supported are gpt-2"):
+        tokenizer_files(tmp_path, {f"tokenizer.ggml.{key}": value for key, value in gpt2.items()})
+    for missing in ("tokens", "token_type", "scores"):
+        fields = spm_fields(PIECES)
+        del fields[f"tokenizer.ggml.{missing}"]
+        with pytest.raises(CheckpointError, match=rf"lacks tokenizer\.ggml\.{missing}"):
+            tokenizer_files(tmp_path, fields)

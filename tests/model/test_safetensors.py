@@ -1,0 +1,128 @@
+"""Our header reader and writer against the safetensors library."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from model.checkpoint import Shard, Tensor
+from model.checkpoint.formats.safetensors import read_header
+from model.checkpoint.writer import ShardFile, divide, header_bytes, index_text, name_shards, parse_size
+from model.common.errors import CheckpointError
+
+DTYPES = {
+    "F64": "f8",
+    "F32": "f4",
+    "F16": "f2",
+    "I64": "i8",
+    "I32": "i4",
+    "I16": "i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+tables = st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(list(DTYPES)), shapes), max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(table=tables.filter(lambda t: "__metadata__" not in t))
+def test_headers_of_the_library_are_read(tmp_path_factory, table):
+    path = tmp_path_factory.mktemp("h") / "x.safetensors"
+    save_file({name: np.zeros(shape, DTYPES[dtype]) for name, (dtype, shape) in table.items()}, path)
+    header = read_header(path)
+    assert {t.name: (t.dtype, t.shape) for t in header.tensors.values()} == table
+
+
+@settings(max_examples=60, deadline=None)
+@given(table=tables.filter(lambda t: "__metadata__" not in t), seed=st.integers(0, 100))
+def test_the_library_reads_what_we_write(tmp_path_factory, table, seed):
+    path, rng = tmp_path_factory.mktemp("w") / "x.safetensors", np.random.default_rng(seed)
+    values = {n: rng.integers(0, 2, size=shape).astype(DTYPES[dtype]) for n, (dtype, shape) in table.items()}
+    # The library wants tensors aligned, as it sorts them itself: largest dtype first.
+    tensors = sorted((Tensor(n, *table[n]) for n in table), key=lambda t: -np.dtype(DTYPES[t.dtype]).itemsize)
+    file = ShardFile(path, tensors, {"note": "é"})
+    for tensor in reversed(tensors):
+        rows = np.atleast_1d(values[tensor.name])
+        for row in range(len(rows)):
+            file.write_rows(tensor.name, row, rows[row : row + 1])
+    file.finish()
+    read = load_file(path)
+    assert read.keys() == values.keys()
+    assert all(read[n].tobytes() == values[n].tobytes() and read[n].shape == values[n].shape for n in values)
+    with safe_open(path, "np") as opened:
+        assert opened.metadata() == {"note": "é", "format": "pt"}
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=200), length=st.integers(0, 200))
+def test_garbage_is_refused_in_words(tmp_path_factory, data, length):
+    path = tmp_path_factory.mktemp("g") / "x.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + data)
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+    else:
+        assert sum(t.nbytes for t in header.tensors.values()) + 8 + length == path.stat().st_size
+
+
+keys = st.sampled_from(["dtype", "shape", "data_offsets", "a"])
+leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
+json_values = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3), max_leaves=8
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(header=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), json_values, max_size=3))
+def test_any_json_is_read_or_refused(tmp_path_factory, header):
+    path = tmp_path_factory.mktemp("j") / "x.safetensors"
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    try:
+        read_header(path)
+    except CheckpointError as error:
+        assert "damaged" in str(error) or "truncated" in str(error)
+
+
+def test_header_is_padded_to_eight_bytes():
+    for n in range(1, 20):
+        assert len(header_bytes([Tensor("a" * n, "F32", (3,))], {})) % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("2GiB", 2 << 30), ("1.5KB", 1500), ("123", 123), ("7B", 7)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "0", "5 apples", "1e9"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(CheckpointError, match="is not a size"):
+        parse_size(text)
+
+
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30), limit=st.integers(1, 60))
+def test_shards_hold_everything_in_order_within_the_limit(sizes, limit):
+    tensors = [Tensor(str(i), "U8", (n,)) for i, n in enumerate(sizes)]
+    groups = divide(tensors, limit)
+    assert [t for group in groups for t in group] == tensors
+    for group in groups:
+        assert sum(t.nbytes for t in group) <= limit or len([t for t in group if t.nbytes]) == 1
+    named = name_shards(groups, {})
+    assert len({shard.name for shard in named}) == len(groups)
+
+
+def test_a_single_file_has_no_index():
+    tensors = {"a": Tensor("a", "F32", (2,))}
+    assert index_text([Shard("model.safetensors", ("a",))], tensors) is None
+    index = json.loads(index_text([Shard("model-00001-of-00001.safetensors", ("a",))], tensors) or b"")
+    assert index == {"metadata": {"total_size": 8}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}

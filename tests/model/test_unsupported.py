@@ -1,0 +1,94 @@
+"""Model types that cannot be converted are refused by name, with a reason that holds."""
+
+from importlib import import_module
+
+import pytest
+import tiny
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from model.common.errors import CheckpointError
+from model.families import FAMILIES, find_family
+from model.families.unsupported import REFUSED, reason
+
+TYPES = [(model_type, why) for why, types in REFUSED.items() for model_type in types]
+KNOWN = [(model_type, why) for model_type, why in TYPES if model_type in CONFIG_MAPPING]
+
+
+@pytest.mark.parametrize(("model_type", "why"), TYPES)
+def test_refused_by_name(model_type, why):
+    with pytest.raises(CheckpointError) as error:
+        find_family({"model_type": model_type})
+    assert str(error.value) == f"model_type {model_type!r} cannot be converted: {why}"
+    with pytest.raises(CheckpointError, match=f"'llava' around model_type {model_type!r} cannot be converted"):
+        find_family({"model_type": "llava", "text_config": {"model_type": model_type}})
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_on_the_command_line(convert, source, tmp_path, why):
+    tiny.edit_config(source, model_type=REFUSED[why][0])
+    for command in (("inspect", source), ("mha-to-mqa", "--method", "mean", source, tmp_path / "out")):
+        convert(*command).refused(REFUSED[why][0], why)
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_type_has_one_verdict():
+    types = [model_type for model_type, _ in TYPES]
+    assert len(set(types)) == len(types)
+    assert not set(types) & set(FAMILIES)
+
+
+@pytest.mark.parametrize(("model_type", "why"), KNOWN)
+def test_the_reason_holds_in_transformers(model_type, why):
+    """So far as a config tells."""
+    config = AutoConfig.for_model(model_type).get_text_config()
+    if "no number of K/V heads" in why:
+        assert "num_key_value_heads" not in config.to_dict()
+    elif "(MLA)" in why:
+        assert "kv_lora_rank" in config.to_dict()
+    elif "other layers" in why:
+        assert "num_kv_shared_layers" in config.to_dict()
+    elif "attend to an image" in why:
+        assert "cross_attention_layers" in config.to_dict()
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_language_model_of_transformers_has_a_verdict(model_type):
+    """It is known, refused by name, or said to be unknown; nothing else happens, whatever the type."""
+    if model_type in FAMILIES:
+        entry = import_module(f"model.families.{model_type}").FAMILY
+        assert entry.model_type == model_type
+        return
+    with pytest.raises(CheckpointError) as error:
+        find_family({"model_type": model_type})
+    refused, unknown = " cannot be converted: ", f" is not supported; supported are: {', '.join(FAMILIES)}."
+    assert str(error.value).startswith(f"model_type {model_type!r}{refused if reason(model_type) else unknown}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo_y", "bitnet", "llama4", "gpt-neox\nllama"])
+def test_a_type_nobody_knows_on_the_command_line(convert, source, tmp_path, model_type):
+    tiny.edit_config(source, model_type=model_type)
+    for command in (
+        ("inspect", source),
+        ("mha-to-mqa", "--method", "mean", source, tmp_path / "out"),
+        ("to-hf", source, tmp_path / "out"),
+    ):
+        convert(*command).refused("is not supported; supported are: apertus, ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"text_config": None}, "text_config = None"),
+        ({"text_config": "llama"}, "text_config = 'llama'"),
+        ({"text_config": {"model_type": "new"}}, "'llava' around model_type 'new' is not supported"),
+        ({"text_config": {"model_type": "llava"}}, "itself a wrapper"),
+        ({"text_config": {"model_type": ["llama"]}}, "is not supported"),
+    ],
+)
+def test_wrapped_models_we_do_not_know(config, words):
+    with pytest.raises(CheckpointError, match=words):
+        find_family({"model_type": "llava", **config})

@@ -1,0 +1,50 @@
+"""docs/families.md says of each family what is so: each row is tried on a tiny model."""
+
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+
+from model.common.errors import CheckpointError, InputError
+from model.decoder.config import NATIVE_FAMILIES
+from model.families import FAMILIES
+from uptrain.runs.checks import check_names, check_packing
+from uptrain.training.models import load_student, parameter_names
+
+PAGE = Path(__file__).parents[2] / "docs/families.md"
+TABLE = PAGE.read_text().partition("|---|")[2]
+ROWS = {name: cells.split(" | ") for name, cells in re.findall(r"^\| `(\w+)`[^|]* \| (.*) \|$", TABLE, re.MULTILINE)}
+
+
+def test_every_family_has_a_row():
+    assert sorted(ROWS) == sorted(name for name in FAMILIES if not name.endswith("_gqa"))
+
+
+@pytest.mark.parametrize("family", sorted(set(tiny.STOCK) & set(ROWS)))
+def test_row(convert, tmp_path, family):
+    default, pca, trained, opens = ROWS[family]
+    folder = tiny.save(tiny.build(family), tmp_path / "source")
+    merged = convert(
+        "mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "pca", "--calibration", "none", "--dry-run"
+    )
+    assert merged.code == (0 if pca == "yes" else 2)
+    assert default == ("fit" if family in NATIVE_FAMILIES else "mean")
+    assert trained == how_trained(family, folder)
+    assert opens == ("the stock class" + f" (the `{tiny.inner(family)}` inside is merged)" * (family in tiny.WRAPPERS))
+
+
+def how_trained(family: str, folder: Path) -> str:
+    try:
+        check_names(folder, *parameter_names(folder))
+        check_packing(load_student(folder), seq_len=8)
+    except (CheckpointError, InputError):
+        return "no: images" if family in tiny.WRAPPERS else "no: experts"
+    return "own code" if family in NATIVE_FAMILIES else "yes"
+
+
+@pytest.mark.parametrize("family", ["falcon", "gpt_neox", "mpt", "t5"])
+def test_rows_of_families_with_tests_of_their_own(family):
+    """See tests/numerics/test_other_families.py and test_custom_code.py."""
+    assert family not in tiny.STOCK
+    assert ROWS[family][1] == "–"

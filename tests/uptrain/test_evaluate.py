@@ -1,0 +1,81 @@
+"""`uptrain evaluate` against transformers, document by document, in one process and two."""
+
+import json
+import math
+
+import caches
+import numpy as np
+import pytest
+import real_runs
+import tiny
+import torch
+from faulty_runs import succeed
+from transformers import AutoModelForCausalLM
+
+from uptrain.data.token_cache import Cache
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Return a model, and a teacher much like it: they often choose the same token."""
+    folder = tmp_path_factory.mktemp("inputs")
+    teacher = tiny.build(vocab_size=real_runs.VOCAB, num_key_value_heads=2)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 0.5 * parameter.std() * torch.randn_like(parameter)
+    return {**real_runs.make_inputs(folder), "parent": tiny.save(teacher, folder / "teacher")}
+
+
+@pytest.fixture(scope="module")
+def expected(inputs):
+    """Return the measures as sums over each document alone."""
+    cache = Cache.open(inputs["held_out"])
+    models = [AutoModelForCausalLM.from_pretrained(inputs[name], dtype=torch.float32) for name in ("model", "parent")]
+    sums = np.zeros(5)
+    for window in range(cache.n_windows):
+        ids, documents = cache.window(window)
+        for number in range(documents.max() + 1):
+            part = torch.from_numpy(ids[documents == number])
+            with torch.inference_mode():
+                p, q = (model(part[None]).logits[0, :-1].double().log_softmax(1) for model in models)
+            losses = [-x.gather(1, part[1:, None]).sum() for x in (p, q)]
+            same = (p.argmax(1) == q.argmax(1)).sum()
+            sums += [len(part) - 1, *losses, (q.exp() * (q - p)).sum(), same]
+    assert 0 < sums[4] < sums[0]
+    means = dict(zip(("loss", "teacher_loss", "kl", "agreement"), sums[1:] / sums[0], strict=True))
+    return {"targets": int(sums[0]), **means, "perplexity": math.exp(means["loss"])}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("with_teacher", [True, False])
+def test_every_target_counts_once(inputs, tmp_path, expected, processes, with_teacher):
+    teacher = ("--teacher", inputs["parent"]) if with_teacher else ()
+    arguments = ("evaluate", inputs["model"], "--data", inputs["held_out"], *teacher, "--micro-batch", 2, "--json")
+    first, *others = succeed((*arguments, "--precision", "fp32"), tmp_path, processes)
+    assert not any(result.out for result in others)
+    found = json.loads(first.out)
+    assert (found.pop("model"), found.pop("data")) == (str(inputs["model"]), str(inputs["held_out"]))
+    wanted = {k: v for k, v in expected.items() if with_teacher or k in ("targets", "loss", "perplexity")}
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+
+
+def test_what_cannot_be_measured_is_refused(uptrain, inputs, tmp_path):
+    other = tiny.save(tiny.build(vocab_size=67), tmp_path / "other")
+    data = ("--data", inputs["held_out"], "--json")
+    uptrain("evaluate", inputs["model"], *data, "--teacher", other).refused("has 67 tokens, the student 257")
+    empty = caches.write_cache(tmp_path / "empty", [[[5], [6], [7]]], 32, real_runs.VOCAB)
+    uptrain("evaluate", inputs["model"], "--data", empty).refused("nothing to predict")
+    narrow = tiny.save(tiny.build("gemma2", vocab_size=real_runs.VOCAB, sliding_window=16), tmp_path / "narrow")
+    uptrain("evaluate", narrow, *data).refused("rows of 32 tokens", "the last 16 tokens only", "--seq-len 16 at most")
+    falcon = tiny.save(tiny.build("falcon", vocab_size=real_runs.VOCAB, alibi=True), tmp_path / "falcon")
+    uptrain("evaluate", falcon, *data).refused("'falcon'", "ALiBi")
+
+
+@pytest.mark.parametrize(("factor", "loss"), [(1e4, float), (float("nan"), type(None))])
+def test_numbers_that_json_does_not_know_are_null(uptrain, inputs, tmp_path, factor, loss):
+    model = tiny.build(vocab_size=real_runs.VOCAB)
+    with torch.no_grad():
+        model.lm_head.weight *= factor
+    folder = tiny.save(model, tmp_path / "model")
+    found = json.loads(uptrain("evaluate", folder, "--data", inputs["held_out"], "--json").out)
+    assert (type(found["loss"]), found["perplexity"]) == (loss, None)

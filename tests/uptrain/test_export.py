@@ -1,0 +1,151 @@
+"""What a run leaves: an ordinary Hugging Face folder with the live model's weights."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from real_runs import VOCAB, arguments, drive, evaluations, make_inputs, tensors
+from transformers import AutoModelForCausalLM
+
+from model import load_model
+from uptrain.export.model_card import _losses
+
+LAYOUTS = [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
+
+
+def trained(folder, n_processes=1, sharded=False, **changes):
+    inputs = make_inputs(folder)
+    if changes:
+        inputs["model"] = tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2, **changes), folder / "changed")
+    drive([{"arguments": arguments(inputs, folder / "run", steps=4)}], n_processes, sharded)
+    return inputs, folder / "run"
+
+
+def opened(folder):
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("n_processes", "sharded"), LAYOUTS)
+def test_logits_are_the_live_models(tmp_path, uptrain, n_processes, sharded, tied):
+    inputs, run = trained(tmp_path, n_processes, sharded, tie_word_embeddings=tied)
+    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    live = load_model(inputs["model"], torch.float32)
+    weights = tensors(run / "checkpoints/step-00000004")
+    prefix = "model.student."
+    live.load_state_dict({name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)})
+    ids = torch.randint(0, VOCAB, (2, 24))
+    with torch.inference_mode():
+        assert (opened(tmp_path / "out")(ids).logits - live(ids)).abs().max() <= 1e-5
+    assert ("lm_head.weight" in tiny.tensors(tmp_path / "out")) is not tied
+
+
+def test_a_family_of_transformers(tmp_path, uptrain):
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    inputs["model"] = tiny.save(tiny.build("olmo2", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "olmo2")
+    drive([{"arguments": arguments(inputs, run, steps=4)}])
+    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    live, found = tensors(run / "checkpoints/step-00000004"), tiny.tensors(tmp_path / "out")
+    assert found.keys() == tiny.tensors(inputs["model"]).keys()
+    assert all(torch.equal(tensor, live[f"model.student.theirs.{name}"]) for name, tensor in found.items())
+    opened(tmp_path / "out")
+
+
+def test_files_are_the_sources_and_tell_what_was_done(tmp_path, uptrain):
+    inputs = make_inputs(tmp_path)
+    (inputs["model"] / "groupwise.json").write_text('{"source": {"name": "parent"}}')
+    run = tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run, steps=4)}])
+    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    for name in (*tiny.SIDE_FILES, "config.json", "generation_config.json", "groupwise.json"):
+        if name != "README.md":
+            assert (tmp_path / "out" / name).read_bytes() == (inputs["model"] / name).read_bytes(), name
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---")
+    assert "4 of 4 steps" in card
+    record = json.loads((tmp_path / "out/uptraining.json").read_text())
+    assert (record["step"], record["tokens"], record["settings"]["model"]) == (4, 1024, "model")
+
+
+def test_card_tells_of_the_teacher_and_what_came_back(tmp_path, uptrain, distilled):
+    assert uptrain("export", distilled, tmp_path / "out").code == 0
+    card = (tmp_path / "out/README.md").read_text()
+    first, *_, (step, last) = (found for _, found in enumerate(evaluations(distilled)))
+    recovered = (first[1]["loss"] - last["loss"]) / (first[1]["loss"] - last["teacher_loss"])
+    for row in (
+        "| Loss | KL divergence from the teacher |",
+        "| Teacher | `parent` |",
+        f"| Held-out loss | {first[1]['loss']:.4f} at step 0 → {last['loss']:.4f} at step {step} |",
+        f"| Teacher's loss | {last['teacher_loss']:.4f} |",
+        f"| Recovered fraction | {recovered:.1%} |",
+        f"| KL to the teacher | {last['kl']:.4f}; same choice at {last['agreement']:.1%} of tokens |",
+    ):
+        assert row in card, (row, card)
+
+
+def test_an_earlier_step_tells_nothing_of_later_ones(tmp_path, uptrain, distilled):
+    assert uptrain("export", distilled, tmp_path / "out", "--step", 10).code == 0
+    record = json.loads((tmp_path / "out/uptraining.json").read_text())
+    assert (record["step"], [found["step"] for found in record["evaluations"]]) == (10, [0, 4, 8])
+    assert "at step 0 → " in (tmp_path / "out/README.md").read_text()
+
+
+def test_card_of_a_loss_that_was_not_finite():
+    rows = dict(_losses([{"step": 0, "loss": 3.0}, {"step": 5, "loss": None}]))
+    assert rows["Held-out loss"] == "3.0000 at step 0 → not finite at step 5"
+
+
+def test_bfloat16_rounds_once_and_is_named_in_the_config(tmp_path, uptrain):
+    _, run = trained(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        assert uptrain("export", run, tmp_path / dtype, "--dtype", dtype).code == 0
+    exact, rounded = (tiny.tensors(tmp_path / dtype) for dtype in ("float32", "bfloat16"))
+    for name, value in exact.items():
+        assert torch.equal(rounded[name], value.to(torch.bfloat16)), name
+    assert json.loads((tmp_path / "bfloat16/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_shards_of_5_gb_and_any_step(tmp_path, uptrain, monkeypatch):
+    _, run = trained(tmp_path)
+    monkeypatch.setattr("uptrain.export.export.MAX_SHARD_SIZE", 40_000)
+    assert uptrain("export", run, tmp_path / "out", "--step", 3).code == 0
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) >= 2
+    opened(tmp_path / "out")
+    assert json.loads((tmp_path / "out/uptraining.json").read_text())["step"] == 3
+
+
+def test_refusals(tmp_path, uptrain):
+    _, run = trained(tmp_path)
+    uptrain("export", run, tmp_path / "out", "--step", 9).refused("no checkpoint of step 9", "3, 4")
+    uptrain("export", tmp_path, tmp_path / "out").refused("is not a run")
+    (tmp_path / "there").mkdir()
+    uptrain("export", run, tmp_path / "there").refused("exists already")
+    newest = run / "checkpoints/step-00000004"
+    (newest / "state.json").write_bytes(b"{}")
+    uptrain("export", run, tmp_path / "out").refused("state.json", "--step")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_export_leaves_nothing_in_the_next(tmp_path, uptrain):
+    _, run = trained(tmp_path)
+    left = tmp_path / ".out.groupwise/folder"
+    left.mkdir(parents=True)
+    (left / "model-00001-of-00006.safetensors").write_bytes(b"of a killed export")
+    (left.parent / "journal.jsonl").write_text('{"fingerprint": ""}\n')
+    assert uptrain("export", run, tmp_path / "out").code == 0
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
+    assert not left.exists()
+
+
+def test_the_card_of_a_run_under_way_says_how_much_of_it_is_done(tmp_path, uptrain):
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    options = ("--alpha", 0.5, "--original-tokens", 256 * 24, "--save-every-steps", 3, "--keep-last", 9)
+    drive([{"arguments": [*arguments(inputs, run)[:6], *map(str, options), *arguments(inputs, run)[8:]]}])
+    for step, alpha in ((3, "0.125"), (12, "0.5")):
+        out = tmp_path / f"out-{step}"
+        assert uptrain("export", run, out, "--step", step).code == 0
+        assert f"| α | {alpha} of the original pre-training |" in (out / "README.md").read_text()

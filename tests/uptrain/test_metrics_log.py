@@ -1,0 +1,52 @@
+"""The file of metrics: what going back cuts away, and what damage says."""
+
+import json
+
+import fake_runs
+import pytest
+
+from model.common.errors import InputError
+from uptrain.runs.metrics_log import Metrics, read_metrics, write_metrics
+
+
+def records(n_steps):
+    """Return what a run writes that evaluates every third step, and could not save the fourth."""
+    found = [fake_runs.event(0, "started")]
+    for step in range(n_steps):
+        found += [fake_runs.evaluation(step, 1.0)] if step % 3 == 0 else []
+        found += [fake_runs.step(step + 1, 2.0)]
+        found += [fake_runs.event(step + 1, "not saved", why="the disk is full")] if step == 4 else []
+    return found
+
+
+@pytest.mark.parametrize("step", range(11))
+def test_going_back_keeps_steps_up_to_there_and_all_events(tmp_path, step):
+    path = tmp_path / "metrics.jsonl"
+    write_metrics(path, records(10))
+    with path.open("a") as file:
+        file.write('{"step": 11, "lo')  # what a kill leaves
+    Metrics(path).rewind(step)
+    expected = [
+        r for r in records(10)
+        if "event" in r or ("loss" in r and r["step"] <= step) or ("evaluation" in r and r["step"] < step)
+    ]  # fmt: skip
+    assert read_metrics(path) == expected
+
+
+def test_going_back_to_a_late_step_reads_only_the_end(tmp_path):
+    """A line that is never read may be anything: resuming a long run costs what resuming a short one does."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("long ago\n" + "".join(json.dumps(r) + "\n" for r in records(10)))
+    Metrics(path).rewind(9)
+    assert path.read_text().startswith("long ago\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged .* take the line out"):
+        Metrics(path).rewind(0)
+    with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged"):
+        read_metrics(path)
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    Metrics(path).write({"step": 1, "loss": float("nan"), "evaluation": {"kl": float("inf")}})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "evaluation": {"kl": None}}

@@ -1,0 +1,130 @@
+"""What is trained, how it begins when it is trained from nothing, and which optimizer trains it."""
+
+import pytest
+import tiny
+import torch
+
+from model import load_model
+from model.common.errors import InputError
+from model.decoder import attention
+from uptrain.training.models import compile_layers, random_student, recompute_activations
+from uptrain.training.module import blocks, choose_trainable
+from uptrain.training.optimizer import make_optimizer
+
+N_LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = tiny.build(attention_bias=True, num_hidden_layers=N_LAYERS)
+    return tiny.save(model, tmp_path_factory.mktemp("students") / "model")
+
+
+@pytest.fixture
+def student(folder):
+    return load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [("all", [""]), ("attention", ["q_proj", "k_proj", "v_proj", "o_proj"]), ("kv", ["k_proj", "v_proj"])],
+)
+def test_only_that_part_is_trained(student, part, words):
+    choose_trainable(student, part)
+    trained = {name for name, parameter in student.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in student.named_parameters() if any(word in name for word in words)}
+
+
+def test_a_model_without_that_part_is_refused():
+    with pytest.raises(InputError, match=r"--trainable kv: this model names no tensor self_attn\.k_proj\. or "):
+        choose_trainable(torch.nn.Linear(2, 2), "kv")
+
+
+def test_only_matrices_decay(student):
+    names = {id(parameter): name for name, parameter in student.named_parameters()}
+    optimizer = make_optimizer("adamw", student, 0.1)
+    decays = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays.keys() == set(names.values())
+    for name, decay in decays.items():
+        assert decay == (0.0 if name.endswith("bias") or "norm" in name or "embed" in name else 0.1), name
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adafactor", torch.optim.Adafactor)])
+def test_optimizers(student, name, kind):
+    choose_trainable(student, "kv")
+    optimizer = make_optimizer(name, student, 0.0)
+    assert type(optimizer) is kind
+    trained = sum(len(group["params"]) for group in optimizer.param_groups)
+    assert trained == 4 * N_LAYERS  # weights and biases
+    if name == "adamw":
+        assert all(group["betas"] == (0.9, 0.95) for group in optimizer.param_groups)
+
+
+def test_masters_are_float32(student):
+    with pytest.raises(AssertionError, match="bfloat16"):
+        make_optimizer("adamw", student.bfloat16(), 0.0)
+
+
+def test_begun_from_nothing(folder):
+    """As GPT-2: normal, and smaller where it is added to the stream."""
+    tiny.edit_config(folder, initializer_range=0.05)
+    student, again, other = (dict(random_student(folder, seed).named_parameters()) for seed in (0, 0, 1))
+    for name, parameter in student.items():
+        assert torch.equal(parameter, again[name]), name
+        if "norm" in name or name.endswith("bias"):
+            assert (parameter == float("norm" in name)).all(), name
+            continue
+        assert not torch.equal(parameter, other[name]), name
+        std = 0.05 / (2 * N_LAYERS) ** 0.5 if "o_proj" in name or "down_proj" in name else 0.05
+        assert parameter.std().item() == pytest.approx(std, rel=0.06), name
+        assert abs(parameter.mean().item()) < 0.1 * std, name
+
+
+def test_recomputing_activations_changes_no_gradient(folder):
+    ids, documents = torch.arange(24).view(2, 12), torch.zeros(2, 12, dtype=torch.long)
+    gradients, calls = [], []
+    for recompute in (False, True):
+        student = load_model(folder, torch.float32)
+        if recompute:
+            recompute_activations(blocks(student))
+        seen = []
+        student.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        student(ids, ids, documents)[0].backward()
+        calls.append(len(seen))
+        gradients.append({name: parameter.grad for name, parameter in student.named_parameters()})
+    assert calls == [1, 2]
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_recomputed_layers_are_compiled(student):
+    """torch.compile passes over what it cannot follow without a word."""
+    from torch._dynamo.testing import CompileCounter
+
+    expected, _ = student(ids := torch.arange(12).view(2, 6), ids)
+    recompute_activations(blocks(student))
+    counter = CompileCounter()
+    for block in blocks(student):
+        block.compile(backend=counter)
+    found, _ = student.train()(ids, ids)
+    found.backward()
+    assert counter.frame_count > 0
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_are_compiled_once_whatever_the_documents(student, monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+
+    monkeypatch.setattr(attention, "by_segment", attention.by_segment)  # what is changed there is put back
+    ids, counter, counts = torch.arange(24).view(2, 12), CompileCounter(), []
+    layouts = [torch.tensor([[0] * n + [1] * (12 - n), [0] * 12]) for n in (3, 5, 7, 11)]
+    expected = [student(ids, ids, documents)[0].item() for documents in layouts]
+    torch._dynamo.reset()
+    compile_layers(blocks(student), backend=counter)
+    for documents, loss in zip(layouts, expected, strict=True):
+        assert student(ids, ids, documents)[0].item() == pytest.approx(loss, rel=1e-6)
+        counts.append(counter.frame_count)
+    assert counts == [counts[0]] * len(layouts)
+    assert counts[0] > 0

@@ -1,0 +1,197 @@
+"""`uptrain plan` tells what a run will be, and refuses what it cannot know."""
+
+import json
+
+import pytest
+import tiny
+
+from uptrain.budget import identify, pretraining
+from uptrain.budget.schedule import Schedule, learning_rate
+from uptrain.data.run_data import seq_len_of
+from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+
+SIZE = ("--global-batch-tokens", "64K", "--seq-len", "1000", "--lr", "1e-3")
+TINY_SHAPE = ("llama", tiny.HIDDEN, tiny.N_LAYERS, tiny.N_HEADS, 40, 67)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Return the manifest of a cache of 100,000 tokens in 25 windows; planning reads no more."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    shard = CacheShard("tokens-00000.bin", "documents-00000.bin", 100_000, 10, "a" * 64, "b" * 64)
+    (folder / MANIFEST).write_bytes(Manifest(4000, "uint16", 67, "", (shard,)).text())
+    return folder
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Put two originals of the tiny model's shape into the table."""
+    rows = [
+        pretraining.Original(f"tiny-{n}", f"tiny-{n}", TINY_SHAPE, n * 10**9, 2**20, n * 1e-3, "sure", "this test")
+        for n in (1, 2)
+    ]
+    monkeypatch.setattr(identify, "ORIGINALS", (*pretraining.ORIGINALS, *rows))
+
+
+def plan(uptrain, *arguments):
+    result = uptrain("plan", *arguments, "--json")
+    assert result.code == 0, result.err
+    assert not result.err
+    return json.loads(result.out)
+
+
+def test_alpha_of_stated_tokens(uptrain, source):
+    found = plan(uptrain, source, "--alpha", 0.05, "--original-tokens", "1B", *SIZE)
+    assert (found["steps"], found["tokens"], found["alpha"]) == (782, 50_048_000, 0.05)
+    assert (found["global_batch_tokens"], found["seq_len"], found["sequences_per_step"]) == (64_000, 1000, 64)
+    assert (found["original"], found["data"], found["warnings"]) == (None, None, [])
+    n_params = sum(t.numel() for t in tiny.tensors(source).values())
+    assert (found["n_params"], found["n_kv_heads"]) == (n_params, 8)
+    assert found["tokens_per_parameter"] == pytest.approx(50_048_000 / n_params)
+    assert "uptrain evaluate" in found["first_loss"]
+
+
+@pytest.mark.parametrize(("context", "length"), [(64, 64), (131_072, 4096)])
+def test_windows_are_as_long_as_those_of_the_run(uptrain, source, context, length):
+    """Without --seq-len, `run` on texts takes the model's context, 4096 at most."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    assert seq_len_of(["texts"], source, None) == length
+    found = plan(uptrain, source, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "8192")
+    assert (found["seq_len"], found["sequences_per_step"]) == (length, 8192 // length)
+    del config["max_position_embeddings"]
+    (source / "config.json").write_text(json.dumps(config))
+    uptrain("plan", source, "--steps", 5, "--lr", 1e-3).refused("the model's context", "--seq-len")
+
+
+def test_learning_rates_are_those_of_the_run(uptrain, source):
+    found = plan(uptrain, source, "--steps", 1000, "--warmup-steps", 30, *SIZE)
+    assert found["schedule"] == {
+        "kind": "wsd", "peak": 1e-3, "total_steps": 1000, "warmup_steps": 30, "decay_fraction": 0.2,
+        "original_steps": 0, "decay_start": 800,
+    }  # fmt: skip
+    schedule = Schedule("wsd", 1e-3, 1000, 30)
+    rates = {row["step"]: row["lr"] for row in found["learning_rates"]}
+    assert rates == {step: learning_rate(schedule, step) for step in rates}
+    assert {0, 29, 800, 999} <= set(rates)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant", "inverse-sqrt"])
+def test_other_schedules(uptrain, source, kind):
+    found = plan(uptrain, source, "--steps", 10, "--schedule", kind, *SIZE, "--original-tokens", "1M")
+    assert (found["schedule"]["kind"], found["schedule"]["decay_start"]) == (kind, None)
+    assert found["schedule"]["original_steps"] == 16
+    assert found["alpha"] == pytest.approx(0.64)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_shortest_runs(uptrain, source, steps):
+    found = plan(uptrain, source, "--steps", steps, *SIZE)
+    assert all(0 < row["lr"] <= 1e-3 for row in found["learning_rates"])
+    assert uptrain("plan", source, "--steps", steps, *SIZE).code == 0
+
+
+def test_a_converted_model_finds_its_original_by_name(uptrain, convert, source, tmp_path, known):
+    source = source.rename(tmp_path / "Tiny-2")
+    assert plan(uptrain, source, "--alpha", 0.05)["original"]["name"] == "tiny-2", "before it is converted, too"
+    out = tmp_path / "gqa"
+    assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", 2).code == 0
+    found = plan(uptrain, out, "--alpha", 0.05)
+    assert found["original"] == {
+        "name": "tiny-2", "tokens": 2 * 10**9, "batch_tokens": 2**20, "steps": 1907, "peak_lr": 2e-3,
+        "certainty": "sure", "source": "this test", "note": "",
+    }  # fmt: skip
+    assert (found["steps"], found["n_kv_heads"]) == (96, 2)
+    assert found["schedule"]["peak"] == pytest.approx(2e-3 / 3)
+    assert plan(uptrain, out, "--alpha", 0.05, "--original", "tiny-1")["steps"] == 48
+
+
+def test_ambiguous_and_unknown_originals_are_refused(uptrain, source, known, monkeypatch):
+    words = ("shape is that of tiny-1 (1 B tokens), tiny-2 (2 B tokens); say which with --original NAME",)
+    uptrain("plan", source, "--alpha", 0.05).refused(*words, "--original-tokens", "--lr")
+    monkeypatch.setattr(identify, "ORIGINALS", pretraining.ORIGINALS)
+    uptrain("plan", source, "--alpha", 0.05).refused("not in the table", "--original-tokens", "e.g. 2T", "--lr")
+    uptrain("plan", source, "--steps", 5, "--lr", 1e-3).refused("not in the table", "--global-batch-tokens")
+
+
+def test_epochs_over_a_cache(uptrain, source, cache):
+    size = ("--global-batch-tokens", 40_000, "--lr", 1e-3, "--data", cache)
+    once = plan(uptrain, source, "--steps", 2, *size)
+    assert once["data"] == {"cache": str(cache), "tokens": 100_000, "sequences": 25, "epochs": 0.8}
+    assert (once["seq_len"], once["sequences_per_step"], once["warnings"]) == (4000, 10, [])
+    assert once["first_loss"] == f"measure it with: uptrain evaluate {source} --data {cache}"
+    often = plan(uptrain, source, "--steps", 5, *size)
+    assert often["warnings"] == ["the data are read 2.00 times; prepare more tokens to see each only once."]
+    assert uptrain("plan", source, "--steps", 5, *size).err == f"Warning: {often['warnings'][0]}\n"
+
+
+def test_memory_and_time_for_processes_and_teacher(uptrain, source):
+    one = plan(uptrain, source, "--tokens", "1B", *SIZE)
+    states = one["memory"]["replicated_bytes_per_process"] - one["memory"]["activation_bytes"]
+    assert states == 16 * one["n_params"]
+    four = plan(uptrain, source, "--tokens", "1B", *SIZE, "--processes", 4, "--teacher", source)
+    sharded = four["memory"]["sharded_bytes_per_process"] - four["memory"]["activation_bytes"]
+    assert sharded == 18 * one["n_params"] / 4
+    assert four["time"]["flops"] == 8 * one["n_params"] * four["tokens"]
+    assert four["time"]["hours"]["H100"] == pytest.approx(four["time"]["device_hours"]["H100"] / 4)
+
+
+def test_text(uptrain, source):
+    result = uptrain("plan", source, "--alpha", 0.05, "--original", "llama-2-7b")
+    assert (result.code, result.err) == (0, "")
+    for word in ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "H100", "6 x parameters"):
+        assert word in " ".join(result.out.split()), word
+
+
+def test_nothing_is_written(uptrain, source):
+    before = tiny.snapshot(source.parent)
+    plan(uptrain, source, "--steps", 5, *SIZE)
+    assert tiny.snapshot(source.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("exactly one of --alpha, --tokens and --steps; given: none",)),
+        (("--alpha", 0.1, "--tokens", "1B"), ("given: --alpha and --tokens",)),
+        (("--alpha", 5), ("--alpha 5.0", "0.05 means 5 %")),
+        (("--alpha", "x"), ("'--alpha'",)),
+        (("--tokens", "5x"), ("'--tokens'", "'5x' is no count; write for example 2T, 50B")),
+        (("--steps", 0), ("'--steps'", "no whole number from 1 on")),
+        (("--steps", 5, "--lr", 0), ("--lr 0.0", "above 0")),
+        (("--steps", 5, "--original", "gpt-5"), ("--original gpt-5: unknown; known are llama-1-7b",)),
+        (("--steps", 5, "--schedule", "linear"), ("'wsd', 'cosine', 'constant', 'inverse-sqrt'",)),
+        (("--steps", 5, "--warmup-steps", 6, *SIZE), ("6 warm-up steps do not fit", "room for 0 to 4")),
+        (("--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "4M", "--seq-len", 2048), ("3999744 or 4001792",)),
+        (("--steps", 5, "--processes", 0, *SIZE), ("'--processes'",)),
+        (("--steps", 5, "--data", "nowhere"), ("nowhere is not a token cache", "uptrain prepare")),
+        (("--steps", 5, "--teacher", "nowhere", *SIZE), ("nowhere: no such file or folder",)),
+    ],
+)
+def test_bad_input(uptrain, source, arguments, words):
+    uptrain("plan", source, *arguments).refused(*words)
+
+
+def test_bad_models_and_caches(uptrain, source, cache, tmp_path):
+    uptrain("plan", tmp_path / "none", "--steps", 5, *SIZE).refused("no such file or folder")
+    uptrain("plan", source, "--steps", 5, *SIZE, "--data", cache).refused(
+        "--seq-len 1000, but the cache has sequences of 4000; leave the option out"
+    )
+    (source / "groupwise.json").write_text("{")
+    uptrain("plan", source, "--steps", 5, *SIZE).refused("groupwise.json is damaged")
+    (source / "groupwise.json").unlink()
+    tiny.edit_config(source, intermediate_size=...)
+    uptrain("plan", source, "--steps", 5, *SIZE).refused("intermediate_size = None")
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("mean", "far above the parent's"), ("fit", "above the parent's; in docs")]
+)
+def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expected):
+    record = {
+        "source": {"name": "parent", "groupwise": {"source": {"name": "old"}, "method": "first"}},
+        "method": method,
+    }
+    (source / "groupwise.json").write_text(json.dumps(record))
+    assert plan(uptrain, source, "--steps", 10, *SIZE)["first_loss"].startswith(expected)

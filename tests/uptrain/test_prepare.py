@@ -1,0 +1,360 @@
+"""`uptrain prepare`: every format gives the same cache, whatever the workers, machines and interruptions."""
+
+import gzip
+import json
+import lzma
+import os
+import random
+import shutil
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import tiny
+from tiny_tokenizers import SENTENCES, make_tokenizer
+from transformers import AutoTokenizer
+
+from uptrain.data.prepare import work_units
+from uptrain.data.prepare.prepare import Request, prepare
+from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer, tokenizer_sha256
+from uptrain.data.token_cache import Cache, Manifest
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    """Several units from a few kilobytes."""
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 4000)
+
+
+def make_texts(n=60, seed=0):
+    chosen = random.Random(seed)
+    return [" ".join(chosen.choices(SENTENCES, k=chosen.randint(1, 6))) for _ in range(n)]
+
+
+TEXTS = make_texts()
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_jsonl(tmp_path / "source.jsonl", [{"text": text} for text in TEXTS])
+
+
+@pytest.fixture
+def make(uptrain, tmp_path, tokenizer):
+    """Prepare a cache from sources and options; return it open."""
+
+    def run(*data, out="out", options=(), seq_len=32, tokenizer=tokenizer, tokens="all"):
+        arguments = [word for path in data for word in ("--data", path)]
+        arguments += ["--tokenizer", tokenizer] if tokenizer else []
+        arguments += ["--seq-len", seq_len, "--tokens", tokens, "--out", tmp_path / out, *options]
+        result = uptrain("prepare", *arguments, "--json")
+        assert result.code == 0, result.err
+        return Cache.open(tmp_path / out)
+
+    return run
+
+
+def documents_of(cache):
+    """Return the ids of all documents, from the files themselves."""
+    found = []
+    for shard in cache.manifest.shards:
+        tokens = np.fromfile(cache.folder / shard.tokens, cache.manifest.dtype)
+        starts = np.fromfile(cache.folder / shard.documents, "int64")
+        assert starts[0] == 0
+        found += [ids.tolist() for ids in np.split(tokens, starts[1:])]
+    return found
+
+
+def expected_documents(folder, texts=TEXTS):
+    """Return the ids that transformers gives, and the end of each document."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        eos = tokenizer.eos_token_id
+        found.append(ids if eos is None or ids[-1] == eos else [*ids, eos])
+    return found
+
+
+# The ids
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(True, True), (False, True), (True, False), (False, False)])
+def test_ids_are_those_of_transformers(make, source, tmp_path, bos, eos):
+    folder = make_tokenizer(tmp_path / "tokenizer", 290, bos=bos, eos=eos)
+    cache = make(source, tokenizer=folder)
+    assert documents_of(cache) == expected_documents(folder)
+    assert cache.manifest.vocab_size == len(AutoTokenizer.from_pretrained(folder))
+    assert cache.manifest.tokenizer_sha256 == tokenizer_sha256(folder)
+    assert len(cache.manifest.shards) > 3
+
+
+def test_special_tokens_written_out_in_a_text(tokenizer):
+    texts = ["a </s>", "</s>", "<s> b", " "]
+    assert Encoder(load_tokenizer(tokenizer)).ids(texts) == expected_documents(tokenizer, texts)
+
+
+def test_large_vocabulary_is_32_bit(make, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [0, 65_536]}])
+    cache = make(tmp_path / "a.jsonl", tokenizer=None, options=("--vocab-size", 65_537))
+    assert cache.manifest.dtype == "uint32"
+    assert documents_of(cache) == [[0, 65_536]]
+
+
+def test_identity_of_a_tokenizer(tokenizer, tmp_path):
+    identity = tokenizer_sha256(tokenizer)
+    copy = tmp_path / "copy"
+    shutil.copytree(tokenizer, copy)
+    (copy / "model.safetensors").write_text("another model")
+    assert tokenizer_sha256(copy) == identity
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    for changes, same in (({"chat_template": "x", "model_max_length": 7}, True), ({"add_bos_token": False}, False)):
+        (copy / "tokenizer_config.json").write_text(json.dumps(config | changes))
+        assert (tokenizer_sha256(copy) == identity) == same
+    shutil.copy(tokenizer / "tokenizer_config.json", copy)
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
+    assert tokenizer_sha256(copy) != identity
+
+
+# Formats
+
+
+def as_dataset(records):
+    return datasets.Dataset.from_list(records)
+
+
+def write_txt_folder(path, records):
+    path.mkdir()
+    for i, record in enumerate(records):
+        (path / f"{i:03}.txt").write_text(record["text"], "utf-8", newline="")
+    return path
+
+
+def write_opened(opener):
+    def write(path, records):
+        with opener(path, "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+        return path
+
+    return write
+
+
+def write_folder(path, records):
+    path.mkdir()
+    write_jsonl(path / "a.jsonl", records[:20])
+    (path / "b").mkdir()
+    write_opened(gzip.open)(path / "b/a.jsonl.gz", records[20:])
+    (path / ".hidden.txt").write_text("")
+    return path
+
+
+def write_parquet(path, records):
+    as_dataset(records).to_parquet(path, batch_size=7)
+    return path
+
+
+def write_arrow(path, records):
+    as_dataset(records).save_to_disk(path, num_shards=3)
+    return path
+
+
+def write_split(path, records):
+    datasets.DatasetDict({"train": as_dataset(records), "test": as_dataset(records[:1])}).save_to_disk(path)
+    return path / "train"
+
+
+def write_hub(path, records):
+    path.mkdir()
+    write_jsonl(path / "train.jsonl", records)
+    return f"hub:{path}"
+
+
+WRITERS = {
+    "a.jsonl.gz": write_opened(gzip.open),
+    "a.jsonl.xz": write_opened(lzma.open),
+    "folder of jsonl": write_folder,
+    "a.parquet": write_parquet,
+    "arrow": write_arrow,
+    "split": write_split,
+    "hub": write_hub,
+    "folder of txt": write_txt_folder,
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tokenizer):
+    return expected_documents(tokenizer)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub cache")
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_format_gives_the_same_documents(make, tmp_path, expected, hub_cache, kind):
+    path = WRITERS[kind](tmp_path / kind, [{"id": i, "text": text} for i, text in enumerate(TEXTS)])
+    assert documents_of(make(path)) == expected
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRITERS if "txt" not in kind])
+def test_every_format_with_token_ids(make, tmp_path, expected, tokenizer, hub_cache, kind):
+    path = WRITERS[kind](tmp_path / kind, [{"input_ids": ids} for ids in expected])
+    cache = make(path, tokenizer=None, options=("--vocab-size", 300))
+    assert documents_of(cache) == expected
+    assert cache.manifest.tokenizer_sha256 == ""
+    assert make(path, out="named").manifest.tokenizer_sha256 == tokenizer_sha256(tokenizer)
+
+
+def test_text_column(make, tmp_path, expected):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": 1, "body": text} for text in TEXTS])
+    assert documents_of(make(path, options=("--text-column", "body"))) == expected
+
+
+# The same bytes
+
+
+def snapshot(cache):
+    return tiny.snapshot(cache.folder)
+
+
+def test_any_number_of_workers_gives_the_same_bytes(make, source):
+    first = snapshot(make(source, out="one", options=("--workers", 1)))
+    assert snapshot(make(source, out="three", options=("--workers", 3))) == first
+    assert snapshot(make(source, out="default")) == first
+
+
+@pytest.mark.parametrize("tokens", ["all", 5000])
+def test_shards_of_several_machines_join(make, source, tmp_path, tokens):
+    alone = snapshot(make(source, out="alone", tokens=tokens))
+    done = [run_share(make, source, tmp_path, tokens, share) for share in ("2/3", "3/3")]
+    assert not (tmp_path / "out").exists()
+    inodes = {path.stat().st_ino for path in tmp_path.glob(".out.shard-*/folder/tokens*")}
+    assert len(inodes) == sum(share["units"] for share in done) > 0
+    joined = make(source, tokens=tokens)
+    assert snapshot(joined) == alone
+    made_here = {path.stat().st_ino for path in joined.folder.glob("tokens*")}
+    assert made_here & inodes
+    assert not list(tmp_path.glob(".out*"))
+
+
+def run_share(make, source, tmp_path, tokens, share):
+    with pytest.raises(Exception, match="not a token cache"):
+        make(source, tokens=tokens, options=("--shard", share))
+    (root,) = tmp_path.glob(f".out.shard-{share.replace('/', '-of-')}.groupwise")
+    return {"units": len(list((root / "folder").glob("tokens*")))}
+
+
+# How much
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 1000, "2.5K", 4321])
+def test_first_tokens(make, source, tokens):
+    every = [token for ids in documents_of(make(source, out="every")) for token in ids]
+    n = 2500 if tokens == "2.5K" else tokens
+    cache = make(source, tokens=tokens)
+    assert cache.manifest.n_tokens == n
+    assert [token for ids in documents_of(cache) for token in ids] == every[:n]
+    assert cache.n_windows == -(-n // 32)
+
+
+def test_all_tokens_by_number(make, source):
+    n = make(source, out="every").manifest.n_tokens
+    assert make(source, tokens=n).manifest.n_tokens == n
+
+
+def test_sources_follow_each_other(make, tmp_path):
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": t} for t in make_texts(9, i)]) for i in range(3)]
+    apart = [documents_of(make(path, out=path.stem)) for path in paths]
+    together = make(paths[2], paths[0], paths[1])
+    assert documents_of(together) == [*apart[2], *apart[0], *apart[1]]
+    assert [source["documents"] for source in together.manifest.sources] == [9, 9, 9]
+
+
+@pytest.mark.parametrize(("tokens", "n"), [(1000, 1000), (1001, 1001), ("all", None)])
+def test_mixture(make, tmp_path, tokens, n):
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": t} for t in make_texts(20 + 20 * i, i)]) for i in range(3)]
+    weights = (0.5, 0.3, 0.2)
+    found = [make(path, out=path.stem).manifest.n_tokens for path in paths]
+    cache = make(*(f"{path}={weight}" for path, weight in zip(paths, weights, strict=True)), tokens=tokens)
+    n = n or min(int(count / weight) for count, weight in zip(found, weights, strict=True))
+    assert cache.manifest.n_tokens == n
+    got = [source["tokens"] for source in cache.manifest.sources]
+    assert all(abs(count - n * weight) < 1 for count, weight in zip(got, weights, strict=True))
+    assert [source["weight"] for source in cache.manifest.sources] == list(weights)
+
+
+def test_paths_with_equals_signs(make, tmp_path, expected):
+    path = write_jsonl(tmp_path / "a=0.5.jsonl", [{"text": text} for text in TEXTS])
+    (tmp_path / "b=0.5").mkdir()
+    shutil.copy(path, tmp_path / "b=0.5/a.jsonl")
+    assert documents_of(make(path, tmp_path / "b=0.5")) == expected * 2
+
+
+# What it says
+
+
+def test_dropped_records_are_counted(make, tmp_path):
+    records = [{"text": "a"}, {"text": ""}, {"text": None}, {"text": "b"}, {"text": None}]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    with path.open("a") as file:
+        file.write("\n \n")
+    cache = make(path)
+    assert cache.manifest.n_documents == 2
+    (found,) = cache.manifest.sources
+    assert found["dropped"] == {"empty": 1, "null": 2, "blank lines": 2}
+    assert (found["documents"], found["skipped"], found["files"]) == (2, 0, 1)
+
+
+def test_source_checksum_is_that_of_the_file(make, source):
+    import hashlib
+
+    (found,) = make(source).manifest.sources
+    assert found["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert found["bytes"] == source.stat().st_size
+
+
+def test_table_and_second_call(uptrain, source, tokenizer, tmp_path):
+    (tmp_path / "data").mkdir()
+    source.rename(tmp_path / "data/a.jsonl")
+    (tmp_path / "data/README.md").write_text("hello")
+    arguments = ("prepare", "--data", tmp_path / "data", "--tokenizer", tokenizer, "--seq-len", 32)
+    result = uptrain(*arguments, "--out", tmp_path / "out")
+    assert (result.code, result.err) == (0, "")
+    for words in ("documents", "60", "windows", "of 32 tokens", "dropped", "none", "README.md: not a known format"):
+        assert words in " ".join(result.out.split())
+    before = tiny.snapshot(tmp_path / "out")
+    again = uptrain(*arguments, "--out", tmp_path / "out")
+    assert again.code == 0
+    assert "was complete already, with the same data and options" in again.out
+    assert tiny.snapshot(tmp_path / "out") == before
+    uptrain(*arguments, "--out", tmp_path / "out", "--tokens", "500").refused("out exists", "other data or options")
+    os.utime(tmp_path / "data/a.jsonl", ns=(1, 1))
+    uptrain(*arguments, "--out", tmp_path / "out").refused("out exists", "other data or options", "choose another")
+
+
+def test_share_says_what_comes_next(uptrain, source, tokenizer, tmp_path):
+    result = uptrain("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 32,
+                     "--out", tmp_path / "out", "--shard", "1/2")  # fmt: skip
+    assert result.code == 0
+    assert result.out.startswith("Share 1/2 is done: ")
+    assert "the same command without --shard joins them" in result.out
+
+
+def test_as_a_function(source, tokenizer, tmp_path):
+    result = prepare(Request((str(source),), tmp_path / "out", 32, tokenizer))
+    assert result["tokens"] == Manifest.parse(tmp_path / "out").n_tokens
+    assert isinstance(result["out"], str)
+    assert Path(result["out"]) == tmp_path / "out"

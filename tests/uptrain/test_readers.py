@@ -1,0 +1,275 @@
+"""Every reader on its own: the same records whatever the pieces, and bad ones where they are."""
+
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.common.errors import InputError
+from uptrain.data.readers import READERS, Problem, find_reader, format_of
+from uptrain.data.readers.jsonl import parse
+from uptrain.data.readers.record import BLANK, EMPTY, NULL
+
+TEXTS = ["one", "two\r\nlines", "", "drei 🙂", "x" * 5000, "\u2028 \x85 \x0b", "end"]
+
+
+def read_all(name, path, piece_bytes=1 << 20):
+    """Return (place, document) of all records, with Problems for what is none."""
+    reader = find_reader(name)
+    found = []
+    for piece in reader.split(str(path), piece_bytes):
+        last = 0
+        for row, bytes_read, document in reader.read(piece, "text"):
+            assert last <= bytes_read
+            last = bytes_read
+            found.append(
+                (reader.place(piece, row), document.tolist() if isinstance(document, np.ndarray) else document)
+            )
+        assert last <= piece.nbytes or name == "jsonl"  # a line belongs to the piece in which it begins
+    return found
+
+
+def write_jsonl(path, records, opener=open):
+    with opener(path, "wb") as file:
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+    return path
+
+
+def test_registry():
+    assert [format_of(f"a{find_reader(name).SUFFIXES[0]}") for name in READERS] == list(READERS)
+    assert format_of("a.jsonl.gz") == format_of("a.jsonl.zst") == "jsonl"
+    assert format_of("README.md") is format_of("jsonl") is None
+
+
+# JSON Lines
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3, 20, 100, 1 << 20])
+def test_jsonl_pieces_are_the_whole(tmp_path, piece_bytes):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    found = read_all("jsonl", path, piece_bytes)
+    assert found == [(f"{path}:{i}", text or EMPTY) for i, text in enumerate(TEXTS, 1)]
+
+
+@given(
+    st.lists(st.text(max_size=20)), st.integers(1, 60), st.sampled_from([b"\n", b"\r\n"]), st.booleans(), st.booleans()
+)
+def test_jsonl_any_text(tmp_path_factory, texts, piece_bytes, newline, bom, ends):
+    path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
+    content = newline.join(json.dumps({"text": text}).encode() for text in texts)
+    path.write_bytes(b"\xef\xbb\xbf" * bom + content + newline * (ends and bool(texts)))
+    found = [document for _, document in read_all("jsonl", path, piece_bytes)]
+    if bom and not texts:
+        assert found == [BLANK]
+    else:
+        assert found == [text or EMPTY for text in texts]
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
+def test_jsonl_compressed(tmp_path, suffix, opener):
+    path = write_jsonl(tmp_path / f"a.jsonl{suffix}", [{"text": text} for text in TEXTS], opener)
+    expected = [(f"{path}:{i}", text or EMPTY) for i, text in enumerate(TEXTS, 1)]
+    assert read_all("jsonl", path) == expected
+    path.write_bytes(path.read_bytes() * 2)  # two members
+    assert read_all("jsonl", path) == expected + [(f"{path}:{i + 7}", t or EMPTY) for i, t in enumerate(TEXTS, 1)]
+
+
+def test_jsonl_zst(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "a.jsonl.zst"
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    member = zstandard.compress((tmp_path / "a.jsonl").read_bytes())
+    path.write_bytes(member * 2)
+    assert [document for _, document in read_all("jsonl", path)] == [text or EMPTY for text in TEXTS] * 2
+    path.write_bytes(member[:-3])
+    with pytest.raises(InputError, match=r"the compressed data is cut off"):
+        read_all("jsonl", path)
+
+
+def test_jsonl_zst_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    with pytest.raises(InputError, match=r"needs the zstandard package: pip install zstandard"):
+        read_all("jsonl", tmp_path / "a.jsonl.zst")
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "garbage after", "empty"])
+def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
+    path = write_jsonl(tmp_path / f"a.jsonl{suffix}", [{"text": f"{i}"} for i in range(100)], opener)
+    content = bytearray(path.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 0xFF
+    content = {"cut": content[:-9], "garbage after": content + b"garbage", "empty": b""}.get(damage, content)
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.jsonl\.[gx]z:\d+: the compressed data is (cut off|damaged)"):
+        read_all("jsonl", path)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"", BLANK),
+        (b" \r\n", BLANK),
+        (b'{"text": null}\n', NULL),
+        (b'{"text": ""}\n', EMPTY),
+        (b'{"input_ids": []}\n', EMPTY),
+        (b'{"input_ids": null}\n', NULL),
+        (b"[1]\n", "a list instead of an object"),
+        (b"null\n", "null instead of an object"),
+        (b'"text"\n', "a string instead of an object"),
+        (b"3\n", "a number instead of an object"),
+        (b'{"text": 3}\n', "field 'text' is a number, not a string"),
+        (b'{"text": true}\n', "field 'text' is true or false, not a string"),
+        (b'{"text": ["a"]}\n', "field 'text' is a list, not a string"),
+        (b'{"text": {}}\n', "field 'text' is an object, not a string"),
+        (b"{}\n", "no field 'text' among no fields; --text-column names another"),
+        (b'{"id": 1, "content": "a"}\n', "no field 'text' among 'id', 'content'; --text-column names another"),
+        (b'{"text": "a"\n', "not valid JSON (Expecting ',' delimiter at column 13)"),
+        (b'{"text": "a", "b"', "not valid JSON: the last line is cut off (Expecting ':' delimiter at column 18)"),
+        (b'{"text": "a\0b"}\n', "not valid JSON: the line holds NUL bytes, the first at byte 12"),
+        (b"\0\0\0\0", "not valid JSON: the line holds NUL bytes, the first at byte 1"),
+        (b'{"text": "\xff"}\n', "not valid UTF-8 at byte 11 of the line"),
+        ('{"text": "a"}\n'.encode("utf-16"), "not valid UTF-8 at byte 1 of the line"),
+        (b'{"text": "\\ud83d"}\n', "half of a surrogate pair in field 'text' at character 1"),
+        (b"[" * 100_000 + b"\n", "not valid JSON: nested too deeply"),
+        (b'{"n": ' + b"9" * 5000 + b"}\n", "not valid JSON (Exceeds the limit"),
+        (b'{"text": "a"} {"text": "b"}\n', "not valid JSON (Extra data at column 15)"),
+        (b'{"input_ids": "a"}\n', "field 'input_ids' is not a list of whole numbers"),
+        (b'{"input_ids": [1.5]}\n', "field 'input_ids' is not a list of whole numbers"),
+        (b'{"input_ids": [[1]]}\n', "field 'input_ids' is not a list of whole numbers"),
+        (b'{"input_ids": [[1], 2]}\n', "field 'input_ids' is not a list of whole numbers"),
+        (b'{"input_ids": [1, null]}\n', "field 'input_ids' is not a list of whole numbers"),
+        (b'{"input_ids": [99999999999999999999]}\n', "field 'input_ids' is not a list of whole numbers"),
+    ],
+)
+def test_jsonl_line_that_is_no_document(line, problem):
+    found = parse(line, "text")
+    if isinstance(problem, str):
+        assert isinstance(found, Problem)
+        assert found.bad
+        assert found.reason.startswith(problem)
+    else:
+        assert found == problem
+
+
+def test_jsonl_line_that_is_a_document():
+    assert parse(b'\t{"text": "\\ud83d\\ude42 \\u0000"}\r\n', "text") == "🙂 \0"
+    assert parse(b'{"text": 1, "body": "b"}\n', "body") == "b"
+    assert parse(b'{"input_ids": [3, 4], "text": "text first"}\n', "text") == "text first"
+    assert parse(b'{"input_ids": [3, 4]}\n', "text").tolist() == [3, 4]
+
+
+def test_jsonl_bom_is_accepted_only_at_the_beginning(tmp_path):
+    line = b'{"text": "a"}\n'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + line + b"\xef\xbb\xbf" + line)
+    (_, first), (place, second) = read_all("jsonl", path, 16)
+    assert first == "a"
+    assert place == f"{path}:2"
+    assert second.reason.startswith("not valid JSON (Unexpected UTF-8 BOM")
+
+
+# Columns
+
+
+def columns_of(path, tables, name):
+    """Write tables as row groups of a parquet file, or as batches of an Arrow stream."""
+    if name == "parquet":
+        with pq.ParquetWriter(path, tables[0].schema) as writer:
+            for table in tables:
+                writer.write_table(table)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, tables[0].schema) as writer:
+            for table in tables:
+                writer.write_table(table)
+    return path
+
+
+COLUMNAR = pytest.mark.parametrize("name", ["parquet", "arrow"])
+
+
+@COLUMNAR
+@pytest.mark.parametrize("piece_bytes", [1, 60, 1 << 20])
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string()])
+def test_columns_of_texts(tmp_path, name, piece_bytes, type_):
+    texts = ["a", None, "", "b" * 50, "c", "🙂", "d"]
+    tables = [pa.table({"id": [i], "text": pa.array([text], type_)}) for i, text in enumerate(texts)]
+    path = columns_of(tmp_path / f"a.{name}", tables, name)
+    expected = [NULL if text is None else text or EMPTY for text in texts]
+    assert read_all(name, path, piece_bytes) == [(f"{path}:row {i}", text) for i, text in enumerate(expected, 1)]
+
+
+@COLUMNAR
+@pytest.mark.parametrize("type_", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16()), "fixed"])
+def test_columns_of_token_ids(tmp_path, name, type_):
+    lists = [[1, 2], None, [3, 65_535]] if type_ == "fixed" else [[1, 2, 3], None, [], [65_535]]
+    type_ = pa.list_(pa.int64(), 2) if type_ == "fixed" else type_
+    table = pa.table({"input_ids": pa.array(lists, type_)})
+    path = columns_of(tmp_path / f"a.{name}", [table, table.slice(1)], name)
+    expected = [NULL if ids is None else ids or EMPTY for ids in (*lists, *lists[1:])]
+    assert [document for _, document in read_all(name, path)] == expected
+
+
+@COLUMNAR
+def test_columns_with_bad_values(tmp_path, name):
+    texts = pa.StringArray.from_buffers(3, *pa.array([b"a", b"b\xff", b"c"]).buffers()[1:])
+    path = columns_of(tmp_path / f"a.{name}", [pa.table({"text": texts})], name)
+    assert read_all(name, path)[1:] == [
+        (f"{path}:row 2", Problem("not valid UTF-8 at byte 2 of the text")), (f"{path}:row 3", "c"),
+    ]  # fmt: skip
+    path = columns_of(tmp_path / f"b.{name}", [pa.table({"input_ids": [[1, None], [2]]})], name)
+    assert read_all(name, path) == [
+        (f"{path}:row 1", Problem("nulls among the numbers of 'input_ids'")), (f"{path}:row 2", [2]),
+    ]  # fmt: skip
+
+
+@COLUMNAR
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("text", [1, 2], "column 'text' is int64, not text; --text-column names another"),
+        ("content", ["a"], "no column 'text' among 'content'; --text-column names another"),
+        ("input_ids", ["a"], "column 'input_ids' is string, not lists of whole numbers"),
+        ("input_ids", [[0.5]], "column 'input_ids' is list<(item|element): double>, not lists of whole numbers"),
+    ],
+)
+def test_columns_of_other_types(tmp_path, name, column, values, message):
+    path = columns_of(tmp_path / f"a.{name}", [pa.table({column: values})], name)
+    with pytest.raises(InputError, match=message):
+        read_all(name, path)
+
+
+@COLUMNAR
+@pytest.mark.parametrize("keep", [0, 3, 0.5, 0.9])
+def test_columns_cut_off(tmp_path, name, keep):
+    path = columns_of(tmp_path / f"a.{name}", [pa.table({"text": ["a" * 50] * 50})] * 3, name)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content)) if keep < 1 else keep])
+    with pytest.raises(InputError, match=rf"a\.{name} is damaged or cut off"):
+        read_all(name, path)
+
+
+def test_parquet_without_rows(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert read_all("parquet", tmp_path / "a.parquet") == []
+
+
+# Plain text
+
+
+def test_txt(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    assert read_all("txt", path) == [(str(path), "one\r\ntwo\n")]
+    path.write_bytes(b"one \xff")
+    assert read_all("txt", path) == [(str(path), Problem("not valid UTF-8 at byte 5"))]
+    path.write_bytes(b"")
+    assert read_all("txt", path) == [(str(path), EMPTY)]

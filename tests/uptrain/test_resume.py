@@ -1,0 +1,100 @@
+"""A run that was stopped and resumed is the run uninterrupted."""
+
+import pytest
+import tiny
+from real_runs import VOCAB, arguments, assert_same_run, drive, make_inputs, steps
+
+LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
+CELLS = [
+    pytest.param(layout, precision, loss, marks=() if (layout, precision, loss) in FAST else pytest.mark.slow)
+    for FAST in [{("one process", "fp32", "next-token"), ("FSDP2 x 2", "bf16", "distill")}]
+    for layout in LAYOUTS
+    for precision in ("fp32", "bf16")
+    for loss in ("next-token", "distill")
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize(("layout", "precision", "loss"), CELLS)
+def test_stopped_three_times_is_bit_equal(inputs, tmp_path, layout, precision, loss):
+    """Stopped twice in the first epoch (steps 0 to 5) and once in the second."""
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    more = ("--precision", precision, "--eval-data", inputs["held_out"], "--eval-every", 4)
+    resume = {"arguments": ["resume", str(pieces)]}
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more, loss=loss)},
+        {"arguments": arguments(inputs, pieces, *more, loss=loss), "stop_in": 1},
+        {**resume, "stop_in": 3},
+        {**resume, "stop_in": 7},
+        resume,
+    ]
+    drive(jobs, *LAYOUTS[layout])
+    assert len(steps(whole)) == 12
+    assert_same_run(whole, pieces)
+
+
+@pytest.mark.parametrize("loss", ["next-token", "distill"])
+def test_with_dropout_and_evaluations(inputs, tmp_path, loss):
+    """What is dropped follows from the step, and evaluating between steps ends nothing. The head has a bias."""
+    model = tiny.build("phi", vocab_size=VOCAB, num_key_value_heads=2, embd_pdrop=0.2, resid_pdrop=0.2)
+    inputs = {**inputs, "model": tiny.save(model, tmp_path / "phi")}
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    more = ("--eval-data", inputs["held_out"], "--eval-every", 4)
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more, loss=loss)},
+        {"arguments": arguments(inputs, pieces, *more, loss=loss), "stop_in": 2},
+        {"arguments": ["resume", str(pieces)]},
+    ]
+    drive(jobs)
+    assert_same_run(whole, pieces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_any_number_of_processes_sees_the_same_samples(inputs, tmp_path, sharded):
+    """2 → 1 → 4 → 2 processes, against one."""
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    drive([{"arguments": arguments(inputs, whole)}])
+    resume = {"arguments": ["resume", str(pieces)]}
+    drive([{"arguments": arguments(inputs, pieces), "stop_in": 2}], 2, sharded)
+    drive([{**resume, "stop_in": 4}], 1)
+    drive([{**resume, "stop_in": 8}], 4, sharded)
+    drive([resume], 2, sharded)
+    assert steps(pieces, "windows", "learning_rate", "tokens") == steps(whole, "windows", "learning_rate", "tokens")
+    for (step, loss), (_, expected) in zip(steps(pieces, "loss"), steps(whole, "loss"), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5), step
+
+
+def test_extended_run_is_the_longer_run_up_to_the_decay(inputs, tmp_path):
+    """12 steps extended to 20: the same as 20 from the beginning, all the way, since the branch is before any decay."""
+    short, longer, straight = tmp_path / "short", tmp_path / "longer", tmp_path / "straight"
+    drive(
+        [
+            {"arguments": arguments(inputs, short, steps=12)},
+            {"arguments": ["extend", str(short), "--out", str(longer), "--steps", "20"]},
+            {"arguments": arguments(inputs, straight, steps=20)},
+        ]
+    )
+    assert_same_run(longer, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_of_transformers_in_shards(tmp_path, tied):
+    """The main process reads student and parent, and the other gets its shards: as one process has them whole."""
+    changes = {"vocab_size": VOCAB, "tie_word_embeddings": tied}
+    inputs = make_inputs(tmp_path) | {
+        "model": tiny.save(tiny.build("phi", num_key_value_heads=2, **changes), tmp_path / "phi"),
+        "parent": tiny.save(tiny.build("phi", seed=1, **changes), tmp_path / "phi-parent"),
+    }
+    losses = []
+    for layout in ("one process", "FSDP2 x 2"):
+        run = tmp_path / layout
+        more = ("--eval-data", inputs["held_out"])
+        drive([{"arguments": arguments(inputs, run, *more, loss="distill", steps=4)}], *LAYOUTS[layout])
+        losses.append([loss for _, loss in steps(run, "loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

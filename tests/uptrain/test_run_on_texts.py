@@ -1,0 +1,153 @@
+"""`uptrain run` on texts: the same run as on a cache prepared before."""
+
+import json
+
+import pytest
+import real_runs
+import tiny
+from safetensors.torch import save_file
+from tiny_tokenizers import SENTENCES, make_tokenizer
+
+VOCAB = 300
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "model")
+    return make_tokenizer(folder, VOCAB)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES * 8))
+    return path
+
+
+def arguments(model, data, out, *more):
+    fixed = ["run", model, "--data", data, "--out", out, "--steps", 6, "--lr", 1e-3, "--original-tokens", "1M"]
+    return [str(x) for x in (*fixed, "--global-batch-tokens", 256, *more)]
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_same_run_as_on_a_cache(uptrain, tmp_path, model, texts, processes):
+    cache = tmp_path / "cache"
+    options = ("--tokenizer", model, "--seq-len", 64, "--out", cache)
+    assert uptrain("prepare", "--data", texts, *options).code == 0
+    direct, prepared = tmp_path / "direct", tmp_path / "prepared"
+    held_out = ("--eval-data", texts)
+    jobs = [arguments(model, texts, direct, *held_out), arguments(model, cache, prepared, *held_out)]
+    real_runs.drive([{"arguments": job} for job in jobs], processes)
+    real_runs.assert_same_run(direct, prepared)
+    assert (tmp_path / "direct.data/manifest.json").read_bytes() == (cache / "manifest.json").read_bytes()
+    assert (tmp_path / "prepared.eval-data").is_dir()
+
+
+def test_the_model_says_how_long_windows_are(uptrain, tmp_path, model, texts):
+    assert uptrain(*arguments(model, texts, tmp_path / "run")).code == 0
+    assert json.loads((tmp_path / "run.data/manifest.json").read_text())["seq_len"] == 64
+    refused = uptrain(*arguments(model, tmp_path / "run.data", tmp_path / "other", "--seq-len", 32))
+    refused.refused("windows of 64 tokens, not 32", "leave --seq-len out")
+    tiny.edit_config(model, max_position_embeddings=...)
+    uptrain(*arguments(model, texts, tmp_path / "third")).refused("--seq-len")
+
+
+def test_from_a_file_of_options(uptrain, tmp_path, model, texts):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'data = "{texts}"\nseq-len = 32\nsteps = 6\nlr = 1e-3\noriginal-tokens = "1M"\nglobal_batch_tokens = 256\n'
+    )
+    assert uptrain("run", model, "--config", path, "--steps", 5, "--out", tmp_path / "run").code == 0
+    run = json.loads((tmp_path / "run/run.json").read_text())["settings"]
+    assert (run["steps"], run["lr"], run["global_batch"]) == (5, 1e-3, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("speed = 3", ["sets 'speed'", "no option"]),
+        ('config = "other.toml"', ["sets 'config'", "no option"]),
+        ("steps = = 3", ["run.toml cannot be read"]),
+        ("steps = -3", ["steps"]),
+    ],
+)
+def test_bad_files_of_options(uptrain, tmp_path, content, words):
+    path = tmp_path / "run.toml"
+    path.write_text(content)
+    options = ("--config", path, "--data", tmp_path, "--out", tmp_path / "run")
+    uptrain("run", tmp_path, *options).refused(*words)
+
+
+def test_nothing_is_tokenised_for_a_run_that_exists(uptrain, tmp_path, model, texts):
+    (tmp_path / "run").mkdir()
+    uptrain(*arguments(model, texts, tmp_path / "run")).refused("exists already", "choose another --out")
+    assert not list(tmp_path.glob("*run.data*"))
+
+
+def test_no_such_texts(uptrain, tmp_path, model):
+    uptrain(*arguments(model, tmp_path / "nowhere", tmp_path / "run")).refused("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mixtral", {}, "under other names than the files do"),
+        ("mistral", {"lose": "lm_head.weight"}, "lacks the tensor lm_head.weight"),
+        ("starcoder2", {"sliding_window": 16}, "prepare data with --seq-len 16 at most"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_texts_are_tokenised(uptrain, tmp_path, texts, family, changes, words):
+    lost = changes.pop("lose", None)
+    model = make_tokenizer(tiny.save(tiny.build(family, vocab_size=VOCAB, **changes), tmp_path / "model"), VOCAB)
+    if lost:
+        tensors = tiny.tensors(model)
+        del tensors[lost]
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    uptrain(*arguments(model, texts, tmp_path / "run")).refused(words)
+    assert not list(tmp_path.glob("*run.data*"))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_texts_are_tokenised(uptrain, tmp_path, model, texts):
+    teacher = tiny.save(tiny.build(vocab_size=VOCAB + 1), tmp_path / "teacher")
+    uptrain(*arguments(model, texts, tmp_path / "run", "--teacher", teacher)).refused("has 301 tokens, the student 300")
+    assert not list(tmp_path.glob("*run.data*"))
+
+
+def test_a_token_for_padding_that_the_model_has_no_embedding_of(uptrain, tmp_path, model, texts):
+    """Many a Llama-2 has one: it matters only where a text holds it."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"].append({"id": VOCAB, "content": "<padding>", **special})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert uptrain(*arguments(model, texts, tmp_path / "run")).code == 0
+    texts.write_text(json.dumps({"text": f"{SENTENCES[0]} <padding> {SENTENCES[1]}"}) + "\n")
+    refused = uptrain(*arguments(model, texts, tmp_path / "other"))
+    assert refused.code == 2
+    assert "holds the id 300, but the model knows only those below 300" in refused.err.splitlines()[-1]
+
+
+def test_held_out_data_that_are_the_training_data(uptrain, tmp_path, model, texts):
+    warned = uptrain(*arguments(model, texts, tmp_path / "run", "--eval-data", texts))
+    assert warned.code == 0
+    assert "Warning: the held-out data are the training data" in warned.err
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(texts.read_text().splitlines(keepends=True)[:9]))
+    assert "Warning" not in uptrain(*arguments(model, texts, tmp_path / "run2", "--eval-data", other)).err
+
+
+def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):
+    """As to another machine, where nothing lies where it lay."""
+    away = tmp_path / "away"
+    away.mkdir()
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert uptrain(*arguments(model, texts, whole, "--eval-data", texts)).code == 0
+    assert uptrain(*arguments(model, texts, run, "--eval-data", texts, "--max-minutes", 0)).code == 0
+    run.rename(away / "moved")
+    for what in ("data", "eval-data"):
+        (tmp_path / f"run.{what}").rename(away / f"held.{what}")
+    gone = uptrain("resume", away / "moved")
+    gone.refused(f"the run's data, {tmp_path}/run.data, are not there any more", f"put them at {away}/moved.data")
+    for what in ("data", "eval-data"):
+        (away / f"held.{what}").rename(away / f"moved.{what}")
+    assert uptrain("resume", away / "moved").code == 0
+    real_runs.assert_same_run(away / "moved", whole)

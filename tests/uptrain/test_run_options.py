@@ -1,0 +1,108 @@
+"""What the options of `uptrain run` come to, and which do not go together."""
+
+import json
+
+import caches
+import pytest
+import real_runs
+import tiny
+import torch
+from tiny_tokenizers import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    other = tiny.save(tiny.build("qwen3", vocab_size=real_runs.VOCAB), folder / "qwen3")
+    return {**real_runs.make_inputs(folder), "qwen3": other}
+
+
+@pytest.fixture
+def settings(uptrain, inputs, tmp_path):
+    """Return what a run's options come to; it makes one step."""
+
+    def run(*options, model=True):
+        out = tmp_path / "run"
+        fixed = ("--data", inputs["data"], "--out", out, "--lr", 1e-3, "--global-batch-tokens", 256)
+        result = uptrain("run", *([inputs["model"]] if model else []), *fixed, *options, "--max-minutes", 0)
+        assert result.code == 0, result
+        return json.loads((out / "run.json").read_text())["settings"]
+
+    return run
+
+
+def test_defaults(settings):
+    found = settings("--steps", 50)
+    assert (found["save_every"], found["eval_every"], found["keep_last"]) == (5, 5, 2)
+    assert (found["loss"], found["optimizer"], found["trainable"]) == ("next-token", "adamw", "all")
+    assert (found["weight_decay"], found["seed"], found["spike_sigma"]) == (0.0, 0, None)
+    assert (found["schedule"], found["decay_fraction"], found["warmup_steps"]) == ("wsd", 0.2, 12)
+    assert found["micro_batch"] == 8192 // 32
+
+
+def test_with_a_teacher_it_is_distillation(settings, inputs):
+    assert settings("--steps", 2, "--teacher", inputs["parent"])["loss"] == "distill"
+
+
+def test_only_kv_is_trained(uptrain, settings, inputs, tmp_path):
+    options = ("--trainable", "kv", "--optimizer", "adafactor", "--weight-decay", 0.1, "--activation-checkpointing")
+    found = settings("--steps", 2, *options)
+    assert (found["trainable"], found["optimizer"], found["weight_decay"]) == ("kv", "adafactor", 0.1)
+    assert uptrain("export", tmp_path / "run", tmp_path / "out", "--dtype", "float32").code == 0
+    before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
+    assert {n for n, t in after.items() if not torch.equal(t, before[n])} == {n for n in before if tiny.is_kv(n)}
+
+
+def test_from_nothing(uptrain, settings, inputs, tmp_path):
+    found = settings("--steps", 2, "--init", inputs["model"], "--seed", 3, model=False)
+    assert (found["model"], found["seed"]) == ("", 3)
+    assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
+    card = (tmp_path / "out/README.md").read_text()
+    assert "## Training by Groupwise" in card
+    assert "from nothing, 1 of 2 steps" in card
+    assert "α" not in card
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("{model}", "--init", "{model}"), ["either MODEL, or --init"]),
+        ((), ["either MODEL, or --init"]),
+        (("--init", "{qwen3}"), ["--init: model_type 'qwen3' has no native code"]),
+        (("{model}", "--loss", "mix"), ["--loss mix learns from a teacher", "--teacher FOLDER"]),
+        (("{model}", "--steps", 3), ["exactly one of --alpha, --tokens and --steps"]),
+    ],
+)
+def test_what_does_not_go_together(uptrain, inputs, tmp_path, options, words):
+    fixed = ("--data", inputs["data"], "--out", tmp_path / "run", "--lr", 1e-3, "--global-batch-tokens", 256)
+    budget = ("--tokens", 512)
+    uptrain("run", *(str(o).format(**inputs) for o in options), *fixed, *budget).refused(*words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_deepspeed(uptrain, inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    uptrain(*real_runs.arguments(inputs, tmp_path / "run")).refused("DeepSpeed is not supported", "fsdp2.yaml")
+
+
+def test_a_run_that_sees_data_again_says_so(uptrain, inputs, tmp_path):
+    fixed = ("--data", inputs["data"], "--lr", 1e-3, "--global-batch-tokens", 256, "--max-minutes", 0)
+    for steps, times in ((2, 0), (40, 1)):
+        result = uptrain("run", inputs["model"], *fixed, "--out", tmp_path / f"{steps}", "--steps", steps)
+        assert (result.code, result.err.count("Warning: the data are read ")) == (0, times)
+
+
+def test_options_are_refused_before_texts_are_tokenised(uptrain, tmp_path):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=302), tmp_path / "model"), 300)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("One long text. " * 400)
+    fixed = ("run", model, "--data", texts, "--seq-len", 32, "--out", tmp_path / "run")
+    uptrain(*fixed, "--steps", 2, "--global-batch-tokens", 256).refused("give --lr")
+    uptrain(*fixed, "--steps", 2, "--global-batch-tokens", 250, "--lr", 1e-3).refused("whole number of sequences of 32")
+    options = ("--steps", 2, "--global-batch-tokens", 256, "--lr", 1e-3)
+    uptrain(*fixed, *options, "--loss", "distill").refused("name it with --teacher")
+    uptrain(*fixed, *options, "--eval-data", tmp_path / "nowhere").refused("nowhere")
+    uptrain(*fixed, *options, "--teacher", tmp_path / "nowhere").refused("nowhere")
+    other = caches.write_cache(tmp_path / "other", [[[1, 2, 3] * 20]], 32, 302, tokenizer="0" * 64)
+    uptrain(*fixed, *options, "--eval-data", other).refused("another tokenizer")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "other", "texts.txt"}

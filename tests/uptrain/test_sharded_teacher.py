@@ -1,0 +1,38 @@
+"""A teacher in shards: each layer is whole only while it runs."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+from model import load_model
+from uptrain.distributed.fsdp import place_teacher
+from uptrain.training.module import blocks
+
+
+@pytest.fixture
+def accelerator():
+    """Return one process that shards over itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield SimpleNamespace(distributed_type=DistributedType.FSDP, device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])  # our own code, and transformers' with buffers
+def test_layers_are_sharded_again_after_each_forward(tmp_path, accelerator, family):
+    folder = tiny.save(tiny.build(family), tmp_path / "model")
+    ids, documents = torch.arange(12).view(2, 6), torch.zeros(2, 6, dtype=torch.long)
+    teacher = load_model(folder).requires_grad_(False)
+    expected = teacher.hidden(ids, documents)
+    layers = blocks(teacher)
+    assert len(layers) == tiny.N_LAYERS
+    place_teacher(accelerator, teacher, layers)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(teacher.hidden(ids, documents), expected)
+        assert all(isinstance(parameter, DTensor) for layer in layers for parameter in layer.parameters())
+    assert not isinstance(teacher.head_weight, DTensor)

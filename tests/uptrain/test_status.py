@@ -1,0 +1,225 @@
+"""`uptrain status`: where a run stands, in whatever condition its folder is."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+
+import pytest
+from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, write_run
+
+import uptrain.report.status
+from uptrain.commands.status import duration
+from uptrain.report.status import SPEED_STEPS
+
+
+def read_json(result):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    assert result.code == 0, result.err
+    return json.loads(result.out, parse_constant=refuse)
+
+
+def pid_of_nobody():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_run_that_was_resumed_and_finished(distilled, uptrain):
+    found = read_json(uptrain("status", distilled, "--json", "--verify"))
+    records = [json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if "loss" in r]
+    last = steps[-1]
+    assert (found["status"], found["reason"], found["step"], found["steps"]) == ("finished", "finished", 12, 12)
+    assert (found["tokens"], found["total_tokens"], found["share"]) == (last["tokens"], 12 * 256, 1.0)
+    assert [found[key] for key in ("loss", "learning_rate", "grad_norm")] == [
+        last[key] for key in ("loss", "learning_rate", "grad_norm")
+    ]
+    assert found["minimised"] == "KL divergence from the teacher"
+    assert found["tokens_per_s"] == statistics.median(r["tokens_per_s"] for r in steps)
+    assert found["seconds_left"] == 0
+    measured = next(r["evaluation"] for r in reversed(records) if "evaluation" in r)
+    assert found["evaluation"].items() >= measured.items()
+    assert found["evaluation"]["step"] == 12
+    assert [entry["step"] for entry in found["checkpoints"]] == [10, 12]
+    assert [entry["kept"] for entry in found["checkpoints"]] == [True, False]
+    assert [entry["damage"] for entry in found["checkpoints"]] == ["", ""]
+    assert all(entry["bytes"] > 100_000 for entry in found["checkpoints"])
+    shown = uptrain("status", distilled, "--verify").out
+    for words in ("12 of 12 (100.0%)", "kept for `extend`, whole", "KL divergence", "recovered fraction"):
+        assert words in shown
+    assert "time left" not in shown
+
+
+STATES = {
+    "not started": (None, ["not started", "uptrain resume"]),
+    "running": ({"status": "running", "step": 0, "reason": "", "pid": os.getpid()}, ["running as process"]),
+    "died": ({"status": "running", "step": 0, "reason": "", "pid": pid_of_nobody()}, ["no process", "uptrain resume"]),
+    "preempted": (
+        {"status": "preempted", "step": 3, "reason": "SIGTERM", "pid": 1},
+        ["stopped (SIGTERM)", "uptrain resume"],
+    ),
+    "finished": ({"status": "finished", "step": 50, "reason": "finished", "pid": 1}, ["finished"]),
+    "halted": ({"status": "halted", "step": 9, "reason": "3 of the last 100", "pid": 1}, ["halted: 3 of the last 100"]),
+    "failed": ({"status": "failed", "step": 9, "reason": "no space", "pid": 1}, ["failed: no space"]),
+}
+
+
+@pytest.mark.parametrize("status", STATES)
+def test_every_state(tmp_path, uptrain, status):
+    state, words = STATES[status]
+    run = write_run(tmp_path / "run", state=state)
+    found = read_json(uptrain("status", run, "--json"))
+    assert (found["status"], found["step"], found["tokens"], found["checkpoints"]) == (status, 0, 0, [])
+    assert found["tokens_per_s"] is found["seconds_left"] is found["evaluation"] is found["loss"] is None
+    result = uptrain("status", run)
+    assert result.code == 0
+    for word in (*words, "0 of 50 (0.0%)", "none yet"):
+        assert word in " ".join(result.out.split())
+
+
+def test_numbers_of_a_run_under_way(tmp_path, uptrain):
+    speeds = [100.0, 10_000.0, *[200.0] * 8]
+    records = [with_teacher(0, 5.0), *(step(n, 3.0, tokens_per_s=v) for n, v in enumerate(speeds, 1))]
+    records += [with_teacher(10, 2.75)]
+    state = {"status": "running", "step": 0, "reason": "", "pid": os.getpid()}
+    run = write_run(tmp_path / "run", records, state, parent={"run": "/runs/short", "step": 8})
+    found = read_json(uptrain("status", run, "--json"))
+    assert found["share"] == 10 / 50
+    assert (found["tokens"], found["total_tokens"], found["alpha"]) == (10_000, 50_000, 0.05)
+    assert found["tokens_per_s"] == 200
+    assert found["seconds_left"] == 40 * 1000 / 200
+    assert found["evaluation"]["recovered_fraction"] == (5.0 - 2.75) / (5.0 - 2.0)
+    assert 0 <= found["seconds_since_last_line"] < 60
+    shown = uptrain("status", run).out
+    for words in ("0.01 of 0.05", "200 tokens/s", "3 min, eval", "75.0%", "50.0% of tokens", "/runs/short from step 8"):
+        assert words in shown
+
+
+def test_speed_is_that_of_the_last_steps(tmp_path, uptrain):
+    speeds = [900.0] * 40 + [300.0] * SPEED_STEPS
+    run = write_run(tmp_path / "run", [step(n, tokens_per_s=v) for n, v in enumerate(speeds, 1)], steps=100)
+    assert read_json(uptrain("status", run, "--json"))["tokens_per_s"] == 300
+
+
+def test_troubles_are_named(tmp_path, uptrain):
+    """Updates left out, saves that failed, numbers that are not finite."""
+    records = [step(n) for n in range(1, 11)] + [step(n, None, skipped=True) for n in range(11, 20)]
+    records += [event(20, "not saved", why="full"), step(20, None, grad_norm=None, skipped=True), evaluation(20, None)]
+    run = write_run(tmp_path / "run", records)
+    found = read_json(uptrain("status", run, "--json"))
+    assert (found["loss"], found["grad_norm"], found["evaluation"]["loss"]) == (None, None, None)
+    assert (found["skipped_steps"], found["not_saved_steps"]) == ([*range(11, 21)], [20])
+    shown = uptrain("status", run).out
+    assert "10: step … 13, 14, 15, 16, 17, 18, 19, 20\n" in "\n".join(map(str.rstrip, shown.splitlines())) + "\n"
+    assert shown.count("not finite") == 3
+
+
+def test_evaluation_of_a_step_that_is_lost(tmp_path, uptrain):
+    """Lines that waited for room on the disk are gone where the run was killed then; it goes on after them."""
+    records = [step(4), evaluation(8, 2.5), step(9)]
+    found = read_json(uptrain("status", write_run(tmp_path / "run", records), "--json"))
+    assert (found["step"], found["evaluation"]) == (9, None)
+
+
+@pytest.mark.parametrize(("model", "expected"), [("/models/gqa", 0.5), ("", None)])
+def test_a_model_from_nothing_recovers_nothing(tmp_path, uptrain, model, expected):
+    records = [with_teacher(0, 4.0), step(1), with_teacher(1, 3.0)]
+    found = read_json(uptrain("status", write_run(tmp_path / "run", records, model=model), "--json"))
+    assert found["evaluation"]["recovered_fraction"] == expected
+
+
+def test_line_that_is_being_written_does_not_count(tmp_path, uptrain):
+    run = write_run(tmp_path / "run", [step(1), step(2)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert read_json(uptrain("status", run, "--json"))["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("run.json", '{"settings": ', ("run.json is damaged",)),
+        ("run.json", '{"settings": {"colour": 1, "track": []}}', ("run.json is damaged", "another version")),
+        ("run.json", "[]", ("run.json is damaged",)),
+        ("metrics.jsonl", '{"step": 1, "event": "x"}\n{"st\n', ("metrics.jsonl:2 is damaged", "take the line out")),
+        ("metrics.jsonl", "\x00\x00\n", ("metrics.jsonl:1 is damaged",)),
+        ("run_state.json", "", ("run_state.json is damaged", "uptrain resume")),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, uptrain, name, content, words):
+    run = write_run(tmp_path / "run", [step(1)])
+    (run / name).write_text(content)
+    uptrain("status", run).refused(*words)
+
+
+def test_what_is_no_run(tmp_path, uptrain):
+    uptrain("status", tmp_path / "nowhere").refused("nowhere is not a run", "run.json", "uptrain run")
+    uptrain("status", tmp_path).refused("is not a run")
+    uptrain("status").refused("RUN")
+
+
+def test_damaged_checkpoint(tmp_path, uptrain):
+    run = write_run(tmp_path / "run", [step(1)])
+    write_checkpoint(run, 1, keep=True)
+    path = write_checkpoint(run, 2) / "tensors" / "0.distcp"
+    assert uptrain("status", run, "--verify").code == 0
+    path.write_bytes(b"1" + bytes(99))
+    assert uptrain("status", run).code == 0
+    result = uptrain("status", run, "--verify")
+    assert result.code == 1
+    assert result.err.count("\n") == 1
+    assert f"{path} has other content" in result.err
+    assert result.out.count("DAMAGED") == result.out.count("whole") == 1
+    result = uptrain("status", run, "--verify", "--json")
+    assert result.code == 1
+    assert [bool(entry["damage"]) for entry in json.loads(result.out)["checkpoints"]] == [False, True]
+
+
+def test_checkpoint_without_a_readable_state(tmp_path, uptrain):
+    run = write_run(tmp_path / "run")
+    (write_checkpoint(run, 2) / "state.json").write_text("{")
+    assert read_json(uptrain("status", run, "--json"))["checkpoints"][0]["kept"] is None
+    assert "its state cannot be read" in uptrain("status", run).out
+
+
+@pytest.mark.parametrize(
+    ("module", "function"), [(uptrain.report.status, "_checkpoint"), (uptrain.report.status, "find_damage")]
+)
+def test_checkpoint_may_vanish_meanwhile(tmp_path, uptrain, monkeypatch, module, function):
+    """The run that goes on removes old checkpoints."""
+    run = write_run(tmp_path / "run")
+    write_checkpoint(run, 1)
+    write_checkpoint(run, 2)
+    real = getattr(module, function)
+
+    def vanish(*given):
+        if given[-1].name.endswith("1"):
+            shutil.rmtree(given[-1])
+        return real(*given)
+
+    monkeypatch.setattr(module, function, vanish)
+    found = read_json(uptrain("status", run, "--json", "--verify"))
+    assert [entry["step"] for entry in found["checkpoints"]] == [2]
+
+
+def test_status_starts_without_torch(tmp_path):
+    run = write_run(tmp_path / "run", [with_teacher(0, 5.0), step(1), with_teacher(1, 4.0)])
+    write_checkpoint(run, 1)
+    code = (
+        "import sys; from uptrain.cli import cli; cli.main(['status', sys.argv[1]], standalone_mode=False); "
+        "sys.exit(bool({'torch', 'numpy', 'transformers', 'accelerate', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(run)], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (3599, "1 h 0 min"), (7500, "2 h 5 min"), (200_000, "2 days 7 h")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,146 @@
+"""The token cache's reader: windows and their targets, across the borders of shards, and damaged caches."""
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from caches import write_cache
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.common.errors import InputError
+from uptrain.data.token_cache import MANIFEST, Cache, Manifest
+
+DOCUMENTS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+def shards_of(lengths):
+    """Make shards of documents of these lengths; all token ids differ."""
+    ids = iter(range(10_000))
+    return [[[next(ids) for _ in range(n)] for n in shard] for shard in lengths]
+
+
+def brute_force(shards, seq_len):
+    """Return every window as (ids, number of the document in the whole)."""
+    documents = [ids for shard in shards for ids in shard]
+    flat = [(token, number) for number, ids in enumerate(documents) for token in ids]
+    return [flat[i : i + seq_len] for i in range(0, len(flat), seq_len)]
+
+
+@given(st.lists(DOCUMENTS, min_size=1, max_size=4), st.integers(2, 12))
+def test_windows_and_targets(lengths, seq_len):
+    shards = shards_of(lengths)
+    expected = brute_force(shards, seq_len)
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Cache.open(write_cache(Path(folder) / "cache", shards, seq_len, vocab_size=10_000))
+        assert cache.n_windows == len(expected)
+        for index, window in enumerate(expected):
+            ids, documents = cache.window(index)
+            assert ids.dtype == documents.dtype == np.int64
+            assert ids.tolist() == [token for token, _ in window]
+            assert documents.tolist() == [number - window[0][1] for _, number in window]
+            n_targets = sum(a[1] == b[1] for a, b in itertools.pairwise(window))
+            assert cache.n_targets(np.array([index])) == n_targets
+        all_windows = np.arange(cache.n_windows)
+        assert cache.n_targets(all_windows) == sum(cache.n_targets(np.array([i])) for i in all_windows)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
+def test_highest_id(tmp_path, vocab_size, dtype):
+    top = vocab_size - 1
+    cache = Cache.open(write_cache(tmp_path / "cache", [[[0, top, top]]], 2, vocab_size))
+    assert cache.manifest.dtype == dtype
+    assert cache.window(0)[0].tolist() == [0, top]
+    assert cache.window(1)[0].tolist() == [top]
+
+
+def test_identity_is_of_what_training_sees(tmp_path):
+    def identity(name, shards, seq_len=4, **options):
+        return Cache.open(write_cache(tmp_path / name, shards, seq_len, **options)).manifest.sha256
+
+    first = identity("first", [[[1, 2, 3], [4, 5]]])
+    assert identity("same", [[[1, 2, 3], [4, 5]]], tokenizer="other") == first
+    assert identity("tokens", [[[1, 2, 3], [4, 6]]]) != first
+    assert identity("documents", [[[1, 2], [3, 4, 5]]]) != first
+    assert identity("windows", [[[1, 2, 3], [4, 5]]], seq_len=5) != first
+
+
+def test_manifest_survives_writing(tmp_path):
+    folder = write_cache(tmp_path / "cache", [[[1, 2, 3]], [[4, 5]]], 4)
+    manifest = Manifest.parse(folder)
+    assert manifest.text() == (folder / MANIFEST).read_bytes()
+    assert (manifest.n_tokens, manifest.n_documents) == (5, 2)
+
+
+# Damage
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_cache(tmp_path / "cache", [[[1, 2, 3]], [[4, 5]]], 4)
+
+
+def refused(folder, *words):
+    with pytest.raises(InputError) as error:
+        Cache.open(folder)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_no_cache(tmp_path):
+    refused(tmp_path, "not a token cache", "uptrain prepare")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "{", "[" * 100, '{"format": 1}', "null", '{"format": 1, "shards": 3}']
+)
+def test_damaged_manifest(folder, content):
+    (folder / MANIFEST).write_text(content)
+    refused(folder, MANIFEST, "damaged", "prepare the cache anew")
+
+
+def test_manifest_not_utf8(folder):
+    (folder / MANIFEST).write_bytes(b'{"format": "\xff"}')
+    refused(folder, MANIFEST, "damaged")
+
+
+@pytest.mark.parametrize(
+    "change", [{"seq_len": 5}, {"seq_len": 1}, {"dtype": "uint32"}, {"n_tokens": None}, {"extra": 1}]
+)
+def test_edited_manifest(folder, change):
+    found = json.loads((folder / MANIFEST).read_text())
+    found.update(change)
+    if change == {"n_tokens": None}:
+        del found["n_tokens"]
+    (folder / MANIFEST).write_text(json.dumps(found))
+    refused(folder, MANIFEST, "damaged")
+
+
+def test_other_format(folder):
+    found = json.loads((folder / MANIFEST).read_text()) | {"format": 2}
+    (folder / MANIFEST).write_text(json.dumps(found))
+    refused(folder, "format 2", "this version reads 1")
+
+
+@pytest.mark.parametrize("name", ["tokens-00001.bin", "documents-00000.bin"])
+def test_truncated_or_missing_shard(folder, name):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-1])
+    refused(folder, name, f"has {len(content) - 1} bytes where the manifest says {len(content)}")
+    (folder / name).unlink()
+    refused(folder, "lacks", name)
+
+
+def test_altered_to_an_id_that_cannot_be(tmp_path):
+    """Of the right size, it is found when it is read."""
+    folder = write_cache(tmp_path / "cache", [[[1, 2, 3, 4, 5]]], 2, 300)
+    path = folder / "tokens-00000.bin"
+    path.write_bytes(path.read_bytes()[:4] + b"\x2c\x01" + path.read_bytes()[6:])
+    cache = Cache.open(folder)
+    assert cache.window(0)[0].tolist() == [1, 2]
+    with pytest.raises(InputError, match=r"window 1 holds the id 300, .* all are below 300; .* Prepare it anew"):
+        cache.window(1)

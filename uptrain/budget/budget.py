@@ -1,0 +1,148 @@
+"""From a share α of the original pre-training to optimizer steps and tokens (Ainslie et al. 2023, section 2.1).
+
+    steps = ceil(α · original tokens / global batch tokens)
+
+computed exactly. With the original's own batch this is α of the original steps.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from model.common.errors import InputError
+from uptrain.budget.counts import show_count
+from uptrain.budget.identify import candidates, named
+from uptrain.budget.pretraining import Original
+from uptrain.budget.schedule import Schedule, default_warmup
+
+PEAK_SHARE = 3
+"""The default peak is the original's divided by this, as in MHA2MLA's and Sheared-LLaMA's recipes for Llama 2."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for; None is not given. Exactly one of `alpha`, `tokens` and `steps` is."""
+
+    alpha: float | None = None
+    tokens: int | None = None
+    steps: int | None = None
+    original_tokens: int | None = None
+    original: str | None = None
+    global_batch_tokens: int | None = None
+    lr: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(f"--{name}" for name in given) or "none"
+            raise InputError(f"give exactly one of --alpha, --tokens and --steps; given: {found}.")
+        if self.alpha is not None and not 0 < self.alpha <= 1:
+            raise InputError(f"--alpha {self.alpha}: it is a share of the original pre-training; 0.05 means 5 %.")
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
+            raise InputError(f"--lr {self.lr}: the peak learning rate must be above 0.")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to train, and from which learning rate."""
+
+    steps: int
+    """Optimizer steps."""
+    global_batch_tokens: int
+    """Tokens of one optimizer step, over all processes."""
+    peak_lr: float
+    alpha: float | None
+    """Share of the original pre-training: as asked for, or as it follows from the tokens; None if that is unknown."""
+    original_tokens: int | None
+    original: Original | None
+    """The row of the table that gave what was not given."""
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.global_batch_tokens
+
+    @property
+    def original_steps(self) -> int | None:
+        """The original pre-training in optimizer steps of this run's batch, to the nearest."""
+        return None if self.original_tokens is None else round(self.original_tokens / self.global_batch_tokens)
+
+
+def make_budget(request: Request, config: Mapping[str, Any], source_names: Sequence[str], seq_len: int) -> Budget:
+    """Return the budget for a model with this `config.json`; for `source_names` see `uptrain.budget.identify`.
+
+    Raises InputError, naming every option that would help, where the original is unknown or could be one of several.
+    """
+    found = (named(request.original),) if request.original else candidates(config, source_names)
+    original = found[0] if len(found) == 1 else None
+    if original is None:
+        _refuse_if_incomplete(request, found)
+    original_tokens = request.original_tokens or (original.tokens if original else None)
+    batch = request.global_batch_tokens or (original.batch_tokens if original else 0)
+    _check_batch(batch, seq_len)
+    steps = _steps(request, original_tokens, batch)
+    alpha = request.alpha
+    if alpha is None and original_tokens is not None:
+        alpha = steps * batch / original_tokens
+    peak = request.lr or default_peak(original.peak_lr if original else math.nan)
+    return Budget(steps, batch, peak, alpha, original_tokens, original)
+
+
+def repetition_warning(epochs: float) -> str | None:
+    """Return what to say where the data are seen more than once."""
+    if epochs <= 1:
+        return None
+    return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
+
+
+def default_peak(original_peak: float) -> float:
+    """Return a third of the original's peak learning rate, rounded once."""
+    return float(Fraction(str(original_peak)) / PEAK_SHARE)
+
+
+def make_schedule(budget: Budget, kind: str, warmup_steps: int | None) -> Schedule:
+    """Return the schedule of a budget; `warmup_steps` None takes the default."""
+    warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
+    return Schedule(kind, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
+
+
+def _steps(request: Request, original_tokens: int | None, batch: int) -> int:
+    if request.steps is not None:
+        return request.steps
+    if request.tokens is not None:
+        return -(-request.tokens // batch)
+    assert request.alpha is not None and original_tokens is not None
+    # Through its decimal digits: the binary 0.05 is above 1/20, and would add a step where α gives a whole number.
+    return math.ceil(Fraction(str(request.alpha)) * original_tokens / batch)
+
+
+def _refuse_if_incomplete(request: Request, found: Sequence[Original]) -> None:
+    missing = []
+    if request.alpha is not None and request.original_tokens is None:
+        missing.append("--original-tokens (how many tokens it was pre-trained on, e.g. 2T)")
+    if request.global_batch_tokens is None:
+        missing.append("--global-batch-tokens (tokens of one optimizer step, e.g. 4194304)")
+    if request.lr is None:
+        missing.append(f"--lr (peak learning rate; 1/{PEAK_SHARE} of the pre-training's is usual)")
+    if not missing:
+        return
+    if found:
+        rows = ", ".join(f"{o.name} ({show_count(o.tokens)} tokens)" for o in found)
+        raise InputError(
+            f"the model's shape is that of {rows}; say which with --original NAME, or give {', '.join(missing)}."
+        )
+    raise InputError(
+        f"the model's pre-training is not in the table of known originals; give {', '.join(missing)}, "
+        "or name a known one with --original NAME."
+    )
+
+
+def _check_batch(batch: int, seq_len: int) -> None:
+    if batch % seq_len:
+        below = batch // seq_len * seq_len
+        choices = f"{below} or {below + seq_len}" if below else str(seq_len)
+        raise InputError(
+            f"a global batch of {batch} tokens is not a whole number of sequences of {seq_len}; "
+            f"choose --global-batch-tokens {choices}."
+        )

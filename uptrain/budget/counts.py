@@ -1,0 +1,39 @@
+"""Numbers of tokens and steps, as people write them: `2T`, `50B`, `1.5M`, `4096`."""
+
+import re
+from fractions import Fraction
+
+from model.common.checks import LARGEST_COUNT, show
+from model.common.errors import InputError
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+LONGEST = 40
+"""Digits and separators of the longest count that is read."""
+EXAMPLES = "2T, 50B, 1.5M, 512K or 4194304"
+
+
+def parse_count(text: str) -> int:
+    """Return a whole number from 1 on. K, M, B and T are powers of 1000; `_` and `,` may separate thousands.
+
+    Raises InputError for anything else, also where the unit leaves a fraction.
+    """
+    match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise InputError(f"{show(text)} is no count; write for example {EXAMPLES}.")
+    if len(match[1]) > LONGEST:
+        raise InputError(f"{show(text)} is too long for a count; write for example {EXAMPLES}.")
+    count = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2].upper()]
+    if count.denominator != 1 or count < 1:
+        raise InputError(f"{show(text)} is no whole number from 1 on; write for example {EXAMPLES}.")
+    if count > LARGEST_COUNT:
+        raise InputError(f"{show(text)} is more than {LARGEST_COUNT}; write for example {EXAMPLES}.")
+    return count.numerator
+
+
+def show_count(count: float) -> str:
+    """Write a count for people, in at most four digits: `50 B`."""
+    for unit in ("", " K", " M", " B"):
+        if count < 999.95:
+            return f"{count:.4g}{unit}"
+        count /= 1000
+    return f"{count:,.4g} T"

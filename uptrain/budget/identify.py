@@ -1,0 +1,65 @@
+"""Which original a checkpoint comes from: by its shape, and by the names its conversion recorded. Never a guess."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from model.common.errors import InputError
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from uptrain.budget.pretraining import ORIGINALS, Original
+
+PROVENANCE = "groupwise.json"
+SHAPE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+def named(name: str) -> Original:
+    """Return the original that `--original` names."""
+    for original in ORIGINALS:
+        if original.name == name:
+            return original
+    raise InputError(f"--original {name}: unknown; known are {', '.join(o.name for o in ORIGINALS)}.")
+
+
+def candidates(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[Original, ...]:
+    """Return the originals a model may come from: those of its shape, only those also of its name if there are any.
+
+    `config` is its `config.json`; `source_names` are from `source_names`. A name alone proves nothing, since anybody
+    may choose one.
+    """
+    model_type = str(config.get("model_type")).removesuffix("_gqa")  # what `model.remote_code` calls its own
+    shape = (model_type, *(config.get(key) for key in SHAPE_KEYS))
+    of_shape = tuple(original for original in ORIGINALS if original.shape == shape)
+    last_parts = [name.lower().rsplit("/", 1)[-1] for name in source_names]
+    of_name = tuple(o for o in of_shape if any(re.fullmatch(o.pattern, part) for part in last_parts))
+    return of_name or of_shape
+
+
+def source_names(folder: Path) -> tuple[str, ...]:
+    """Return what the folder was converted from, and that from, as its `groupwise.json` tells; else its own name."""
+    from model.checkpoint.hub import origin_of  # brings numpy, without which the command line starts
+
+    return tuple(name for name, _ in _conversions(folder)) or (origin_of(folder)[0],)
+
+
+def merge_method(folder: Path) -> str | None:
+    """Return how the folder's heads were merged last, as its `groupwise.json` tells; None without one."""
+    return next((method for _, method in _conversions(folder)), None)
+
+
+def _conversions(folder: Path) -> list[tuple[str, str]]:
+    """Return the name of the source and the method of each conversion, the last one first."""
+    path = folder / PROVENANCE
+    if not path.is_file():
+        return []
+    content = read_bytes_up_to(path, CONFIG_BYTES)
+    try:
+        record: Any = json.loads(content)
+        found = []
+        while record is not None:
+            found.append((str(record["source"]["name"]), str(record.get("method"))))
+            record = record["source"].get("groupwise")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: {error!r}; convert the model anew, or remove the file.") from error
+    return found

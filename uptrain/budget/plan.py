@@ -1,0 +1,122 @@
+"""What `uptrain plan` tells: a run's budget, learning rates, memory and time, from file headers alone."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint import open_checkpoint
+from model.common import checks
+from model.common.errors import InputError
+from model.geometry import read_geometry
+from uptrain.budget import estimate
+from uptrain.budget.budget import Budget, Request, make_budget, make_schedule, repetition_warning
+from uptrain.budget.identify import merge_method, source_names
+from uptrain.budget.pretraining import Original
+from uptrain.budget.schedule import Schedule, decay_start, learning_rate
+from uptrain.data.token_cache import Manifest
+from uptrain.runs.settings import default_micro_batch, default_seq_len
+
+FIRST_LOSS = {
+    True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",
+    False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
+}
+"""What to expect after `fit`, and after any other method."""
+
+
+def make_plan(
+    model: Path,
+    request: Request,
+    *,
+    data: Path | None,
+    seq_len: int | None,
+    schedule: str,
+    warmup_steps: int | None,
+    teacher: Path | None,
+    processes: int,
+) -> dict[str, Any]:
+    """Return the plan, ready for JSON; everything not given follows from the model, the cache and the original."""
+    manifest = Manifest.parse(data) if data is not None else None
+    with open_checkpoint(model) as checkpoint:
+        length = _seq_len(seq_len, manifest, checkpoint.config)
+        geometry = read_geometry(checkpoint)
+        budget = make_budget(request, checkpoint.config, source_names(model), length)
+        n_params = estimate.count_parameters(checkpoint.tensors.values())
+        activations = estimate.activations_per_token(geometry, _intermediate_size(checkpoint.config))
+    work = estimate.Workload(n_params, _count(teacher), activations, processes)
+    plan_schedule = make_schedule(budget, schedule, warmup_steps)
+    used = _data(data, manifest, budget, length)
+    return {
+        "model": str(model),
+        "n_params": n_params,
+        "n_kv_heads": geometry.n_kv_heads,
+        "alpha": budget.alpha,
+        "steps": budget.steps,
+        "tokens": budget.tokens,
+        "tokens_per_parameter": budget.tokens / n_params,
+        "global_batch_tokens": budget.global_batch_tokens,
+        "seq_len": length,
+        "sequences_per_step": budget.global_batch_tokens // length,
+        "original": _original(budget.original),
+        "original_tokens": budget.original_tokens,
+        "data": used,
+        "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
+        "learning_rates": learning_rates(plan_schedule),
+        "memory": estimate.memory(work, default_micro_batch(length) * length),
+        "time": estimate.time(work, budget.tokens),
+        "processes": processes,
+        "first_loss": _first_loss(model, data),
+        "warnings": list(filter(None, [used and repetition_warning(used["epochs"])])),
+    }
+
+
+def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
+    """Return the learning rate at steps that show the curve: both ends, the quarters, and where its parts meet."""
+    last = schedule.total_steps - 1
+    steps = {0, last, *(round(last * share) for share in (0.25, 0.5, 0.75, 0.9))}
+    steps |= {max(schedule.warmup_steps - 1, 0), min(decay_start(schedule) or 0, last)}
+    return [{"step": step, "lr": learning_rate(schedule, step)} for step in sorted(steps)]
+
+
+def _seq_len(given: int | None, manifest: Manifest | None, config: Mapping[str, Any]) -> int:
+    if manifest is None:
+        return given or default_seq_len(config)
+    if given not in (None, manifest.seq_len):
+        raise InputError(f"--seq-len {given}, but the cache has sequences of {manifest.seq_len}; leave the option out.")
+    return manifest.seq_len
+
+
+def _intermediate_size(config: Mapping[str, Any]) -> int:
+    return checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
+
+
+def _count(teacher: Path | None) -> int:
+    if teacher is None:
+        return 0
+    with open_checkpoint(teacher) as checkpoint:
+        return estimate.count_parameters(checkpoint.tensors.values())
+
+
+def _original(original: Original | None) -> dict[str, Any] | None:
+    if original is None:
+        return None
+    keys = ("name", "tokens", "batch_tokens", "steps", "peak_lr", "certainty", "source", "note")
+    return {key: getattr(original, key) for key in keys}
+
+
+def _data(data: Path | None, manifest: Manifest | None, budget: Budget, seq_len: int) -> dict[str, Any] | None:
+    if manifest is None:
+        return None
+    n_windows = -(-manifest.n_tokens // seq_len)
+    epochs = budget.steps * (budget.global_batch_tokens // seq_len) / n_windows
+    return {"cache": str(data), "tokens": manifest.n_tokens, "sequences": n_windows, "epochs": epochs}
+
+
+def _first_loss(model: Path, data: Path | None) -> str:
+    cache = data if data is not None else "CACHE"
+    measure = f"measure it with: uptrain evaluate {model} --data {cache}"
+    if data is not None:
+        return measure
+    method = merge_method(model)
+    expected = f"{FIRST_LOSS[method == 'fit']}. " if method else ""
+    return f"{expected}With data at hand, {measure}"

@@ -1,0 +1,109 @@
+"""Training checkpoints as files: which there are, what their state says, whether they are as they were written.
+
+    RUN/checkpoints/step-00000120/
+        tensors/              weights and optimizer states, float32, sharded by torch.distributed.checkpoint
+        state.json            see `uptrain.training.loop.Progress`
+        manifest.json         every other file's size and CRC-32, by blocks of 64 MB; written last
+
+A RUN may come from anybody: names are checked before they are opened. Needs no torch.
+"""
+
+import json
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from model.common.errors import InputError
+from model.common.files import is_plain_name
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+
+TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
+_NAME = re.compile(r"step-(\d{8,18})")
+_BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
+State = dict[str, Any]
+Checksums = dict[str, dict[str, Any]]
+"""File → `size`, and `crc32` of each block."""
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's folder; None for any other name, such as that of somebody's copy."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and folder_name(int(match[1])) == name else None
+
+
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of a run by their steps, oldest first."""
+    found = {step_of(path.name): path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()}
+    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+
+
+def read_state(checkpoint: Path) -> State:
+    """Return a checkpoint's state. Raises InputError where that is damaged, or another step's than the folder says."""
+    path = checkpoint / STATE
+    try:
+        state = json.loads(read_bytes_up_to(path, CONFIG_BYTES))
+        numbers = [state["step"], state["tokens"], *state["skipped"], *state["not_finite"]]
+        if not all(type(n) is int and n >= 0 for n in numbers) or type(state["keep"]) is not bool:
+            raise TypeError("a number of it is none")
+        if not all(type(norm) is float for norm in state["grad_norms"]):
+            raise TypeError("a gradient norm is no number")
+        if state["step"] != step_of(checkpoint.name):
+            raise ValueError(f"it says step {state['step']}")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"{path} is damaged ({error!r}); remove {checkpoint}, so that an older one is used."
+        ) from error
+    assert isinstance(state, dict)
+    return state
+
+
+def find_damage(checkpoint: Path, rank: int = 0, world: int = 1) -> str:
+    """Compare a share of a checkpoint's files with its manifest; return what differs, or an empty text."""
+    path = checkpoint / MANIFEST
+    try:
+        for name, expected in sorted(read_manifest(checkpoint).items())[rank::world]:
+            path = checkpoint / name
+            size = path.stat().st_size
+            if size != expected["size"]:
+                return f"{path} has {size} bytes instead of {expected['size']}"
+            if checksum(path) != expected:
+                return f"{path} has other content than was written"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return f"{path} is damaged ({error!r})"
+    return ""
+
+
+def read_manifest(checkpoint: Path) -> Checksums:
+    """Return a checkpoint's files. Raises OSError, ValueError, LookupError, TypeError or AttributeError if damaged."""
+    files: Checksums = json.loads(read_bytes_up_to(checkpoint / MANIFEST, CONFIG_BYTES))["files"]
+    for name in files:
+        parts = name.split("/")
+        if not all(map(is_plain_name, parts)) or parts[:-1] not in ([], [TENSORS]):
+            raise ValueError(f"it names {name!r}, which no checkpoint has")
+        if (checkpoint / name).is_symlink():
+            raise ValueError(f"{name} is a link")
+    return files
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    with ThreadPoolExecutor(_SUMMING_THREADS) as pool:
+        return {"size": size, "crc32": list(pool.map(partial(_sum_block, path), range(0, size, _BLOCK)))}
+
+
+def _sum_block(path: Path, start: int) -> int:
+    crc, end = 0, start + _BLOCK
+    with path.open("rb") as file:
+        file.seek(start)
+        while piece := file.read(min(_PIECE, end - file.tell())):
+            crc = zlib.crc32(piece, crc)
+    return crc

@@ -1,0 +1,126 @@
+"""Finished units → the shards that are needed, the last one cut, and the manifest; then the cache appears."""
+
+import hashlib
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.common import console
+from model.common.files import sync_file, write_file
+from model.common.staging import Staging
+from uptrain.data.prepare.build import Build, check_bad
+from uptrain.data.prepare.quotas import Records, settle
+from uptrain.data.prepare.sources import Source
+from uptrain.data.prepare.tokenise import shard_names
+from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged, file_identity
+from uptrain.data.prepare.workers import Pool, do_checksum
+from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+
+INPUTS = "inputs.sha256"
+"""A file of the cache: a hash of what it was made from, by which the same command knows that its work is done."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a manifest says of the cache as a whole."""
+
+    seq_len: int
+    dtype: str
+    vocab_size: int
+    tokenizer_sha256: str
+
+
+Taken = list[tuple[Unit, int]]
+"""Units, and how many of their tokens."""
+
+
+def publish(
+    build: Build, sources: list[Source], n_tokens: int | None, kind: Kind, inputs: str, quiet: bool
+) -> Manifest:
+    """Make the staging folder the cache. Raises InputError if it has too few tokens, or a source changed meanwhile."""
+    records, staging = build.records, build.staging
+    taken = [pair for lane in settle(build.lanes, n_tokens, records) for pair in lane.taken(records)]
+    check_bad((records[unit.number] for unit, _ in taken), build.skip_bad, at_end=True)
+    checksums = _checksums(taken, staging, build.pool, quiet)
+    for unit, _ in taken:
+        check_unchanged(unit, records[unit.number].identity)
+    shards = {unit.number: _shard(staging.folder, unit, n, records[unit.number], kind.dtype) for unit, n in taken}
+    described = []
+    for i, source in enumerate(sources):
+        units = [unit for unit, _ in taken if unit.source == i]
+        described.append(_describe(source, units, records, shards, checksums))
+    filled = tuple(shard for shard in shards.values() if shard.n_tokens)
+    manifest = Manifest(**vars(kind), shards=filled, sources=tuple(described))
+    _write(staging, manifest, inputs)
+    staging.publish()
+    return manifest
+
+
+def _checksums(taken: Taken, staging: Staging, pool: Pool, quiet: bool) -> dict[str, str]:
+    """Return the sha256 of every source file that was needed."""
+    paths = dict.fromkeys(piece.path for unit, _ in taken for piece in unit.pieces)
+    identities = {path: file_identity(path) for path in paths}
+    known = {path: staging.finished.get(f"sha256 {path}", {}) for path in paths}
+    missing = [path for path in paths if known[path].get("identity") != identities[path]]
+    total = sum(Path(path).stat().st_size for path in missing)
+    with console.progress_bar("Checksums of the sources", total, quiet) as advance:
+        for path, future in pool.run(do_checksum, iter(missing), lambda n_read, _: advance(n_read)):
+            known[path] = {"identity": identities[path], "sha256": future.result()}
+            staging.record(f"sha256 {path}", known[path])
+    return {path: known[path]["sha256"] for path in paths}
+
+
+def _shard(folder: Path, unit: Unit, n: int, found: UnitRecord, dtype: str) -> CacheShard:
+    """Return a unit's shard, cut to its first n tokens."""
+    tokens, documents = shard_names(unit.number)
+    if n == found.n_tokens:
+        hashes = found.tokens_sha256, found.documents_sha256
+        return CacheShard(tokens, documents, n, found.n_documents, *hashes)
+    starts = np.fromfile(folder / documents, "<i8")
+    n_documents = int(np.searchsorted(starts, n))
+    sizes = n * np.dtype(dtype).itemsize, n_documents * starts.itemsize
+    hashes = _cut(folder / tokens, sizes[0]), _cut(folder / documents, sizes[1])
+    return CacheShard(tokens, documents, n, n_documents, *hashes)
+
+
+def _cut(path: Path, size: int) -> str:
+    """Cut a file to its first bytes; return its new hash. (Should that be all for now, it is made anew next time.)"""
+    os.truncate(path, size)
+    sync_file(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _describe(
+    source: Source, units: list[Unit], records: Records, shards: dict[int, CacheShard], checksums: dict[str, str]
+) -> dict[str, Any]:
+    """Return what the manifest says of a source, as far as it was needed."""
+    paths = list(dict.fromkeys(piece.path for unit in units for piece in unit.pieces))
+    sums = [checksums[path] for path in paths]
+    dropped: Counter[str] = Counter()
+    for unit in units:
+        dropped.update(records[unit.number].dropped)
+    return {
+        "path": source.name,
+        "files": len(paths),
+        "bytes": sum(Path(path).stat().st_size for path in paths),
+        "sha256": sums[0] if len(sums) == 1 else hashlib.sha256("\n".join(sums).encode()).hexdigest(),
+        "weight": None if source.weight is None else float(source.weight),
+        "documents": sum(shards[unit.number].n_documents for unit in units),
+        "tokens": sum(shards[unit.number].n_tokens for unit in units),
+        "dropped": dict(dropped),
+        "skipped": sum(records[unit.number].skipped for unit in units),
+    }
+
+
+def _write(staging: Staging, manifest: Manifest, inputs: str) -> None:
+    """Write what the cache holds beside its shards, and remove what it does not hold."""
+    files = {MANIFEST: manifest.text(), INPUTS: f"{inputs}\n".encode()}
+    staging.keep_only([*files, *(name for shard in manifest.shards for name in (shard.tokens, shard.documents))])
+    for name, content in files.items():
+        write_file(staging.folder / name, content)
+        sync_file(staging.folder / name)

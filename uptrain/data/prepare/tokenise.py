@@ -1,0 +1,171 @@
+"""A unit → a shard of the cache: what a worker does."""
+
+import hashlib
+import os
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from model.common.errors import InputError
+from uptrain.data.prepare.tokenizer import Encoder
+from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged
+from uptrain.data.readers import Document, Piece, Problem, Reader, find_reader
+from uptrain.data.readers.record import EMPTY, TOKEN_IDS
+
+BATCH = 1 << 20
+"""So many characters, token ids or bytes of the source are gathered, then encoded and written."""
+
+Report = Callable[[int, int], None]
+"""Called with how many more bytes were read and tokens written. May raise, to stop the work."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all units."""
+
+    folder: Path
+    vocab_size: int
+    dtype: str
+    text_column: str
+    skip_bad: bool
+    """Leave bad records out and count them, rather than stop at the first."""
+
+
+def shard_names(number: int) -> tuple[str, str]:
+    """Return the names of a shard's tokens and of its documents."""
+    return f"tokens-{number:05}.bin", f"documents-{number:05}.bin"
+
+
+def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Report) -> UnitRecord:
+    """Write the shard of a unit, on the disk for good when this returns.
+
+    Raises InputError, with its place, for the first bad record unless they are skipped, and for a damaged file.
+    """
+    identity = unit.identity()
+    with _Shard(job, unit.number) as shard:
+        work = _Work(job, shard, encoder, report)
+        for piece in unit.pieces:
+            work.read(piece, find_reader(unit.format))
+        tokens_sha256, documents_sha256 = shard.finish()
+    check_unchanged(unit, identity)
+    return UnitRecord(
+        identity, shard.n_tokens, len(shard.starts), work.n_records, dict(work.dropped), work.skipped, work.first_bad,
+        tokens_sha256, documents_sha256,
+    )  # fmt: skip
+
+
+class _Shard:
+    """The pair of files that a unit becomes, while they are written."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self._paths = [job.folder / name for name in shard_names(number)]
+        self._dtype = np.dtype(job.dtype).newbyteorder("<")
+        self._hash = hashlib.sha256()
+        self.n_tokens = 0
+        self.starts = array("q")
+
+    def __enter__(self) -> Self:
+        self._file = _partial(self._paths[0]).open("wb")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def write(self, documents: list[npt.NDArray[np.integer]]) -> None:
+        for ids in documents:
+            self.starts.append(self.n_tokens)
+            self.n_tokens += len(ids)
+        content = np.concatenate(documents).astype(self._dtype, copy=False).tobytes()
+        self._hash.update(content)
+        self._file.write(content)
+
+    def finish(self) -> tuple[str, str]:
+        """See the files to the disk, under their names; return their hashes."""
+        starts = np.array(self.starts, "<i8").tobytes()
+        with _partial(self._paths[1]).open("wb") as documents:
+            documents.write(starts)
+            for file in (self._file, documents):
+                file.flush()
+                os.fsync(file.fileno())
+        for path in self._paths:
+            _partial(path).rename(path)
+        return self._hash.hexdigest(), hashlib.sha256(starts).hexdigest()
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+class _Work:
+    """Records come in, documents are gathered, encoded and written; the rest is counted."""
+
+    def __init__(self, job: Job, shard: _Shard, encoder: Encoder | None, report: Report) -> None:
+        self._job, self._shard, self._encoder, self._report = job, shard, encoder, report
+        self._gathered: list[str | npt.NDArray[np.int64]] = []
+        self.n_records = self.skipped = 0
+        self.dropped: Counter[str] = Counter()
+        self.first_bad = ""
+
+    def read(self, piece: Piece, reader: Reader) -> None:
+        size = reported = 0
+        for row, bytes_read, document in reader.read(piece, self._job.text_column):
+            self.n_records += 1
+            problem = self._problem(document)
+            if problem is None:
+                self._gathered.append(document)  # type: ignore[arg-type]  # not a Problem
+                size += len(document)
+            else:
+                self._note(problem, reader.place(piece, row) if problem.bad and not self.first_bad else "")
+            if max(size, bytes_read - reported) >= BATCH:
+                self._flush(bytes_read - reported)
+                size, reported = 0, bytes_read
+        self._flush(piece.nbytes - reported)
+
+    def _problem(self, document: Document) -> Problem | None:
+        if isinstance(document, Problem):
+            return document
+        if isinstance(document, str):
+            return None if self._encoder else Problem("a text, but no --tokenizer to tokenise it with")
+        out = (document < 0) | (document >= self._job.vocab_size)
+        if not out.any():
+            return None
+        position = int(out.argmax())
+        return Problem(
+            f"token id {document[position]} at position {position} of {TOKEN_IDS!r}, outside the vocabulary of "
+            f"{self._job.vocab_size:,}"
+        )
+
+    def _note(self, problem: Problem, place: str) -> None:
+        if not problem.bad:
+            self.dropped[problem.reason] += 1
+            return
+        self.skipped += 1
+        self.first_bad = self.first_bad or f"{place}: {problem.reason}"
+        if not self._job.skip_bad:
+            raise InputError(stop_message(self.first_bad))
+
+    def _flush(self, bytes_read: int) -> None:
+        before = self._shard.n_tokens
+        texts = [document for document in self._gathered if isinstance(document, str)]
+        encoded = iter(self._encoder.ids(texts) if self._encoder and texts else ())
+        documents = [
+            np.array(next(encoded), self._job.dtype) if isinstance(document, str) else document
+            for document in self._gathered
+        ]
+        filled = [ids for ids in documents if len(ids)]
+        if filled:
+            self._shard.write(filled)
+        if len(filled) < len(documents):  # texts that the tokenizer makes nothing of
+            self.dropped[EMPTY.reason] += len(documents) - len(filled)
+        self._gathered = []
+        self._report(bytes_read, self._shard.n_tokens - before)
+
+
+def stop_message(first_bad: str) -> str:
+    return f"{first_bad}; put it right, or leave such records out with --on-bad-record skip."

@@ -1,0 +1,135 @@
+"""Worker processes, one core each, that end with their work, on request, and with the process that started them."""
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from uptrain.data.prepare.tokenise import Job, tokenise
+from uptrain.data.prepare.tokenizer import Encoder, Tokenizer
+from uptrain.data.prepare.work_units import Unit, UnitRecord
+
+TICK_SECONDS = 0.2
+"""How often progress is shown."""
+BLOCK_BYTES = 1 << 20
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Progress = Callable[[int, int], None]
+"""Called with how many more bytes were read, and tokens written, by all workers."""
+
+
+class Stopped(Exception):
+    """The work was given up, since nobody waits for it any more."""
+
+
+@dataclass
+class _Shared:
+    """What the workers and the process that started them have in common."""
+
+    n_read: Any
+    n_written: Any
+    stop: Any
+
+    @classmethod
+    def make(cls, context: Any) -> Self:
+        return cls(context.Value("q"), context.Value("q"), context.Event())
+
+    def report(self, n_read: int, n_written: int) -> None:
+        for counter, n in ((self.n_read, n_read), (self.n_written, n_written)):
+            with counter.get_lock():
+                counter.value += n
+        if self.stop.is_set():
+            raise Stopped
+
+
+@dataclass
+class _Worker:
+    job: Job
+    encoder: Encoder | None
+    shared: _Shared
+
+
+_worker: _Worker
+
+
+def _start(job: Job, tokenizer: Tokenizer | None, shared: _Shared) -> None:
+    """Make this process a worker."""
+    global _worker
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the process that started this one, which then says stop
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = _Worker(job, Encoder(tokenizer) if tokenizer else None, shared)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def do_unit(unit: Unit) -> UnitRecord:
+    return tokenise(unit, _worker.job, _worker.encoder, _worker.shared.report)
+
+
+def do_checksum(path: str) -> str:
+    digest = hashlib.sha256()
+    with Path(path).open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            _worker.shared.report(len(block), 0)
+    return digest.hexdigest()
+
+
+class Pool:
+    """A number of workers; a context manager that stops them."""
+
+    def __init__(self, n: int, job: Job, tokenizer: Tokenizer | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._n = n
+        self._shared = _Shared.make(context)
+        self._executor = ProcessPoolExecutor(n, context, _start, (job, tokenizer, self._shared))
+        self._reported = (0, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._shared.stop.set()
+        self._executor.shutdown(cancel_futures=True)
+
+    def run(
+        self, do: Callable[[Item], Result], items: Iterator[Item], progress: Progress
+    ) -> Iterator[tuple[Item, Future[Result]]]:
+        """Yield each item with what came of it, as they finish.
+
+        An item is asked for when a worker is free, so `items` may depend on what was finished before. Raises OSError
+        if a worker was killed.
+        """
+        running: dict[Future[Result], Item] = {}
+        while True:
+            while len(running) < self._n and (item := next(items, None)) is not None:
+                running[self._executor.submit(do, item)] = item
+            if not running:
+                return
+            finished, _ = wait(running, TICK_SECONDS, FIRST_COMPLETED)
+            self._report(progress)
+            for future in finished:
+                if isinstance(future.exception(), BrokenProcessPool):
+                    raise OSError("a worker process was killed, for want of memory perhaps: try fewer --workers")
+                yield running.pop(future), future
+
+    def _report(self, progress: Progress) -> None:
+        now = self._shared.n_read.value, self._shared.n_written.value
+        progress(now[0] - self._reported[0], now[1] - self._reported[1])
+        self._reported = now

@@ -1,0 +1,76 @@
+"""Texts given to `uptrain run` itself: tokenised once into a cache beside the run, then trained on like any other."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.hf_folder import read_config
+from model.common.console import echo
+from model.common.errors import InputError
+from uptrain.data.prepare.prepare import Request, prepare
+from uptrain.data.token_cache import MANIFEST, Cache
+from uptrain.distributed.collectives import main_first
+from uptrain.runs.settings import Settings, default_seq_len
+from uptrain.runs.signals import interruptible
+
+
+def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path) -> Path:
+    """Return the token cache that `data` names, or the one that is made of it at `beside`.
+
+    `data` are sources as `uptrain prepare` takes them, `tokenizer` is the model's folder, `seq_len` None takes the
+    model's context, 4096 at most. Of many processes the main one builds, and the others wait for it.
+    """
+    if is_cache(data):
+        return Path(data[0])
+    main_first(lambda: _build(data, tokenizer, seq_len_of(data, tokenizer, seq_len), beside), beside / MANIFEST)
+    return beside
+
+
+def beside(run: Path, what: str) -> Path:
+    """Return where texts given to a run are tokenised into; `what` is `data` or `eval_data`."""
+    return run.with_name(f"{run.name}.{what.replace('_', '-')}")
+
+
+def find_data(s: Settings, run: Path) -> Settings:
+    """Return the settings with the data where they lie now, which may be beside a run that was moved.
+
+    Raises InputError where they are gone.
+    """
+    moved: dict[str, Any] = {}
+    for what, path in (("data", s.data), ("eval_data", s.eval_data)):
+        if path and not (Path(path) / MANIFEST).is_file():
+            if not (beside(run, what) / MANIFEST).is_file():
+                raise InputError(
+                    f"the run's data, {path}, are not there any more; bring them back, or put them at "
+                    f"{beside(run, what)}."
+                )
+            moved[what] = str(beside(run, what).resolve())
+    return replace(s, **moved)
+
+
+def is_cache(data: Sequence[str]) -> bool:
+    """Say whether sources are a token cache."""
+    return len(data) == 1 and (Path(data[0]) / MANIFEST).is_file()
+
+
+def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:
+    """Return the length of the windows that `cache_of` gives. Raises InputError where a cache has another."""
+    if not is_cache(data):
+        return seq_len or default_seq_len(read_config(tokenizer)[1])
+    found = Cache.open(Path(data[0])).seq_len
+    if seq_len not in (None, found):
+        raise InputError(f"{data[0]} has windows of {found} tokens, not {seq_len}; leave --seq-len out.")
+    return found
+
+
+def n_cores() -> int:
+    """Return how many cores this process may use; macOS does not say, and gives all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path) -> None:
+    with interruptible():
+        found = prepare(Request(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
+    echo(f"Tokenised into {out}: {found['documents']:,} documents, {found['tokens']:,} tokens", err=True)

@@ -1,0 +1,152 @@
+"""From a training checkpoint to an ordinary Hugging Face folder, a tensor at a time."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
+from model.checkpoint.formats.dcp.reader import DistributedFolder
+from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
+from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
+from model.common.errors import InputError
+from model.common.files import copy_file, sync_file, sync_folder, write_file
+from model.common.staging import Staging, check_out
+from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
+from uptrain.export.model_card import model_card
+from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.runs.metrics_log import read_metrics
+from uptrain.training.module import STUDENT
+
+DTYPES = {"bfloat16": "BF16", "float32": "F32"}
+MAX_SHARD_SIZE = 5 * 10**9
+RECORD = "uptraining.json"
+_PIECE = 64 << 20
+"""Bytes of a tensor held at a time."""
+Progress = Callable[[float], None]
+
+
+def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: Progress) -> dict[str, Any]:
+    """Write the model of a run's checkpoint to the folder `out`, which appears complete or not at all.
+
+    Returns the record that `uptraining.json` then holds. Config, tokenizer and other files are those of the model the
+    run began with, byte for byte, but for the dtype's name. `progress` is told of bytes read, as `checkpoint_size`
+    counts them. Raises InputError if `out` exists.
+    """
+    check_out(out)
+    if out.exists():
+        raise InputError(f"{out} exists already; choose another OUT.")
+    record = make_record(Run.read(run_folder), run_folder, checkpoint)
+    with _open_weights(checkpoint) as weights, Staging(out) as staging:
+        staging.open(uuid4().hex)  # an interrupted export starts anew: reading back is all the work there is
+        try:
+            _write_weights(weights, staging.folder, dtype, progress)
+            _write_files(run_folder / MODEL, staging.folder, record, dtype)
+            staging.publish()
+        except BaseException:
+            staging.discard()
+            raise
+    with open_checkpoint(out):
+        return record
+
+
+def find_checkpoint(run_folder: Path, step: int | None) -> Path:
+    """Return a checkpoint whose files are whole: that of `step`, or the newest.
+
+    Raises InputError if the folder is no run, has no such checkpoint, or if it is damaged.
+    """
+    Run.read(run_folder)
+    checkpoints = list_checkpoints(run_folder / CHECKPOINTS)
+    if step is not None and step not in checkpoints:
+        steps = ", ".join(map(str, checkpoints)) or "none"
+        raise InputError(f"{run_folder} has no checkpoint of step {step}; it has those of: {steps}.")
+    if not checkpoints:
+        raise InputError(f"{run_folder} has no checkpoint yet; `uptrain resume {run_folder}` trains on.")
+    checkpoint = checkpoints[max(checkpoints) if step is None else step]
+    if problem := find_damage(checkpoint):
+        raise InputError(f"{problem}; choose another checkpoint with --step.")
+    return checkpoint
+
+
+def checkpoint_size(checkpoint: Path) -> int:
+    """Return the bytes of a checkpoint's weights, as they are stored."""
+    with _open_weights(checkpoint) as weights:
+        return sum(tensor.nbytes for tensor in weights.tensors.values())
+
+
+def _open_weights(checkpoint: Path) -> Checkpoint:
+    return DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
+
+
+def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Return what is to be known of how a model was trained; no paths, so that the same run gives the same bytes."""
+    state = read_state(checkpoint)
+    settings = vars(run.settings) | {"model": _name(run.settings.model), "teacher": _name(run.settings.teacher)}
+    evaluations = [r for r in read_metrics(run_folder / METRICS) if "evaluation" in r and r["step"] <= state["step"]]
+    return {
+        "schema": 1,
+        "step": state["step"],
+        "tokens": state["tokens"],
+        "skipped_steps": state["skipped"],
+        "budget": run.budget,
+        "settings": {k: v for k, v in settings.items() if k not in ("data", "eval_data", "track")},
+        "data_sha256": run.cache_sha256,
+        "evaluations": [{"step": r["step"], **r["evaluation"]} for r in evaluations],
+        "versions": run.versions,
+    }
+
+
+def _name(path: str) -> str:
+    return Path(path).name if path else ""
+
+
+def _write_weights(source: Checkpoint, folder: Path, dtype: str, progress: Progress) -> None:
+    short = DTYPES[dtype]
+    tensors = {name: replace(tensor, dtype=short) for name, tensor in source.tensors.items()}
+    groups = divide(tensors.values(), MAX_SHARD_SIZE)
+    shards = name_shards(groups, {})
+    for shard, group in zip(shards, groups, strict=True):
+        file = ShardFile(folder / shard.name, group, shard.metadata)
+        try:
+            for tensor in group:
+                for start, stop in tensor.row_blocks(_PIECE):
+                    rows = source.rows(tensor.name, start, stop)
+                    converted = rows.astype(FLOAT_DTYPES[short], copy=False)
+                    if not np.isfinite(converted).all():
+                        raise InputError(
+                            f"{source.path.parent} holds values in {tensor.name} that are NaN or infinite in {dtype}; "
+                            "choose an earlier checkpoint with --step."
+                        )
+                    file.write_rows(tensor.name, start, converted)
+                    progress(rows.nbytes)
+        finally:
+            file.finish()
+    index = index_text(shards, tensors)
+    if index is not None:
+        write_file(folder / INDEX, index)
+
+
+def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str) -> None:
+    side_files, _ = list_files(source)
+    files: dict[str, Path | bytes] = {**side_files, "config.json": config_text(source, dtype)}
+    files[RECORD] = json_text(record)
+    files["README.md"] = model_card(source, record)
+    if (source / "groupwise.json").is_file():
+        files["groupwise.json"] = source / "groupwise.json"
+    for name, content in files.items():
+        copy_file(content, folder / name)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.name != SINGLE:
+            sync_file(path)
+
+
+def config_text(folder: Path, dtype: str) -> bytes:
+    """Return config.json as it is, or with the dtype's name changed if it names another."""
+    text, config = read_config(folder)
+    named = "dtype" if "dtype" in config else "torch_dtype"
+    return text if config.get(named) == dtype else json_text({**config, named: dtype})

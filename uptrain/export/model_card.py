@@ -1,0 +1,72 @@
+"""The model card of an exported model: the source's own, whole, and a section on the uptraining after it."""
+
+from pathlib import Path
+from typing import Any
+
+from model.common.printable import markdown, markdown_code
+from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
+from uptrain.budget.counts import show_count
+from uptrain.report.history import recovered_fraction
+from uptrain.training.losses import LOSSES
+
+BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining: end -->"
+
+
+def model_card(source: Path, record: dict[str, Any]) -> bytes:
+    """Return `README.md`. `source` is the folder the run began with, `record` what uptraining.json holds."""
+    path = source / "README.md"
+    is_its_own = path.is_file() and not leads_outside(path, source)
+    card = (
+        read_bytes_up_to(path, CONFIG_BYTES)
+        if is_its_own
+        else b"---\nlibrary_name: transformers\ntags: [groupwise]\n---"
+    )
+    return card.strip() + b"\n\n" + _section(record).encode()
+
+
+def _section(record: dict[str, Any]) -> str:
+    s, budget = record["settings"], record["budget"]
+    begun = f"from {markdown_code(s['model'])}" if s["model"] else "from nothing"
+    done = record["step"] / s["steps"]
+    alpha = (
+        f"{budget['alpha'] * done:.4g} of the original pre-training" if budget["alpha"] else "original size not given"
+    )
+    rows = [
+        ("Trained", f"{begun}, {record['step']:,} of {s['steps']:,} steps, {show_count(record['tokens'])} tokens"),
+        *([("α", alpha)] if s["model"] else []),
+        ("Loss", LOSSES[s["loss"]]),
+        *([("Teacher", markdown_code(s["teacher"]))] if s["teacher"] else []),
+        ("Learning rate", markdown(f"{s['schedule']}, peak {s['lr']:.3g}, {s['optimizer']}, {s['precision']}")),
+        ("Data", markdown(f"token cache {record['data_sha256'][:16]}…")),
+        *_losses(record["evaluations"]),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return f"""{BEGIN}
+## {"Uptraining" if s["model"] else "Training"} by Groupwise
+
+| | |
+|---|---|
+{table}
+
+Details are in `uptraining.json`.
+{END}
+"""
+
+
+def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    if not evaluations:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    before, after = (f"{_number(found['loss'])} at step {found['step']:,}" for found in (first, last))
+    rows = [("Held-out loss", f"{before} → {after}")]
+    if "teacher_loss" in last:
+        rows.append(("Teacher's loss", _number(last["teacher_loss"])))
+        recovered = recovered_fraction(first, last)
+        if recovered is not None:
+            rows.append(("Recovered fraction", f"{recovered:.1%}"))
+        rows.append(("KL to the teacher", f"{_number(last['kl'])}; same choice at {last['agreement']:.1%} of tokens"))
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

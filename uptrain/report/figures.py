@@ -1,0 +1,225 @@
+"""The curves of a report: panels over tokens, for one run or several.
+
+Colours are Okabe and Ito's, which the colour-blind can tell apart; every kind of mark also has a shape of its own.
+"""
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from uptrain.report.curves import Curve, evaluated, measured, moving_mean, thin, tokens_at, window
+from uptrain.report.history import History
+from uptrain.training.losses import LOSSES
+
+INK, MUTED, LINE, PAGE = "#1c1c1e", "#6e6e73", "#d9d9de", "#ffffff"
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+_STYLE: dict[Any, Any] = {
+    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": LINE, "grid.linewidth": 0.6, "text.color": INK,
+    "axes.titlecolor": INK, "xtick.color": MUTED, "ytick.color": MUTED, "axes.facecolor": PAGE,
+    "figure.facecolor": PAGE, "legend.edgecolor": "none", "legend.framealpha": 0.75, "legend.fontsize": 8,
+    "legend.labelcolor": INK, "lines.linewidth": 1.6, "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],
+    "figure.constrained_layout.w_pad": 0.12, "figure.constrained_layout.h_pad": 0.1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How one run is drawn."""
+
+    name: str
+    """For the legend; empty where there is one run only, whose kinds of marks are named instead."""
+    line: str
+    points: str
+    x_unit: float
+    """Tokens that are 1 on the x axis."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: what it shows of a run, if the run has it."""
+
+    title: str
+    y_label: str
+    has: Callable[[History], bool]
+    draw: Callable[[Axes, History, Marks], None]
+    from_zero: bool = False
+
+
+def _training_loss(axes: Axes, history: History, marks: Marks) -> None:
+    _smoothed(axes, measured(history, "loss"), marks)
+    _mark_events(axes, history, marks)
+
+
+def _held_out_loss(axes: Axes, history: History, marks: Marks) -> None:
+    _points(axes, evaluated(history, "loss"), marks)
+    losses = [e["teacher_loss"] for e in history.evaluations if e.get("teacher_loss") is not None]
+    if losses:
+        _teacher_line(axes, losses[-1])
+
+
+def _learning_rate(axes: Axes, history: History, marks: Marks) -> None:
+    curve = thin(measured(history, "learning_rate"))
+    axes.plot(curve.x / marks.x_unit, curve.y, color=marks.line, label=marks.name, **_alone(curve))
+    axes.yaxis.set_major_formatter("{x:.3g}")
+
+
+def _recovered(axes: Axes, history: History, marks: Marks) -> None:
+    curve = evaluated(history, "recovered_fraction")
+    _points(axes, Curve(curve.x, 100 * curve.y), marks)
+    _teacher_line(axes, 100)
+    axes.axhline(0, color=MUTED, linewidth=0.8)
+
+
+def _kl(axes: Axes, history: History, marks: Marks) -> None:
+    _points(axes, evaluated(history, "kl"), marks)
+
+
+def _speed(axes: Axes, history: History, marks: Marks) -> None:
+    _smoothed(axes, measured(history, "tokens_per_s"), marks)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _has_steps(history: History) -> bool:
+    return bool(history.steps)
+
+
+def _has(key: str) -> Callable[[History], bool]:
+    return lambda history: any(e.get(key) is not None for e in history.evaluations)
+
+
+def _training_panel(words: str) -> Panel:
+    """Losses of different kinds are on different scales, so each has a panel of its own."""
+    title = f"Training loss: {words}"
+    return Panel(title, "nats per token", lambda h: bool(h.steps) and h.minimised == words, _training_loss)
+
+
+PANELS = (
+    *map(_training_panel, LOSSES.values()),
+    Panel("Held-out loss: next-token cross-entropy", "nats per token", _has("loss"), _held_out_loss),
+    Panel("Recovered fraction", "% of the loss that conversion cost", _has("recovered_fraction"), _recovered),
+    Panel("KL divergence from the teacher, held out", "nats per token", _has("kl"), _kl, from_zero=True),
+    Panel("Learning rate", "per step", _has_steps, _learning_rate, from_zero=True),
+    Panel("Speed", "tokens per second", _has_steps, _speed, from_zero=True),
+)
+
+
+def draw_png(histories: Sequence[History], names: Sequence[str]) -> bytes:
+    """Return all panels as one picture, for light backgrounds."""
+    panels = _wanted(histories)
+    n_columns = min(2, len(panels))
+    n_rows = -(-len(panels) // n_columns)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.4 * n_columns, 3.1 * n_rows), dpi=150, layout="constrained")
+        if len(names) == 1:
+            figure.suptitle(names[0], x=0.01, ha="left", fontsize=12, parse_math=False)
+        grid = figure.subplots(n_rows, n_columns, squeeze=False).flat
+        for axes, panel in zip(grid, panels, strict=False):
+            _draw(axes, panel, histories, names)
+        for axes in list(figure.axes)[len(panels) :]:
+            axes.remove()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def draw_svgs(histories: Sequence[History], names: Sequence[str]) -> list[str]:
+    """Return a drawing of each panel, whose colours are the page's CSS variables."""
+    drawings = []
+    for panel in _wanted(histories):
+        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": panel.title}):
+            figure = Figure(figsize=(5.4, 3.1), layout="constrained")
+            _draw(figure.subplots(), panel, histories, names)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        drawings.append(_inline(buffer.getvalue(), panel.title))
+    return drawings
+
+
+def _wanted(histories: Sequence[History]) -> list[Panel]:
+    return [panel for panel in PANELS if any(panel.has(h) for h in histories)]
+
+
+def _draw(axes: Axes, panel: Panel, histories: Sequence[History], names: Sequence[str]) -> None:
+    furthest = max(h.tokens for h in histories)
+    unit, word = next(((n, word) for n, word in _UNITS if furthest >= n), (1, ""))
+    for i, (history, name) in enumerate(zip(histories, names, strict=True)):
+        colour, label = SERIES[i % len(SERIES)], f" {name}"  # matplotlib would leave out a label that begins with _
+        marks = Marks(label, colour, colour, unit) if len(histories) > 1 else Marks("", SERIES[0], SERIES[1], unit)
+        if panel.has(history):
+            panel.draw(axes, history, marks)
+    axes.set_title(panel.title)
+    axes.set_ylabel(panel.y_label)
+    axes.set_xlabel(f"tokens, {word}" if word else "tokens")
+    if panel.from_zero:
+        axes.set_ylim(bottom=0)
+    axes.set_xlim(-0.02 * furthest / unit, 1.03 * furthest / unit or 1)
+    if axes.get_legend_handles_labels()[0]:
+        for text in axes.legend().get_texts():
+            text.set_parse_math(False)
+
+
+def _smoothed(axes: Axes, curve: Curve, marks: Marks) -> None:
+    """Draw the steps faintly, and over them their moving mean."""
+    n, raw, line = window(curve), thin(curve), thin(moving_mean(curve))
+    if n > 1:
+        axes.plot(raw.x / marks.x_unit, raw.y, color=marks.line, alpha=0.3, linewidth=0.8)
+    label = marks.name or (f"mean of {n:,} steps" if n > 1 else "every step")
+    axes.plot(line.x / marks.x_unit, line.y, color=marks.line, label=label, **_alone(line))
+
+
+def _points(axes: Axes, curve: Curve, marks: Marks) -> None:
+    style: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": PAGE, "linewidth": 1.0}
+    axes.plot(curve.x / marks.x_unit, curve.y, color=marks.points, label=marks.name or "this run", zorder=3, **style)
+
+
+def _alone(curve: Curve) -> dict[str, Any]:
+    """A line needs two points; one alone is drawn as a mark."""
+    return {"marker": "o", "markersize": 5} if len(curve.x) == 1 else {}
+
+
+def _teacher_line(axes: Axes, y: float) -> None:
+    is_named = "teacher" in axes.get_legend_handles_labels()[1]
+    axes.axhline(y, color=MUTED, linestyle="--", linewidth=1.2, label="" if is_named else "teacher")
+
+
+def _mark_events(axes: Axes, history: History, marks: Marks) -> None:
+    """Mark resumes by lines, updates left out by crosses at the bottom, saves that failed by triangles at the top.
+
+    Where several runs are compared, this would be too much; the page's tables have it.
+    """
+    if marks.name:
+        return
+    for i, x in enumerate(tokens_at(history, history.steps_of("resumed")) / marks.x_unit):
+        axes.axvline(x, color=MUTED, linestyle=":", linewidth=1.2, label="" if i else "resumed")
+    for steps, marker, y, label in (
+        (history.skipped_steps, "x", 0.04, "update left out"),
+        (history.steps_of("not saved"), "v", 0.96, "not saved"),
+    ):
+        if steps:
+            style: dict[str, Any] = {"linestyle": "", "marker": marker, "markersize": 6, "clip_on": False}
+            x_values, y_values = tokens_at(history, steps) / marks.x_unit, np.full(len(steps), y)
+            axes.plot(x_values, y_values, color=INK, label=label, transform=axes.get_xaxis_transform(), **style)
+
+
+def _inline(svg: str, title: str) -> str:
+    """Make matplotlib's SVG a part of a page: no declarations, ids only where something points to them, CSS colours."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' (xmlns(:\w+)?|width|height)="[^"]*"', "", svg.partition(">")[0]) + svg[svg.index(">") :]
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = svg.replace("'DejaVu Sans'", "system-ui").replace("xlink:href", "href")
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    names = {INK: "ink", MUTED: "muted", LINE: "line", PAGE: "page"} | {c: f"series-{i}" for i, c in enumerate(SERIES)}
+    for colour, name in names.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg

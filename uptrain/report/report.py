@@ -1,0 +1,48 @@
+"""A report of runs: a page and a picture, from nothing but their own metrics."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from model.common.errors import InputError
+from model.common.files import replace_file
+from model.common.printable import printable
+from uptrain.report.figures import draw_png, draw_svgs
+from uptrain.report.history import History
+from uptrain.report.html import make_page
+
+REPORT = "report.html"
+
+
+def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]:
+    """Write the page, and the picture beside it; return both. Several runs are drawn into the same panels.
+
+    Raises InputError if a folder is no run or has nothing to report yet, or where to write is not clear.
+    """
+    page = _where(folders, out)
+    histories = [History.read(folder) for folder in folders]
+    for history in histories:
+        if not history.steps and not history.evaluations:
+            raise InputError(f"{history.folder} has no metrics yet; a report needs one step or evaluation.")
+    names = _names(folders)
+    picture = page.with_suffix(".png")
+    replace_file(picture, draw_png(histories, names))
+    replace_file(page, make_page(histories, names, draw_svgs(histories, names)).encode())
+    return page, picture
+
+
+def _where(folders: Sequence[Path], out: Path | None) -> Path:
+    if out is None:
+        if len(folders) > 1:
+            raise InputError("a report of several runs is in none of their folders; name one with --out FILE.html.")
+        return folders[0] / REPORT
+    if out.suffix != ".html":
+        raise InputError(f"--out {out} is to be a page, FILE.html; the picture is written beside it.")
+    if not out.parent.is_dir():
+        raise InputError(f"there is no folder {out.parent} to write {out.name} into.")
+    return out
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return what to call the runs: their folders' names, or paths where those are the same."""
+    names = [folder.resolve().name for folder in folders]
+    return list(map(printable, names if len(set(names)) == len(names) else map(str, folders)))

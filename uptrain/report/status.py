@@ -1,0 +1,97 @@
+"""Report where a run stands, without torch."""
+
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from model.common.errors import InputError
+from uptrain.checkpoints.files import find_damage, list_checkpoints, read_state
+from uptrain.report.history import History
+from uptrain.runs.folder import CHECKPOINTS, METRICS
+
+SPEED_STEPS = 32
+"""The speed is the median over this many of the last steps."""
+
+
+def read_status(folder: Path, verify: bool) -> dict[str, Any]:
+    """Return where a run stands, ready for JSON; `verify` reads all files of all checkpoints. Raises InputError."""
+    history = History.read(folder)
+    run, last = history.run, history.steps[-1] if history.steps else {}
+    s = run.settings
+    speed = statistics.median(r["tokens_per_s"] for r in history.steps[-SPEED_STEPS:]) if history.steps else None
+    return {
+        "run": str(folder),
+        **_state(history),
+        "step": history.step,
+        "steps": s.steps,
+        "share": history.step / s.steps,
+        "tokens": history.tokens,
+        "total_tokens": run.budget["tokens"],
+        "alpha": run.budget["alpha"],
+        "minimised": history.minimised,
+        **{name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
+        "tokens_per_s": speed,
+        "seconds_left": (s.steps - history.step) * run.budget["global_batch_tokens"] / speed if speed else None,
+        "evaluation": history.evaluations[-1] if history.evaluations else None,
+        "skipped_steps": history.skipped_steps,
+        "not_saved_steps": history.steps_of("not saved"),
+        "checkpoints": checkpoints(folder / CHECKPOINTS, verify),
+        "parent": run.parent,
+    }
+
+
+def _state(history: History) -> dict[str, Any]:
+    """Return the run's status and why it is so. One that should be running but has no process here is "died"."""
+    state = history.state
+    status, pid = state.get("status", "not started"), state.get("pid")
+    if status == "running" and not _is_alive(state["pid"]):
+        status = "died"
+    metrics = history.folder / METRICS
+    age = time.time() - metrics.stat().st_mtime if metrics.exists() else None
+    return {"status": status, "reason": state.get("reason", ""), "pid": pid, "seconds_since_last_line": age}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
+def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
+    """List the complete checkpoints, oldest first: step, bytes, whether rotation spares it, and what is damaged.
+
+    The run may remove one at any moment: what vanishes meanwhile is not listed.
+    """
+    listed = []
+    for step, path in list_checkpoints(folder).items():
+        try:
+            entry = _checkpoint(step, path)
+        except FileNotFoundError:
+            if not path.exists():
+                continue
+            raise
+        if verify:
+            entry["damage"] = find_damage(path)
+            if not path.exists():
+                continue
+        listed.append(entry)
+    return listed
+
+
+def _checkpoint(step: int, path: Path) -> dict[str, Any]:
+    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    return {"step": step, "bytes": size, "kept": _is_kept(path)}
+
+
+def _is_kept(checkpoint: Path) -> bool | None:
+    """Say whether a checkpoint stays when newer ones come; None if its state cannot be read."""
+    try:
+        return bool(read_state(checkpoint)["keep"])
+    except InputError:
+        return None

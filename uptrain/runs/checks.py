@@ -1,0 +1,74 @@
+"""Whether data, model and processes fit together; if not, which to change."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from model.checkpoint import open_checkpoint
+from model.common.errors import InputError
+from model.decoder.transformers_model import ForeignModel
+from uptrain.data.prepare.tokenizer import tokenizer_sha256
+from uptrain.data.token_cache import Cache
+from uptrain.training.language_model import LanguageModel
+
+
+def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
+    """Refuse data made with another tokenizer than the model's."""
+    wanted = cache.manifest.tokenizer_sha256
+    if wanted and tokenizer_sha256(folder) != wanted:
+        raise InputError(
+            f"{path} was made with another tokenizer than that of {folder}; prepare it with --tokenizer {folder}."
+        )
+
+
+def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
+    """Refuse data with ids that the model does not know.
+
+    What counts is the ids that occur: many a tokenizer has been given tokens for padding that the model has no
+    embedding of, and texts never hold.
+    """
+    if cache.manifest.vocab_size > vocab_size and (highest := cache.highest_id()) >= vocab_size:
+        raise InputError(
+            f"{name} holds the id {highest}, but the model knows only those below {vocab_size}; prepare the data with "
+            "the model's own tokenizer, from texts without the tokens that were added to it."
+        )
+
+
+def check_packing(model: LanguageModel, seq_len: int) -> None:
+    """Refuse a model that cannot keep the documents of a row apart."""
+    if isinstance(model, ForeignModel):
+        model.check_packing(seq_len)
+
+
+def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
+    """Refuse a teacher whose distribution is over other tokens."""
+    if teacher_vocab_size != vocab_size:
+        raise InputError(
+            f"the teacher {name} has {teacher_vocab_size} tokens, the student {vocab_size}; "
+            "distillation needs the same vocabulary."
+        )
+
+
+def check_names(folder: Path, parameters: Iterable[str], stem: str) -> None:
+    """Refuse a model whose parameters have other names in memory than in its files: it could not be exported.
+
+    Files may lack the `stem`. (transformers 5 puts experts together, and renames the head of GPT-NeoX.)
+    """
+    with open_checkpoint(folder) as checkpoint:
+        files = checkpoint.tensors.keys()
+    for name in parameters:
+        if name not in files and name.removeprefix(stem) not in files:
+            raise InputError(
+                f"{folder} cannot be trained here: transformers holds its weights under other names than the files do "
+                f"({name}), so the result would open nowhere else. That is so for experts, and for GPT-NeoX before it "
+                "is converted."
+            )
+
+
+def check_batch(global_batch: int, n_processes: int) -> None:
+    """Refuse a global batch that processes cannot share evenly."""
+    if global_batch % n_processes:
+        divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        raise InputError(
+            f"a global batch of {global_batch} windows cannot be shared evenly by {n_processes} processes; it can by "
+            f"{', '.join(map(str, divisors))}. Change --global-batch-tokens or the number of processes."
+        )

@@ -1,0 +1,66 @@
+"""A longer run made of one that is there: it goes on from the last checkpoint whose learning rate both share."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from model.common.errors import InputError
+from model.common.files import copy_file
+from uptrain.budget.budget import Request, make_budget
+from uptrain.budget.schedule import decay_start
+from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, read_manifest
+from uptrain.data.run_data import find_data
+from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.runs.metrics_log import read_metrics, write_metrics
+from uptrain.runs.run import make_folder, schedule_of
+
+
+def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
+    """Return how many steps a longer run shall have; α counts from the same original."""
+    s, batch = run.settings, run.budget["global_batch_tokens"]
+    original = run.budget["original_tokens"]
+    if alpha is not None and original is None:
+        raise InputError("how many tokens the original was pre-trained on is not known; give --tokens or --steps.")
+    request = Request(alpha, tokens, steps, original, None, batch, s.lr)
+    total = make_budget(request, {}, (), batch).steps
+    if total <= s.steps:
+        raise InputError(f"the run has {s.steps} steps already; {total} would not extend it.")
+    return total
+
+
+def extend(folder: Path, out: Path, steps: int) -> None:
+    """Make the folder of a longer run, with the checkpoint it goes on from and what was measured up to there."""
+    run = Run.read(folder)
+    longer = replace(run.settings, steps=steps)
+    branch = branch_step(folder, run)
+    first_decay = decay_start(schedule_of(longer))
+    assert first_decay is None or first_decay >= branch
+    source = list_checkpoints(folder / CHECKPOINTS)[branch]
+    if problem := find_damage(source):
+        raise InputError(f"the checkpoint to go on from is not whole: {problem}.")
+    parent = {"run": str(folder.resolve()), "step": branch}
+    budget = {**run.budget, "steps": steps, "tokens": steps * run.budget["global_batch_tokens"], "alpha": None}
+    if run.budget["original_tokens"]:
+        budget["alpha"] = budget["tokens"] / run.budget["original_tokens"]
+
+    def fill(unfinished: Path) -> None:
+        for name in (MANIFEST, *read_manifest(source)):
+            copy_file(source / name, unfinished / CHECKPOINTS / source.name / name)
+        kept = [line for line in read_metrics(folder / METRICS) if line["step"] <= branch]
+        write_metrics(unfinished / METRICS, kept)
+
+    make_folder(find_data(longer, folder), budget, run.identities, folder / MODEL, out, parent, fill)
+
+
+def branch_step(folder: Path, run: Run) -> int:
+    """Return the step from which a run can be made longer: the last whose learning rate the longer run shares."""
+    schedule = schedule_of(run.settings)
+    if schedule.kind == "cosine":
+        raise InputError(
+            f"{folder} has a cosine schedule, whose every step depends on its length; it cannot be extended. "
+            "Start a new run, with --schedule wsd to extend it later."
+        )
+    decay = decay_start(schedule)
+    usable = [step for step in list_checkpoints(folder / CHECKPOINTS) if decay is None or step <= decay]
+    if not usable:
+        raise InputError(f"{folder} has no checkpoint from before its learning rate decays; `uptrain resume` it first.")
+    return max(usable)

@@ -1,0 +1,77 @@
+"""A run's folder: the names in it, and what `run.json` holds. Reading it needs no torch."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.common import checks
+from model.common.errors import InputError
+from model.common.files import FileLock, LockedError
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.typed_json import check_types, make, parse_object
+from uptrain.runs.settings import Settings
+
+RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
+    "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json", ".lock",
+)  # fmt: skip
+
+
+BUDGET = {
+    "steps": int, "global_batch_tokens": int, "tokens": int, "peak_lr": float, "alpha": float | None,
+    "original_tokens": int | None, "original": str | None,
+}  # fmt: skip
+PARENT = {"run": str, "step": int}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What RUN/run.json holds."""
+
+    settings: Settings
+    budget: dict[str, Any]
+    """How many steps, and where the number comes from."""
+    cache_sha256: str
+    identities: dict[str, str]
+    """Of model, teacher and held-out data: see `uptrain.runs.fingerprints`."""
+    versions: dict[str, str]
+    parent: dict[str, Any] | None = None
+    """The run and step that this one goes on from, if it extends one."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        path = folder / RUN
+        if not path.is_file():
+            raise InputError(f"{folder} is not a run: it has no {RUN}; `uptrain run … --out {folder}` makes one.")
+        try:
+            run = make(cls, parse_object(read_bytes_up_to(path, CONFIG_BYTES)))
+            run._check()
+        except InputError as error:
+            why = str(error).rstrip(".")
+            raise InputError(f"{path} is damaged, or of another version of Groupwise ({why}).") from error
+        return run
+
+    def _check(self) -> None:
+        """Raise InputError where what lies outside `settings` is of another type, or means nothing."""
+        check_types(self.budget, BUDGET, "budget")
+        for key in ("steps", "global_batch_tokens", "tokens"):
+            checks.whole_number(self.budget[key], f"budget.{key}")
+        if self.budget["original_tokens"] is not None:
+            checks.whole_number(self.budget["original_tokens"], "budget.original_tokens")
+        if self.parent is not None:
+            check_types(self.parent, PARENT, "parent")
+        for name in self.identities:
+            if name not in ("model", "teacher", "eval_data") or not getattr(self.settings, name):
+                raise InputError(f"identities.{name} belongs to nothing in settings")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other trainings out of a run. Raises InputError if one is going on there."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(FileLock(folder / LOCK))
+        except LockedError as error:
+            raise InputError(f"{folder} is being trained by {error}; see `uptrain status {folder}`.") from error
+        yield

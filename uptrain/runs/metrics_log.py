@@ -1,0 +1,136 @@
+"""`metrics.jsonl`: a line per step, evaluation and event, written by the main process.
+
+    {"step": 7, "loss": …, "learning_rate": …, "grad_norm": …, "tokens": …, "windows": …, "tokens_per_s": …}
+    {"step": 8, "evaluation": {…}}
+    {"step": 8, "event": "resumed", …}
+
+`step` counts finished steps. A number that is not finite, which JSON does not know, is null. When a run goes on from an
+earlier step, what came after it is cut away.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from model.common import checks
+from model.common.console import finite
+from model.common.errors import InputError
+from model.common.files import replace_file
+from model.common.read_files import check_regular
+from model.common.typed_json import check_types, parse_object
+
+Record = dict[str, Any]
+Number = float | None
+"""None for one that was not finite."""
+KINDS: dict[str, dict[str, Any]] = {
+    "loss": {
+        "step": int, "loss": Number, "learning_rate": float, "grad_norm": Number, "tokens": int, "windows": int,
+        "tokens_per_s": float,
+    },
+    "evaluation": {"step": int, "evaluation": dict[str, Number]},
+    "event": {"step": int, "event": str},
+}  # fmt: skip
+"""The keys of a record by the one that tells its kind, and their types."""
+EVALUATION = {"targets": int, "loss": Number}
+TEACHER = {"teacher_loss": Number, "kl": Number, "agreement": float}
+BEGINNING = {"time": float, "processes": int, "device": str}
+LATEST = 253_402_300_799
+"""The last second of the year 9999, beyond which there are no dates."""
+
+
+class Metrics:
+    """The file of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting = ""
+
+    def write(self, record: Record) -> str:
+        """Append a line. One that a full disk does not take waits for the next; then return why, the first time."""
+        is_first = not self._waiting
+        self._waiting += _line(record)
+        try:
+            self.flush()
+        except OSError as error:
+            return str(error) if is_first else ""
+        return ""
+
+    def flush(self) -> None:
+        """Write the lines that wait. Raises OSError if that fails, with the file as it was."""
+        size = self.path.stat().st_size
+        try:
+            with self.path.open("a") as file:
+                file.write(self._waiting)
+        except OSError:
+            os.truncate(self.path, size)
+            raise
+        self._waiting = ""
+
+    def rewind(self, step: int) -> None:
+        """Cut away what a run going on from `step` will write anew: later steps, and evaluations from there on.
+
+        Lines are read from the end, and only down to the first step that stays, so that a long run resumes as fast as
+        a short one. Raises InputError where one is damaged.
+        """
+        lines, kept = _whole_lines(self.path), []
+        while lines:
+            record = _parse(self.path, len(lines), lines[-1])
+            if "loss" in record and record["step"] <= step:
+                break
+            if "event" in record or record["step"] < step:
+                kept.append(lines[-1])
+            lines.pop()
+        replace_file(self.path, "".join([*lines, *reversed(kept)]).encode())
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Return all records. Raises InputError where a line is damaged."""
+    return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
+
+
+def write_metrics(path: Path, records: list[Record]) -> None:
+    path.write_text("".join(map(_line, records)))
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return all lines but a last one that a kill has cut."""
+    if not path.exists():
+        return []
+    check_regular(path)
+    lines = path.read_text(errors="replace").split("\n")
+    return [line + "\n" for line in lines[:-1]]
+
+
+def _parse(path: Path, number: int, line: str) -> Record:
+    try:
+        record = parse_object(line)
+        _check(record)
+    except InputError as error:
+        why = str(error).rstrip(".")
+        raise InputError(f"{path}:{number} is damaged ({why}); take the line out.") from error
+    return record
+
+
+def _check(record: Record) -> None:
+    """Raise InputError unless a record is of one of the kinds, its values of their types and possible."""
+    kind = next((key for key in KINDS if key in record), None)
+    if kind is None:
+        raise InputError(f"it has none of {', '.join(KINDS)}")
+    check_types(record, KINDS[kind])
+    checks.whole_number(record["step"], "step", least=0)
+    if kind == "loss":
+        checks.whole_number(record["tokens"], "tokens", least=0)
+        checks.number(record["tokens_per_s"], "tokens_per_s", above=0.0)
+    elif kind == "evaluation":
+        with_teacher = any(key in record["evaluation"] for key in TEACHER)
+        check_types(record["evaluation"], {**EVALUATION, **(TEACHER if with_teacher else {})}, kind)
+    elif record["event"] in ("started", "resumed"):
+        check_types(record, BEGINNING)
+        checks.whole_number(int(record["time"]), "time", least=0, most=LATEST)
+    elif "why" in record:
+        check_types(record, {"why": str})
+
+
+def _line(record: Record) -> str:
+    return json.dumps(finite(record), allow_nan=False) + "\n"

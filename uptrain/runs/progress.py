@@ -1,0 +1,71 @@
+"""What a run shows while it trains: a bar where there is a terminal, else a line now and then."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from model.common.console import console, echo
+
+_LINE_EVERY_SECONDS = 30.0
+Show = Callable[[dict[str, Any]], None]
+
+
+@contextmanager
+def training_bar(steps: int) -> Iterator[Show]:
+    """Yield a function that takes the records of `metrics.jsonl` as they are written."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield _Lines(steps)
+        return
+    columns = (TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=screen) as progress:
+        task = progress.add_task("", total=steps)
+
+        def show(record: dict[str, Any]) -> None:
+            if "loss" in record:
+                progress.update(task, completed=record["step"], description=_short(record))
+            else:
+                progress.update(task, completed=record["step"])
+                progress.console.print(_line(record))
+
+        yield show
+
+
+class _Lines:
+    """Prints events and evaluations, and a step every half minute."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._last = steps, 0.0
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if "loss" in record:
+            if now - self._last < _LINE_EVERY_SECONDS and record["step"] < self._steps:
+                return
+            self._last = now
+        echo(_line(record), err=True)
+
+
+def _short(record: dict[str, Any]) -> str:
+    skipped = " (update left out)" if record.get("skipped") else ""
+    return f"loss {record['loss']:.4f} · {record['tokens_per_s']:,.0f} tokens/s{skipped}"
+
+
+def _line(record: dict[str, Any]) -> str:
+    if "evaluation" in record:
+        found = record["evaluation"]
+        text = f"step {record['step']}: held-out loss {found['loss']:.4f}"
+        if "kl" in found:
+            text += f", KL to the teacher {found['kl']:.4f}, the same choice at {found['agreement']:.1%} of tokens"
+        return text
+    if "event" not in record:
+        return f"step {record['step']}: {_short(record)}"
+    if record["event"] in ("started", "resumed"):
+        lines = [f"Passed over: {problem}" for problem in record.get("passed_over", ())]
+        where = f"{record['processes']} x {record['device']}"
+        ready = f"READY: {record['event']} at step {record['step']} on {where}; signals are heeded from here on"
+        return "\n".join([*lines, ready])
+    return f"step {record['step']}: {record['event']}: {record['why']}"

@@ -1,0 +1,31 @@
+"""What training minimises, one file each with
+
+    loss_sum(student, teacher, batch) -> Tensor
+
+the loss summed over the batch's targets, in float32; the loop divides by the number of targets of all processes.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+from model.common.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOSSES = {
+    "next-token": "next-token cross-entropy",
+    "distill": "KL divergence from the teacher",
+    "mix": "half cross-entropy, half KL divergence",
+}
+"""What each is, in words."""
+WITHOUT_TEACHER = "next-token"
+
+
+def find_loss(name: str) -> "Callable[..., Tensor]":
+    """Return the function `loss_sum` of a loss. Raises InputError for a name that is none of LOSSES."""
+    if name not in LOSSES:
+        raise InputError(f"there is no loss {name!r}; there are {', '.join(LOSSES)}.")
+    module = importlib.import_module(f"uptrain.training.losses.{name.replace('-', '_')}")
+    return cast("Callable[..., Tensor]", module.loss_sum)

@@ -1,0 +1,68 @@
+"""Distillation: the forward KL divergence from the teacher's distribution of the next token to the student's.
+
+At temperature 1 and over the whole vocabulary (Hinton et al. 2015; the top k alone would be a biased teacher, Anshumann
+et al. 2025). Logits are computed a chunk at a time (`model.decoder.chunked_loss`). Families run through transformers
+may scale, cap or bias their logits, so all of these come from their forward pass.
+
+Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.decoder.chunked_loss import ChunkLogits, chunked_loss, tokens_of_a_chunk
+from model.decoder.cross_entropy import IGNORED
+from model.decoder.transformers_model import ForeignModel
+from uptrain.data.batch import Batch
+from uptrain.training.language_model import LanguageModel
+
+
+def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
+    """Return Σ KL(teacher ‖ student) over the targets, in nats."""
+    assert teacher is not None
+    counts_N = batch.labels_BT[:, 1:].flatten() != IGNORED
+    if isinstance(student, ForeignModel) or isinstance(teacher, ForeignModel):
+        return whole_kl(whole_logits(student, batch), teacher, batch, counts_N)
+    with torch.no_grad():
+        teacher_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+    student_NM = student.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+    return chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight, counts_N)
+
+
+def chunked_kl(
+    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, counts_N: Tensor
+) -> Tensor:
+    """Return Σ Σ_v p_teacher (log p_teacher − log p_student) in float32, over the tokens where `counts_N`.
+
+    p = softmax(hidden · weightᵀ). Gradients flow to the student only.
+    """
+    taught = ChunkLogits(teacher_NM, teacher_weight_VM, tokens_of_a_chunk(student_NM, weight_VM))
+    return chunked_loss(student_NM, weight_VM, counts_N, lambda chunk, logits: _rule(taught.of(chunk), logits))
+
+
+def whole_logits(model: LanguageModel, batch: Batch) -> Tensor:
+    """Return the logits of each row's tokens but the last, [N, V]."""
+    logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
+    assert isinstance(logits_BTV, Tensor)
+    return logits_BTV[:, :-1].flatten(0, 1)
+
+
+def whole_kl(student_NV: Tensor, teacher: LanguageModel, batch: Batch, counts_N: Tensor) -> Tensor:
+    """Return the divergence of a student whose logits are there, with gradients to them."""
+    with torch.no_grad():
+        log_p_NV = whole_logits(teacher, batch)[counts_N].log_softmax(dim=1)
+    log_q_NV = student_NV[counts_N].log_softmax(dim=1)
+    return F.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)
+
+
+def _rule(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:
+    """Return the divergences, and make of the student's logits p_student − p_teacher."""
+    for logits_CV in (teacher_CV, student_CV):
+        logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
+    ratio_CV = teacher_CV - student_CV
+    teacher_sum_C1, student_sum_C1 = (x.exp_().sum(dim=1, keepdim=True) for x in (teacher_CV, student_CV))
+    p_teacher_CV = teacher_CV.div_(teacher_sum_C1)
+    student_CV.div_(student_sum_C1).sub_(p_teacher_CV)
+    mean_ratio_C1: Tensor = torch.linalg.vecdot(p_teacher_CV, ratio_CV)[:, None]
+    return mean_ratio_C1 - teacher_sum_C1.log() + student_sum_C1.log()

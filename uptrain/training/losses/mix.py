@@ -1,0 +1,27 @@
+"""Half next-token cross-entropy, half distillation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.decoder.cross_entropy import IGNORED, chunked_cross_entropy
+from model.decoder.transformers_model import ForeignModel
+from uptrain.data.batch import Batch
+from uptrain.training.language_model import LanguageModel
+from uptrain.training.losses.distill import chunked_kl, whole_kl, whole_logits
+
+
+def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
+    """Return Σ (−log p(next token) + KL(teacher ‖ student)) / 2, in nats. The student runs once for both."""
+    assert teacher is not None
+    targets_N = batch.labels_BT[:, 1:].flatten()
+    if isinstance(student, ForeignModel) or isinstance(teacher, ForeignModel):
+        logits_NV = whole_logits(student, batch)
+        next_token = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+        return (next_token + whole_kl(logits_NV, teacher, batch, targets_N != IGNORED)) / 2
+    with torch.no_grad():
+        teacher_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+    student_NM = student.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+    next_token, _ = chunked_cross_entropy(student_NM, student.head_weight, targets_N)
+    kl = chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight, targets_N != IGNORED)
+    return (next_token + kl) / 2

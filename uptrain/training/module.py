@@ -1,0 +1,66 @@
+"""The module that training wraps: the student with its loss inside, so that DDP and FSDP see one forward pass.
+
+Inside that forward the head's matrix is a whole tensor also where FSDP shards it.
+"""
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from model.common.errors import InputError
+from model.decoder.llama import LlamaForCausalLM
+from uptrain.data.batch import Batch
+from uptrain.distributed.collectives import add_up
+from uptrain.training.language_model import LanguageModel
+from uptrain.training.losses import find_loss
+
+STUDENT = "student."
+"""What the names of the model's tensors begin with in a training checkpoint."""
+
+
+class Trainee(nn.Module):
+    """Returns the loss summed over a batch's targets; with `measure`, what evaluation wants to know of it."""
+
+    def __init__(self, student: LanguageModel, loss: str, teacher: LanguageModel | None) -> None:
+        super().__init__()
+        self.student = student
+        self._loss_sum = find_loss(loss)
+        self._teacher = (teacher,)  # in a tuple it is no submodule: neither trained, nor wrapped, nor saved
+
+    @property
+    def teacher(self) -> LanguageModel | None:
+        return self._teacher[0]
+
+    def forward(self, ids_BT: Tensor, labels_BT: Tensor, documents_BT: Tensor, measure: bool = False) -> Tensor:
+        batch = Batch(ids_BT, labels_BT, documents_BT)
+        if measure:
+            from uptrain.training.eval_metrics import measure_batch
+
+            with torch.no_grad():
+                return measure_batch(self.student, self.teacher, batch)
+        return self._loss_sum(self.student, self.teacher, batch)
+
+
+def choose_trainable(student: LanguageModel, part: str) -> None:
+    """Let gradients flow to `all` parameters, those of `attention`, or the `kv` projections alone."""
+    wanted = {"all": ("",), "attention": ("self_attn.",), "kv": ("self_attn.k_proj.", "self_attn.v_proj.")}[part]
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(any(word in name for word in wanted))
+    if not any(parameter.requires_grad for parameter in student.parameters()):
+        raise InputError(f"--trainable {part}: this model names no tensor {' or '.join(wanted)}; use --trainable all.")
+
+
+def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Say whether no weight is NaN or infinite. Every process looks at what it has of a sharded model."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in map(torch.Tensor.detach, model.parameters())]
+    n_broken = torch.stack([~part.isfinite().all() for part in local]).sum().double()
+    return not add_up(accelerator, n_broken.to(accelerator.device)).item()
+
+
+def blocks(student: LanguageModel) -> list[nn.Module]:
+    """Return the layers, which are compiled, sharded and recomputed one by one."""
+    if isinstance(student, LlamaForCausalLM):
+        return list(student.model.layers)
+    names = set(getattr(student.theirs, "_no_split_modules", None) or ())
+    return [module for module in student.modules() if type(module).__name__ in names]
