@@ -14,7 +14,7 @@ from model.common import console
 
 
 @click.group(
-    cls=console.CommandsInOrder, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=console.OrderedGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(package_name="groupwise", prog_name="convert")
 def cli() -> None:

@@ -24,7 +24,7 @@ from model.common.files import check_name, copy_file, sync_file, sync_folder
 from model.common.staging import Staging, check_out
 
 if TYPE_CHECKING:
-    from convert.calibration.auto import Choice
+    from convert.calibration.auto import AutoResult
 
 SPARE_BYTES = 16 << 20
 """Room for what is not weights and not counted: config, journal, folders."""
@@ -87,7 +87,13 @@ def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Sta
 
 
 def run(
-    checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, workers: int, quiet: bool, asked: Plan | None = None
+    checkpoint: Checkpoint,
+    plan: Plan,
+    out: Path,
+    overwrite: bool,
+    workers: int,
+    quiet: bool,
+    requested: Plan | None = None,
 ) -> dict[str, Any]:
     """Convert `checkpoint` into the folder `out`, which appears complete or not at all; return its `groupwise.json`.
 
@@ -97,13 +103,13 @@ def run(
     behind, and OSError if reading or writing fails midway; then the staging folder is kept for the next try.
     """
     staging = check(checkpoint, plan, out, overwrite)
-    before = fingerprint(checkpoint, asked or plan)
-    with _continued(staging, before):
+    before = fingerprint(checkpoint, requested or plan)
+    with _resumable(staging, before):
         plan = _with_own_text(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             execute(checkpoint, plan, staging, workers, progress)
-        if fingerprint(checkpoint, asked or plan) != before:
+        if fingerprint(checkpoint, requested or plan) != before:
             raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
         record = _write_side_files(checkpoint, plan, staging)
         staging.publish()
@@ -111,7 +117,7 @@ def run(
 
 
 @contextmanager
-def _continued(staging: Staging, fingerprint: str) -> Iterator[None]:
+def _resumable(staging: Staging, fingerprint: str) -> Iterator[None]:
     """Hold a staging area, with what was finished there. It is removed if the input proves to be at fault."""
     with staging:
         try:
@@ -153,13 +159,13 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
 
 def choose_recipe(
     checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, quiet: bool
-) -> "Choice":  # fmt: skip
+) -> "AutoResult":  # fmt: skip
     """Return the way to merge that `--method auto` finds best. What it finds out lies in OUT's staging area."""
     from convert.calibration.auto import candidates, check_can_score, choose, work
 
     check_can_score(checkpoint)
     staging = check(checkpoint, plan, out, overwrite)
-    with _continued(staging, fingerprint(checkpoint, plan)):
+    with _resumable(staging, fingerprint(checkpoint, plan)):
         recipe = _with_own_text(checkpoint, plan, staging, quiet).recipe
         tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
         total = work(checkpoint, tried)

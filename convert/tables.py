@@ -6,12 +6,12 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from model.common.console import console, duration, facts, size
+from model.common.console import console, duration, print_key_values, size
 
 
 def inspection(found: dict[str, Any]) -> None:
     dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in found["bytes_by_dtype"].items())
-    facts(
+    print_key_values(
         found["source"],
         [
             ("model_type", f"{found['model_type']} ({found['format']}, {len(found['files'])} file(s))"),
@@ -54,7 +54,7 @@ def plan(planned: dict[str, Any]) -> None:
     what = "repeat" if planned["method"] == "repeat" else "merge"
     steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
     how = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
-    facts(
+    print_key_values(
         f"{planned['source']} → {planned['out']}",
         [
             ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{how}"),
@@ -81,8 +81,8 @@ def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _remarks(found: dict[str, Any]) -> list[tuple[str, str]]:
-    left_out = ", ".join(found["left_out"]) or "nothing is left out"
-    return [("not copied", left_out), *(("note", note) for note in found["notes"])]
+    skipped_files = ", ".join(found["left_out"]) or "nothing is left out"
+    return [("not copied", skipped_files), *(("note", note) for note in found["notes"])]
 
 
 def merges(report: list[dict[str, Any]]) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from convert.calibration.text import NO_TORCH, Sample, read_kept
+from convert.calibration.text import NO_TORCH, CalibrationText, read_kept
 from convert.conversion import calibrate
 from convert.merging.heads import merge_groups
-from convert.merging.layer import LayerMerge, Layers, attention_of
+from convert.merging.layer import LayerMerge, MergedLayerCache, attention_of
 from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.merging.rounding import BFLOAT16, widen
 from convert.merging.weights import LayerAttention
@@ -40,7 +40,7 @@ PIECE = 8 << 20
 ROUNDING = 1e-3
 """How far a tensor of a layer that was merged by the weights alone may be from the recomputed one, as a share of its
 norm; and a single number, as a share of their root mean square."""
-APART, NUMBER_APART = 1e-2, 0.25
+TENSOR_TOL, ELEMENT_TOL = 1e-2, 0.25
 """The same of a layer merged by what it does on a text.
 
 On another kind of processor some of the keys are drawn differently that calibrating looks at: one in 10^5, which moves
@@ -129,7 +129,7 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
     return Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, sample)
 
 
-def _sample(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findings: Findings) -> Sample:
+def _sample(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findings: Findings) -> CalibrationText:
     """Return what OUT was calibrated on, with the tokens that it keeps if they are the recorded ones."""
     try:
         if find_spec("torch") is None:
@@ -141,12 +141,12 @@ def _sample(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findin
         return sample
     except CheckpointError as error:
         findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")
-    return Sample(recorded["text"], recorded["windows"], recorded["window"], None)
+    return CalibrationText(recorded["text"], recorded["windows"], recorded["window"], None)
 
 
 def _layers(
     source: Checkpoint, plan: Plan, scratch: Path, findings: Findings, workers: int, quiet: bool
-) -> Layers | None:  # fmt: skip
+) -> MergedLayerCache | None:  # fmt: skip
     """Return the merged layers; None where they cannot be recomputed."""
     if findings.unchecked:
         return None
@@ -157,7 +157,7 @@ def _layers(
             "calibration again; set TMPDIR to a folder with more room."
         )
     calibrate(source, plan, scratch, quiet)
-    return Layers(source, plan.workers(workers), scratch if plan.recipe.sample else None)
+    return MergedLayerCache(source, plan.workers(workers), scratch if plan.recipe.sample else None)
 
 
 def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]:
@@ -179,7 +179,7 @@ def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]
 
 
 def _compare_tensor(
-    source: Checkpoint, out: Checkpoint, plan: Plan, layers: Layers | None, findings: Findings, name: str
+    source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache | None, findings: Findings, name: str
 ) -> list[str]:
     if name in plan.regrouped and plan.regrouped[name].layer is not None:
         return _compare_merged(out, plan.regrouped[name].layer, layers, findings, name)
@@ -202,7 +202,7 @@ Pieces = Iterator[tuple[int, bytes]]
 
 
 def _compare_merged(
-    out: Checkpoint, layer: LayerMerge | None, layers: Layers | None, findings: Findings, name: str
+    out: Checkpoint, layer: LayerMerge | None, layers: MergedLayerCache | None, findings: Findings, name: str
 ) -> list[str]:
     """Compare a tensor that came out of many sums, whose last digits depend on the order they are added in.
 
@@ -219,7 +219,7 @@ def _compare_merged(
     step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of a bfloat16 or half; finer types need no more
     beyond = np.maximum(np.abs(wanted - got) - step * np.abs(wanted), 0) / (np.sqrt(np.mean(wanted**2)) or 1.0)
     apart = float(np.sqrt(np.mean(beyond**2)))
-    allowed, allowed_number = (APART, NUMBER_APART) if layer.recipe.sample else (ROUNDING, ROUNDING)
+    allowed, allowed_number = (TENSOR_TOL, ELEMENT_TOL) if layer.recipe.sample else (ROUNDING, ROUNDING)
     if apart <= allowed and beyond.max() <= allowed_number:  # not so for NaN
         findings.rounded[name] = apart
         return []
@@ -227,7 +227,7 @@ def _compare_merged(
 
 
 def _compare_refined(
-    source: Checkpoint, out: Checkpoint, plan: Plan, layers: Layers, scratch: Path, findings: Findings
+    source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache, scratch: Path, findings: Findings
 ) -> None:  # fmt: skip
     """Compare refined layers that differ from the recomputed ones by what they do on the text that was held out."""
     from convert.calibration.solve import held_out_errors
@@ -331,7 +331,7 @@ def _compare_files(
         elif not has_content(path, content):
             findings.differences.append(f"the file {name} differs from what the conversion writes")
     findings.n_files = len(wanted)
-    for name in [*sorted(out.side_files.keys() - wanted.keys()), *out.left_out]:
+    for name in [*sorted(out.side_files.keys() - wanted.keys()), *out.skipped_files]:
         findings.differences.append(f"the file {name} is not the source's")
     for shard in out.shards:
         if shard.metadata.get("format") != "pt":

@@ -140,7 +140,7 @@ def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int
     known = _known_parts(family)
     layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        if family.others is not None and re.match(family.others, name):
+        if family.other_towers is not None and re.match(family.other_towers, name):
             continue
         match = pattern.fullmatch(name)
         if match and known.fullmatch(match["part"]):

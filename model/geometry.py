@@ -28,7 +28,7 @@ class Geometry:
     hidden_size: int
     attention: Attention
     """Everything that depends on the number of K/V heads, layer by layer."""
-    n_planes: tuple[int, ...] | None = None
+    n_rotary_pairs: tuple[int, ...] | None = None
     """How many pairs of a head's dimensions are rotated by position, layer by layer; None where it is not known how."""
     text_config: str | None = None
     """The key of `config.json` under which the language model's config stands; None if at the top."""
@@ -60,7 +60,7 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     Raises CheckpointError where the two disagree, and on layouts that are not understood in full.
     """
     found = find_family(checkpoint.config)
-    family, config = found.family, {**found.family.absent_sizes, **found.config}
+    family, config = found.family, {**found.family.default_sizes, **found.config}
     _refuse_quantised(checkpoint, config)
     _refuse_settings(config, family)
     n_layers = _positive(config, *family.keys.n_layers)
@@ -83,17 +83,17 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
 
 
 def _n_planes(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:
-    if family.rotated is None:
+    if family.rotary_fraction is None:
         return None
-    n_planes = int(head_dim * _share_rotated(config, family)) // 2
-    return tuple(n_planes if rotates else 0 for rotates in _rotating_layers(config, family, n_layers))
+    n_rotary_pairs = int(head_dim * _share_rotated(config, family)) // 2
+    return tuple(n_rotary_pairs if rotates else 0 for rotates in _rotating_layers(config, family, n_layers))
 
 
 def _share_rotated(config: Mapping[str, Any], family: Family) -> float:
-    if family.rotated == 1.0:
+    if family.rotary_fraction == 1.0:
         return 1.0
     stated = (_get(config, key) for key in ("rope_parameters.partial_rotary_factor", "partial_rotary_factor"))
-    share = next((value for value in stated if value is not None), family.rotated)
+    share = next((value for value in stated if value is not None), family.rotary_fraction)
     if not checks.is_finite(share) or not 0 < share <= 1:
         raise CheckpointError(
             f"config.json has partial_rotary_factor = {checks.show(share)}; it must be between 0 and 1."
@@ -103,9 +103,9 @@ def _share_rotated(config: Mapping[str, Any], family: Family) -> float:
 
 def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:
     """Say of each layer whether its heads are rotated at all, as SmolLM3's config class does."""
-    if family.unrotated_every is None:
+    if family.no_rope_every is None:
         return [True] * n_layers
-    listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", family.unrotated_every)
+    listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", family.no_rope_every)
     if listed is None and type(every) is int and every > 0:
         listed = [(layer + 1) % every != 0 for layer in range(n_layers)]
     if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
@@ -176,10 +176,10 @@ def _stated_head_dim(config: Mapping[str, Any], family: Family, implied: int) ->
     key = family.keys.head_dim
     if config.get(key) is not None:
         return f"{key} = {config[key]}", config[key]
-    if key in config or family.absent_head_dim is None:
+    if key in config or family.default_head_dim is None:
         hidden, heads = family.keys.hidden_size, _name(config, family.keys.n_heads)
         return f"{hidden} / {heads} = {implied}", implied
-    return f"no {key}, which {family.model_type} takes as {family.absent_head_dim}", family.absent_head_dim
+    return f"no {key}, which {family.model_type} takes as {family.default_head_dim}", family.default_head_dim
 
 
 def _n_kv_heads(family: Family, layers: Layers, n_heads: int, head_dim: int) -> int:
@@ -213,7 +213,7 @@ def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, 
     if _get(config, key) is not None:
         return _get(config, key), f"{key} = {_get(config, key)}"
     is_null = key in config
-    assumed = family.null_n_kv_heads if is_null else family.absent_n_kv_heads
+    assumed = family.null_n_kv_heads if is_null else family.default_n_kv_heads
     spelt = f"{key} = null" if is_null else f"no {key}"
     if assumed == "refused":
         raise CheckpointError(

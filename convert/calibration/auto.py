@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from convert.calibration.layer_stream import Layer, Progress, last_states, walk
+from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
 from convert.calibration.solve import calibrate_layers
-from convert.calibration.text import Sample
+from convert.calibration.text import CalibrationText
 from convert.merging.layer import LayerMerge, load_layer
 from convert.merging.methods import LAYER_METHODS
 from convert.planning.plan import make_plan
@@ -27,13 +27,13 @@ TOKENS = 16_384
 """Of the calibration text, or all where it is shorter."""
 HELD_OUT = 4
 """The share that scores: one of so many windows."""
-FEWEST = 5
+MIN_WINDOWS = 5
 """Windows: one that scores, and of those to merge by, one on which solutions are compared."""
 _BATCH = 4
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoResult:
     """The best way to merge, and the loss that each had on held-out windows, in nats per token."""
 
     recipe: Recipe
@@ -50,7 +50,7 @@ def candidates(recipe: Recipe, can_group: bool) -> dict[str, Recipe]:
 
 def choose(
     checkpoint: Checkpoint, n_kv_heads: int, tried: dict[str, Recipe], staging: Staging, progress: Progress
-) -> Choice:  # fmt: skip
+) -> AutoResult:  # fmt: skip
     """Return the best of some recipes that share a calibration text. Progress counts tokens, `work` of them.
 
     What was killed goes on where it was: the staging area keeps the losses found, and the layers merged.
@@ -66,7 +66,7 @@ def choose(
         staging.record(name, score(checkpoint, merges, scratch / "merged", scoring, scratch, progress))
         shutil.rmtree(scratch)
     losses = {name: staging.finished[name] for name in tried}
-    return Choice(tried[min(losses, key=losses.__getitem__)], losses)
+    return AutoResult(tried[min(losses, key=losses.__getitem__)], losses)
 
 
 def check_can_score(checkpoint: Checkpoint) -> None:
@@ -80,24 +80,24 @@ def work(checkpoint: Checkpoint, tried: dict[str, Recipe]) -> int:
     return len(tried) * n_layers * sum(part.n_tokens for part in divided(_sample(tried)))
 
 
-def _sample(tried: dict[str, Recipe]) -> Sample:
+def _sample(tried: dict[str, Recipe]) -> CalibrationText:
     sample = next(iter(tried.values())).sample
     assert sample is not None
     return sample
 
 
-def part_tried(sample: Sample) -> Sample:
+def part_tried(sample: CalibrationText) -> CalibrationText:
     """Return the windows that candidates are tried on. Raises CheckpointError where there are too few."""
-    if sample.n_windows < FEWEST:
+    if sample.n_windows < MIN_WINDOWS:
         raise CheckpointError(
-            f"--method auto needs {FEWEST} windows of {sample.window} tokens to compare by; give --calibration-tokens "
-            f"{FEWEST * sample.window} or more."
+            f"--method auto needs {MIN_WINDOWS} windows of {sample.window} tokens to compare by; "
+            f"give --calibration-tokens {MIN_WINDOWS * sample.window} or more."
         )
-    n_windows = min(sample.n_windows, max(FEWEST, TOKENS // sample.window))
+    n_windows = min(sample.n_windows, max(MIN_WINDOWS, TOKENS // sample.window))
     return replace(sample, n_windows=n_windows, ids_NT=None if sample.ids_NT is None else sample.ids_NT[:n_windows])
 
 
-def divided(sample: Sample) -> tuple[Sample, Sample]:
+def divided(sample: CalibrationText) -> tuple[CalibrationText, CalibrationText]:
     """Return the windows to merge by, and those to score on."""
     ids_NT = part_tried(sample).ids_NT
     assert ids_NT is not None
@@ -109,10 +109,15 @@ def divided(sample: Sample) -> tuple[Sample, Sample]:
 
 @torch.inference_mode()
 def score(
-    checkpoint: Checkpoint, merges: list[LayerMerge], merged: Path, sample: Sample, scratch: Path, progress: Progress
+    checkpoint: Checkpoint,
+    merges: list[LayerMerge],
+    merged: Path,
+    sample: CalibrationText,
+    scratch: Path,
+    progress: Progress,
 ) -> float:
     """Return the loss of the model with its merged layers, in nats per token."""
-    for layer in walk(checkpoint, sample, scratch, progress):
+    for layer in iter_layers(checkpoint, sample, scratch, progress):
         _put(layer, checkpoint, merges[layer.index], merged)
         layer.attend(lambda heads: None)
     config = read_llama_config(checkpoint.config)
@@ -129,7 +134,7 @@ def _put(layer: Layer, checkpoint: Checkpoint, merge: LayerMerge, merged: Path) 
         setattr(layer.block.self_attn.get_submodule(part), leaf, parameter)
 
 
-def _loss(states_NTM: np.ndarray, norm: RMSNorm, head_VM: torch.Tensor, sample: Sample) -> float:
+def _loss(states_NTM: np.ndarray, norm: RMSNorm, head_VM: torch.Tensor, sample: CalibrationText) -> float:
     assert sample.ids_NT is not None
     total = n = 0.0
     for start in range(0, len(states_NTM), _BATCH):

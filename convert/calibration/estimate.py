@@ -11,7 +11,7 @@ import torch
 
 from convert.calibration.auto import candidates, part_tried
 from convert.calibration.solve import KEY_QUERIES, KEYS_DRAWN
-from convert.calibration.text import Sample
+from convert.calibration.text import CalibrationText
 from convert.merging.methods import AUTO
 from convert.planning.plan import Plan
 
@@ -61,7 +61,7 @@ def calibration_operations(plan: Plan) -> float:
     return geometry.n_layers * (layer + keys + solving + refining)
 
 
-def _choosing_operations(plan: Plan, sample: Sample) -> float:
+def _choosing_operations(plan: Plan, sample: CalibrationText) -> float:
     """Return the operations of trying all candidates on a part of the text, and of the most costly on all of it."""
     tried = candidates(plan.recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads).values()
     on_part = [replace(plan, recipe=replace(recipe, sample=part_tried(sample))) for recipe in tried]

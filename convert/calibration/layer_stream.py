@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from convert.calibration.text import Sample
+from convert.calibration.text import CalibrationText
 from convert.planning.recipe import UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
@@ -45,18 +45,18 @@ class Heads:
     """A batch of a layer's heads, before and after rotation."""
 
     q_BTHD: Tensor
-    turned_q_BTHD: Tensor
-    turned_k_BTGD: Tensor
+    rotated_q_BTHD: Tensor
+    rotated_k_BTGD: Tensor
     v_BTGD: Tensor
 
 
 Watch = Callable[[Heads], None]
 
 
-class Text:
+class CalibrationWindows:
     """What is the same in all layers: geometry, rotary angles, masks."""
 
-    def __init__(self, config: LlamaConfig, sample: Sample) -> None:
+    def __init__(self, config: LlamaConfig, sample: CalibrationText) -> None:
         self.config, self.n_windows, self.length = config, sample.n_windows, sample.window
         positions_1T = torch.arange(self.length)[None]
         self.rotation: Rotation = rotations(config.rope, positions_1T, torch.tensor([[self.length]]), torch.float32)
@@ -76,7 +76,7 @@ class Text:
 class Layer:
     """One layer and what goes into it."""
 
-    text: Text
+    text: CalibrationWindows
     index: int
     block: Block
     states_NTM: States
@@ -102,7 +102,7 @@ class Layer:
                 heads = Heads(q_BTHD, rotate(q_BTHD, *rotation), rotate(k_BTGD, *rotation), v_BTGD)
                 watch(heads)
                 mask = self.text.mask(self.index, len(windows))
-                out_BTHD = attend(heads.turned_q_BTHD, heads.turned_k_BTGD, v_BTGD, mask)
+                out_BTHD = attend(heads.rotated_q_BTHD, heads.rotated_k_BTGD, v_BTGD, mask)
                 write(attention.o_proj(out_BTHD.flatten(2)))
 
     @property
@@ -115,7 +115,7 @@ class Layer:
     def _attended(self) -> Path:
         return self.folder / "attended.npy"
 
-    def advance(self, progress: Progress) -> None:
+    def run_mlp(self, progress: Progress) -> None:
         """Write what the layer makes of its states, and remove these."""
         block, attended_NTM = self.block, self.attended_NTM
         with _writing(_states(self.folder, self.index + 1), self.states_NTM.shape) as write:
@@ -135,20 +135,20 @@ class Layer:
             )
 
 
-def walk(checkpoint: Checkpoint, sample: Sample, folder: Path, progress: Progress) -> Iterator[Layer]:
+def iter_layers(checkpoint: Checkpoint, sample: CalibrationText, folder: Path, progress: Progress) -> Iterator[Layer]:
     """Yield layer after layer, each to be run by its `attend`; then the text goes on through its MLP.
 
     For use in inference mode. The states after the last layer stay in the folder (`last_states`).
     """
     config = read_llama_config(checkpoint.config)
-    text = Text(config, sample)
+    text = CalibrationWindows(config, sample)
     first = _begin(checkpoint, sample, folder)
     progress(first * sample.n_tokens)
     for index in range(first, config.n_layers):
         states_NTM = np.load(_states(folder, index), mmap_mode="r", allow_pickle=False)
         layer = Layer(text, index, load_block(checkpoint, config, index), states_NTM, folder)
         yield layer
-        layer.advance(progress)
+        layer.run_mlp(progress)
 
 
 def check_can_walk(checkpoint: Checkpoint) -> None:
@@ -160,7 +160,7 @@ def check_can_walk(checkpoint: Checkpoint) -> None:
         raise UnsupportedMethodError(str(error)) from error
 
 
-def check_tokens(checkpoint: Checkpoint, sample: Sample) -> None:
+def check_tokens(checkpoint: Checkpoint, sample: CalibrationText) -> None:
     """Raise CheckpointError where the text has tokens that the model does not know, by its embedding."""
     embedding = checkpoint.tensors.get(embedding_name(checkpoint))
     if embedding is None:
@@ -183,7 +183,7 @@ def _states(folder: Path, index: int) -> Path:
     return folder / f"states-{index:04}.npy"
 
 
-def _begin(checkpoint: Checkpoint, sample: Sample, folder: Path) -> int:
+def _begin(checkpoint: Checkpoint, sample: CalibrationText, folder: Path) -> int:
     """Return the layer to go on with: the first one, with the embeddings as its states, if there are none yet."""
     kept = sorted(folder.glob("states-*.npy"))
     for old in kept[:-1]:

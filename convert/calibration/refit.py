@@ -12,7 +12,7 @@ from torch import Tensor
 from convert.calibration.layer_output import output_matrix, with_output
 from convert.merging.weights import LayerAttention
 
-PULLS = (1e-1, 1e-2, 1e-3)
+RIDGE_PENALTIES = (1e-1, 1e-2, 1e-3)
 """Ridge penalties tried, as shares of the features' mean power."""
 HELD_OUT_EVERY = 4
 
@@ -58,7 +58,7 @@ def _solutions(old_CM: Tensor, fit: _Sums) -> Iterator[Tensor]:
     """Yield the projections that least squares finds, held to the old one by each of PULLS."""
     mean_power = float(fit.power_CC.diagonal().mean()) or 1.0
     slope_CM = fit.slope(old_CM)
-    for pull in PULLS:
+    for pull in RIDGE_PENALTIES:
         held_CC = fit.power_CC.clone()
         held_CC.diagonal().add_(pull * mean_power)
         yield torch.linalg.solve(held_CC, slope_CM).add_(old_CM)

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convert.calibration.layer_output import outputs, squared_error, weights_of
-from convert.calibration.layer_stream import Heads, Layer, Progress, last_states, walk
+from convert.calibration.layer_stream import Heads, Layer, Progress, iter_layers, last_states
 from convert.calibration.refine import refine
 from convert.calibration.refit import is_held_out, refit_output
-from convert.calibration.text import Sample
+from convert.calibration.text import CalibrationText
 from convert.merging.grouping import reorder, similar_order
 from convert.merging.layer import LayerMerge, apply_maps, finish_layer, read_attention, save_layer
 from convert.merging.methods import find_group_method, fit
-from convert.merging.moments import Moments, of_weights
+from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ JUDGED_TOKENS = 4096
 
 @torch.no_grad()
 def calibrate_layers(
-    checkpoint: Checkpoint, merges: list[LayerMerge], sample: Sample, folder: Path, progress: Progress
+    checkpoint: Checkpoint, merges: list[LayerMerge], sample: CalibrationText, folder: Path, progress: Progress
 ) -> None:  # fmt: skip
     """Leave every layer merged in `folder`. Progress counts tokens, once for each layer.
 
@@ -52,7 +52,7 @@ def calibrate_layers(
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "finished").exists():
         return
-    for layer in walk(checkpoint, sample, folder, progress):
+    for layer in iter_layers(checkpoint, sample, folder, progress):
         assert f"layers.{layer.index}." in merges[layer.index].weights[0]
         _merge(checkpoint, merges[layer.index], layer, folder)
     sync_folder(folder)
@@ -63,7 +63,7 @@ def calibrate_layers(
 @torch.no_grad()
 def held_out_errors(
     checkpoint: Checkpoint,
-    sample: Sample,
+    sample: CalibrationText,
     folder: Path,
     indices: Container[int],
     versions: Callable[[int], Sequence[LayerAttention]],
@@ -71,7 +71,7 @@ def held_out_errors(
     """Return how far versions of some layers, given by their index, are from what these layers gave before."""
     folder.mkdir(parents=True)
     errors = {}
-    for layer in walk(checkpoint, sample, folder, lambda n: None):
+    for layer in iter_layers(checkpoint, sample, folder, lambda n: None):
         layer.attend(lambda heads: None)
         if layer.index in indices:
             windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
@@ -84,12 +84,12 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
     before = read_attention(checkpoint, merge)
     order = list(range(len(before.k_KDX)))
     if merge.recipe.grouping == "similar":
-        order = similar_order(of_weights(before, _root(layer, before)), merge.n_kv_heads)
+        order = similar_order(moments_from_weights(before, _root(layer, before)), merge.n_kv_heads)
         before = reorder(before, order)
     sums = _Sums(layer, merge.n_kv_heads, order)
     layer.attend(sums.add)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
-    after = _best(layer, before, sums.moments(outputs_HDD, before.n_planes), merge.recipe)
+    after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe)
     if merge.recipe.refit:
         after = refit_output(after, outputs(layer, after, range(layer.text.n_windows)))
     if merge.recipe.refine:
@@ -106,7 +106,7 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: 
     windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
     least = squared_error(layer, weights_of(best), windows)
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
-    others = [fit.alternatives(known, found, of_weights(group)) for known, found, group in groups]
+    others = [fit.alternatives(known, found, moments_from_weights(group)) for known, found, group in groups]
     for other in zip(*others, strict=True):
         merged = apply_maps(before, moments, list(other), recipe)
         error = squared_error(layer, weights_of(merged), windows)
@@ -148,17 +148,17 @@ class _Sums:
         self._key_queries = min(-(-KEY_QUERIES // per_window), self._queries)
 
     def add(self, heads: Heads) -> None:
-        q_BTHD, turned_q_BTHD = (
+        q_BTHD, rotated_q_BTHD = (
             x.view(*x.shape[:2], -1, self._per_key, self._size)[:, :, self._order].flatten(2, 3)
-            for x in (heads.q_BTHD, heads.turned_q_BTHD)
+            for x in (heads.q_BTHD, heads.rotated_q_BTHD)
         )
-        turned_k_BTKD, v_BTKD = (x[:, :, self._order] for x in (heads.turned_k_BTGD, heads.v_BTGD))
+        rotated_k_BTKD, v_BTKD = (x[:, :, self._order] for x in (heads.rotated_k_BTGD, heads.v_BTGD))
         q_HND = q_BTHD.flatten(0, 1).transpose(0, 1).double()
         self._queries_HDD += q_HND.mT @ q_HND
         for window in range(len(q_BTHD)):
             at_S = torch.from_numpy(self._rng.permutation(q_BTHD.shape[1])[: self._queries])
-            k_KTD, v_KTD = turned_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
-            weights_HST = self._weights(turned_q_BTHD[window, at_S].transpose(0, 1), k_KTD, at_S)
+            k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
+            weights_HST = self._weights(rotated_q_BTHD[window, at_S].transpose(0, 1), k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)
             at_S = at_S[: self._key_queries]
             self._add_keys(weights_HST[:, : len(at_S)], k_KTD, at_S)
@@ -193,16 +193,16 @@ class _Sums:
             mean_NF, at_N = weights_NT @ keys_TF, at_S.repeat(self._per_group)
             for part in torch.split(torch.arange(len(at_N)), max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))):
                 apart_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
-                met_XF = self._turned_back(apart_NCF, at_N[part]).flatten(0, 1)
+                met_XF = self._rotated_back(apart_NCF, at_N[part]).flatten(0, 1)
                 self._keys_GFF[group] += (met_XF.mT @ met_XF).double() / (len(at_N) * KEYS_DRAWN)
 
-    def _turned_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
+    def _rotated_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
         """Turn keys from their own positions to how far they are from the query."""
         cos_TD, sin_TD = (x[0, :, 0] for x in self._layer.text.rotation)
         heads_NCKD = keys_NCF.reshape(*keys_NCF.shape[:2], -1, self._size)
         return rotate(heads_NCKD, cos_TD[at_N][:, None, None], -sin_TD[at_N][:, None, None]).flatten(2)
 
-    def moments(self, outputs_HDD: np.ndarray, n_planes: int) -> list[Moments]:
+    def moments(self, outputs_HDD: np.ndarray, n_rotary_pairs: int) -> list[Moments]:
         n_windows = self._layer.text.n_windows
         queries_HDD = self._queries_HDD.numpy() / (n_windows * self._layer.text.length)
         for sums_GFF in (self._keys_GFF, self._values_GFF):
@@ -211,5 +211,5 @@ class _Sums:
         for group in range(self._n_groups):
             heads = slice(group * self._per_group, (group + 1) * self._per_group)
             keys_FF, values_FF = (x[group].numpy() for x in (self._keys_GFF, self._values_GFF))
-            found.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_planes))
+            found.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_rotary_pairs))
         return found

@@ -37,7 +37,7 @@ _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class CalibrationText:
     """Windows of tokens, and where they come from. N windows, T tokens in each."""
 
     name: str
@@ -88,7 +88,7 @@ class Sample:
         """What the output depends on, as far as it is known before the model has written its windows."""
         return {**self.record, "sha256_of_read": _sha256(self.read_NT)}
 
-    def with_own(self, own_NT: NDArray[np.int64]) -> "Sample":
+    def with_own(self, own_NT: NDArray[np.int64]) -> "CalibrationText":
         """Return the sample with the windows that the model has written."""
         assert self.read_NT is not None
         ids_NT = np.empty((self.n_windows, self.window), dtype=np.int64)
@@ -119,19 +119,19 @@ def split_name(name: str) -> list[str]:
     return [*parts, name]
 
 
-def pack(sample: Sample) -> bytes:
+def pack(sample: CalibrationText) -> bytes:
     """Return the token ids as OUT keeps them: xz of 16 or 32 bits each, little-endian, window after window."""
     assert sample.ids_NT is not None
     return lzma.compress(sample.ids_NT.astype("<u2" if sample.ids_NT.max() < 1 << 16 else "<u4").tobytes(), preset=9)
 
 
-def read_kept(folder: Path, recorded: dict[str, Any]) -> Sample:
+def read_kept(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
     """Return the sample that OUT was calibrated on, with the tokens that it keeps.
 
     Raises CheckpointError where these are missing, damaged, or not those that `groupwise.json` records.
     """
     path, shape = folder / CALIBRATION_TOKENS, (recorded["windows"], recorded["window"])
-    sample = Sample(recorded["text"], *shape, None)
+    sample = CalibrationText(recorded["text"], *shape, None)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
     if min(shape) < 1 or not sample.n_tokens <= MAX_TOKENS:
@@ -150,7 +150,7 @@ def read_kept(folder: Path, recorded: dict[str, Any]) -> Sample:
     return replace(sample, ids_NT=found)
 
 
-def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
+def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> CalibrationText:
     """Read as many tokens as wanted of a text, or of several by turns; what the model is to write comes later.
 
     A text is `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz), or a dataset of the hub.
@@ -179,7 +179,7 @@ def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Sample:
             read_NT[chosen] = _read_windows(tokenizer, checkpoint, part, first, (len(chosen), window))
     own = tuple(n for n in range(n_windows) if parts[part_N[n]] == SELF)
     read_NT = np.delete(read_NT, own, axis=0)
-    return Sample(name, n_windows, window, None if own else read_NT, own, tuple(first), read_NT)
+    return CalibrationText(name, n_windows, window, None if own else read_NT, own, tuple(first), read_NT)
 
 
 def _read_windows(

@@ -33,7 +33,7 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
             plan = make_plan(checkpoint, n_kv_heads, choice.recipe, size)
             estimate["auto"] = choice.losses
         summary = {"source": str(source), "out": str(out), **plan.summary(output.workers)}
-        summary |= {"notes": (*remarks, *plan.notes), "left_out": checkpoint.left_out, **estimate}
+        summary |= {"notes": (*remarks, *plan.notes), "left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:
             (console.print_json if output.as_json else tables.plan)(summary)
             return

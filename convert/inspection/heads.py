@@ -6,17 +6,23 @@ H query heads, K key/value heads, D head_dim, F = K·D.
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from convert.inspection.mixed_plan import Advice, advise
 from convert.merging.grouping import similarities
 from convert.merging.heads import compare_heads
 from convert.merging.layer import LayerMerge, read_attention
 from convert.merging.methods import pca
-from convert.merging.moments import Maps, Moments, energies, lost_logits, lost_output, of_weights, split
+from convert.merging.moments import (
+    Maps,
+    Moments,
+    energies,
+    moments_from_weights,
+    relative_logit_error,
+    relative_output_error,
+    split,
+)
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
@@ -60,8 +66,8 @@ class LayerHeads:
         return KeysValues(_mean_of_pairs(self.keys_KK), _mean_of_pairs(self.values_KK))
 
     @property
-    def lost_in_all(self) -> float:
-        """By how much the layer is worse than others: pca's losses over all numbers of groups, in the mean."""
+    def mean_loss(self) -> float:
+        """Mean pca loss over all numbers of groups; ranks layers."""
         return float(np.mean([lost.mean for lost in self.lost["pca"].values()]))
 
     @property
@@ -82,16 +88,10 @@ class HeadReport:
     """The numbers of groups that merge heads, from many to few."""
     layers: tuple[LayerHeads, ...]
 
-    @cached_property
-    def advice(self) -> tuple[Advice, ...]:
-        """For each number of groups the best plan of that size: losses of K and V by pca, summed over layers."""
-        lost = [{n: kv.k + kv.v for n, kv in layer.lost["pca"].items()} for layer in self.layers]
-        return advise([{self.n_kv_heads: 0.0, **layer} for layer in lost], self.groups)
-
     @property
     def worst(self) -> list[LayerHeads]:
         """The layers, from those that lose most."""
-        return sorted(self.layers, key=lambda layer: -layer.lost_in_all)
+        return sorted(self.layers, key=lambda layer: -layer.mean_loss)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -99,7 +99,6 @@ class HeadReport:
         return {
             "layers": [layer.record for layer in self.layers],
             "worst_layers": [layer.layer for layer in self.worst],
-            "advice": [asdict(advice) for advice in self.advice],
         }
 
 
@@ -111,7 +110,7 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
     geometry = read_geometry(checkpoint)
     if geometry.n_kv_heads == 1:
         raise CheckpointError(f"{checkpoint.path} has one K/V head in each layer; --heads has nothing to compare.")
-    if geometry.n_planes is None:
+    if geometry.n_rotary_pairs is None:
         raise CheckpointError(
             "--heads turns heads to compare them, which is known to leave the model as it is for "
             f"{', '.join(ROTATING)}, not for model_type {geometry.attention.family.model_type!r}; leave it out."
@@ -133,7 +132,7 @@ def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Pro
 def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int]) -> LayerHeads:
     number = re.search(r"\.(\d+)\.", merge.weights[1])
     assert number is not None
-    whole = of_weights(attention)
+    whole = moments_from_weights(attention)
     return LayerHeads(
         int(number[1]),
         KeysValues(_raw_cosine(attention.k_KDX), _raw_cosine(attention.v_KDX)),
@@ -155,7 +154,7 @@ def _lost(groups: list[Moments], merge: Callable[[Moments], Maps]) -> KeysValues
     lost, whole = np.zeros(2), np.zeros(2)
     for moments in groups:
         maps, energy = merge(moments), np.array(energies(moments))
-        lost += energy * (lost_logits(moments, maps), lost_output(moments, maps))
+        lost += energy * (relative_logit_error(moments, maps), relative_output_error(moments, maps))
         whole += energy
     share_2 = np.maximum(lost, 0) / np.where(whole > 0, whole, 1)
     return KeysValues(*map(float, share_2))

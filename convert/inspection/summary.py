@@ -35,7 +35,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes_by_dtype": dict(dtypes.most_common()),
         "files": [path.name for path in checkpoint.weight_files],
         "side_files": sorted(checkpoint.side_files),
-        "left_out": list(checkpoint.left_out),
+        "left_out": list(checkpoint.skipped_files),
         "notes": list(find_notes(checkpoint, geometry.attention.family)),
         "repeats": list(geometry.legal_repeats),
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],

@@ -1,4 +1,4 @@
-"""What `convert inspect --heads` found, as a table with a line of advice."""
+"""What `convert inspect --heads` found, as a table."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def print_heads(report: HeadReport) -> None:
     if not screen.is_terminal:  # in a file there is room for what an 80-column terminal would fold
         screen.width = max(screen.width, _WIDTH)
     screen.print(table)
-    for line in (*_LEGEND, *_advice(report, shown)):
+    for line in (*_LEGEND, _worst_layers(report)):
         screen.print(line, highlight=False)
 
 
@@ -70,17 +70,5 @@ def _mean(numbers: list[KeysValues]) -> KeysValues:
     return KeysValues(float(np.mean([n.k for n in numbers])), float(np.mean([n.v for n in numbers])))
 
 
-def _advice(report: HeadReport, shown: list[int]) -> list[str]:
-    worst = ", ".join(str(layer.layer) for layer in report.worst[:3])
-    better = []
-    for advice in report.advice:
-        uniform, mixed = (lost / (2 * len(report.layers)) for lost in (advice.uniform_lost, advice.mixed_lost))
-        if advice.groups in shown and uniform - mixed >= 0.0005:
-            better.append(f"{mixed:.1%} instead of {uniform:.1%} ({_kind(advice.groups)})")
-    first = f"\nLayers that lose most: {worst}. As many heads in all, divided unevenly over layers, would"
-    if not better:
-        return [f"{first} not lose less."]
-    return [
-        f"{first} lose {', '.join(better)}, mean of K and V. This is advice only: stock Llama-like classes take one "
-        "number of groups for all layers. --json has the plans."
-    ]
+def _worst_layers(report: HeadReport) -> str:
+    return f"\nLayers that lose most: {', '.join(str(layer.layer) for layer in report.worst[:3])}."

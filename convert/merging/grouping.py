@@ -54,7 +54,7 @@ def similarities(whole: Moments) -> tuple[Real, Real]:
     n, size = whole.n_keys, whole.head_dim
     planes_PKK = key_planes(whole)
     keys_KDKD = whole.keys_FF.reshape(n, size, n, size)
-    still = slice(2 * whole.n_planes, size)
+    still = slice(2 * whole.n_rotary_pairs, size)
     keys_KK = np.abs(planes_PKK).sum(axis=0) + _nuclear(keys_KDKD[:, still, :, still])
     values_KK = _nuclear(whole.values_FF.reshape(n, size, n, size))
     return _cosines(keys_KK), _cosines(values_KK)

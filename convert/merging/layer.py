@@ -13,7 +13,7 @@ import numpy as np
 from convert.merging.grouping import reorder, similar_order
 from convert.merging.heads import GroupReport, compare_heads
 from convert.merging.methods import find_group_method
-from convert.merging.moments import Maps, Moments, apply, of_weights
+from convert.merging.moments import Maps, Moments, apply, moments_from_weights
 from convert.merging.rescale import renorm
 from convert.merging.rounding import round_once, widen
 from convert.merging.weights import LayerAttention, Real, join
@@ -29,7 +29,7 @@ class LayerMerge:
     """One layer's attention, by the names of its tensors."""
 
     recipe: Recipe
-    n_planes: int
+    n_rotary_pairs: int
     sizes: Sizes
     n_kv_heads: int
     weights: tuple[str, str, str, str]
@@ -66,8 +66,8 @@ def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
     """Compute a layer from its weights alone. Raises CheckpointError at a NaN or infinity, here or after rounding."""
     before = read_attention(checkpoint, merge)
     if merge.recipe.grouping == "similar":
-        before = reorder(before, similar_order(of_weights(before), merge.n_kv_heads))
-    moments = [of_weights(group) for group in before.groups(merge.n_kv_heads)]
+        before = reorder(before, similar_order(moments_from_weights(before), merge.n_kv_heads))
+    moments = [moments_from_weights(group) for group in before.groups(merge.n_kv_heads)]
     return finish_layer(checkpoint, merge, before, merge_attention(before, moments, merge.recipe))
 
 
@@ -104,7 +104,7 @@ def finish_layer(
     return MergedLayer(tensors, reports)
 
 
-class Layers:
+class MergedLayerCache:
     """Merged layers for several workers: each is computed once while its tensors are written one after another.
 
     With a folder they are not computed but read, as `convert.calibration.solve` has left them there.
@@ -174,7 +174,7 @@ def attention_of(source: dict[str, Real], merge: LayerMerge) -> LayerAttention:
         rows = [np.column_stack([weight, source[name]]) for weight, name in zip(rows, merge.biases, strict=True)]
     q_HDX, k_KDX, v_KDX = (weight.reshape(-1, sizes.head_dim, weight.shape[1]) for weight in rows)
     o_HMD = source[merge.weights[3]].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
-    return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_planes)
+    return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs)
 
 
 def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:

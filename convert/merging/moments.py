@@ -27,7 +27,7 @@ class Moments:
     """Of the value heads, as attention mixes them."""
     outputs_HDD: Real
     """Oᵀ O of each query head: how far the output moves when what the head reads moves."""
-    n_planes: int
+    n_rotary_pairs: int
 
     @property
     def head_dim(self) -> int:
@@ -55,7 +55,7 @@ class Maps:
     """What stands before each query head's output projection."""
 
 
-def of_weights(group: LayerAttention, root_XX: Real | None = None) -> Moments:
+def moments_from_weights(group: LayerAttention, root_XX: Real | None = None) -> Moments:
     """Return the moments of a group of which nothing is known but its inputs' second moments, root · rootᵀ.
 
     Without these all directions of the inputs count alike. All distances between queries and keys do; then different
@@ -65,8 +65,8 @@ def of_weights(group: LayerAttention, root_XX: Real | None = None) -> Moments:
     k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (k_KDX, v_KDX))
     queries_HDD = q_HDX @ q_HDX.transpose(0, 2, 1)
     outputs_HDD = group.o_HMD.transpose(0, 2, 1) @ group.o_HMD
-    found = Moments(queries_HDD, k_FX @ k_FX.T, v_FX @ v_FX.T, outputs_HDD, group.n_planes)
-    return without_coupling(found)
+    found = Moments(queries_HDD, k_FX @ k_FX.T, v_FX @ v_FX.T, outputs_HDD, group.n_rotary_pairs)
+    return drop_cross_pair_terms(found)
 
 
 def split(whole: Moments, n_groups: int) -> list[Moments]:
@@ -87,28 +87,28 @@ def split(whole: Moments, n_groups: int) -> list[Moments]:
     return found
 
 
-def without_coupling(moments: Moments) -> Moments:
+def drop_cross_pair_terms(moments: Moments) -> Moments:
     """Return the moments with those between different planes of keys set to 0, as if all distances were as frequent."""
     kept_FF = np.zeros_like(moments.keys_FF)
     planes_PKK, rest_FF = key_planes(moments), moments.keys_FF
-    n_planes, size, n = moments.n_planes, moments.head_dim, moments.n_keys
+    n_rotary_pairs, size, n = moments.n_rotary_pairs, moments.head_dim, moments.n_keys
     starts_K = np.arange(n) * size
-    for p in range(n_planes):
-        real, imaginary = starts_K + p, starts_K + p + n_planes
+    for p in range(n_rotary_pairs):
+        real, imaginary = starts_K + p, starts_K + p + n_rotary_pairs
         half_KK = planes_PKK[p] / 2
         kept_FF[np.ix_(real, real)] = kept_FF[np.ix_(imaginary, imaginary)] = half_KK.real
         kept_FF[np.ix_(imaginary, real)], kept_FF[np.ix_(real, imaginary)] = half_KK.imag, -half_KK.imag
-    still = np.concatenate([start + np.arange(2 * n_planes, size) for start in starts_K])
+    still = np.concatenate([start + np.arange(2 * n_rotary_pairs, size) for start in starts_K])
     kept_FF[np.ix_(still, still)] = rest_FF[np.ix_(still, still)]
     return replace(moments, keys_FF=kept_FF)
 
 
 def key_planes(moments: Moments) -> Complex:
     """Return E[z_a conj(z_b)] of the keys a and b, as complex numbers in each plane, [P, K, K]."""
-    n, size, n_planes = moments.n_keys, moments.head_dim, moments.n_planes
+    n, size, n_rotary_pairs = moments.n_keys, moments.head_dim, moments.n_rotary_pairs
     blocks_KDKD = moments.keys_FF.reshape(n, size, n, size)
-    p = np.arange(n_planes)
-    real, imaginary = p, p + n_planes
+    p = np.arange(n_rotary_pairs)
+    real, imaginary = p, p + n_rotary_pairs
     re_PKK = blocks_KDKD[:, real, :, real] + blocks_KDKD[:, imaginary, :, imaginary]
     im_PKK = blocks_KDKD[:, imaginary, :, real] - blocks_KDKD[:, real, :, imaginary]
     return np.asarray(re_PKK + 1j * im_PKK)
@@ -116,16 +116,16 @@ def key_planes(moments: Moments) -> Complex:
 
 def scaled_planes(factors_KP: Complex, head_dim: int) -> Real:
     """Return the map [D, F] that multiplies plane p of key k by a complex number and adds the keys up."""
-    n, n_planes = factors_KP.shape
+    n, n_rotary_pairs = factors_KP.shape
     maps_KDD = np.zeros((n, head_dim, head_dim))
-    real = np.arange(n_planes)
-    imaginary = real + n_planes
+    real = np.arange(n_rotary_pairs)
+    imaginary = real + n_rotary_pairs
     maps_KDD[:, real, real] = maps_KDD[:, imaginary, imaginary] = factors_KP.real
     maps_KDD[:, imaginary, real], maps_KDD[:, real, imaginary] = factors_KP.imag, -factors_KP.imag
     return np.concatenate(list(maps_KDD), axis=1)
 
 
-def selected(moments: Moments, head: int) -> Real:
+def head_selector(moments: Moments, head: int) -> Real:
     """Return the map [D, F] that gives a query head's own key, or value, of all in the group."""
     map_DF = np.zeros((moments.head_dim, len(moments.keys_FF)))
     map_DF[:, moments.key_of(head)] = np.eye(moments.head_dim)
@@ -144,19 +144,19 @@ def apply(group: LayerAttention, maps: Maps) -> LayerAttention:
     )
 
 
-def lost_logits(moments: Moments, maps: Maps) -> float:
+def relative_logit_error(moments: Moments, maps: Maps) -> float:
     """Return the share of the attention logits' variance that the shared key does not give back."""
     backs_HDD = maps.queries_HDD.transpose(0, 2, 1)
     return _lost(moments, moments.queries_HDD, moments.keys_FF, backs_HDD, maps.keys_DF)
 
 
-def lost_output(moments: Moments, maps: Maps) -> float:
+def relative_output_error(moments: Moments, maps: Maps) -> float:
     """Return the share of the output's energy that the shared value head does not give back, head by head."""
     return _lost(moments, moments.outputs_HDD, moments.values_FF, maps.outputs_HDD, maps.values_DF)
 
 
 def energies(moments: Moments) -> tuple[float, float]:
-    """Return what `lost_logits` and `lost_output` are shares of."""
+    """Return what `relative_logit_error` and `relative_output_error` are shares of."""
     return (
         _energy(moments, moments.queries_HDD, moments.keys_FF),
         _energy(moments, moments.outputs_HDD, moments.values_FF),
@@ -167,7 +167,7 @@ def _lost(moments: Moments, metric_HDD: Real, heads_FF: Real, backs_HDD: Real, s
     lost, whole = 0.0, _energy(moments, metric_HDD, heads_FF)
     given_DF = shared_DF @ heads_FF  # once, since it is the most work by far
     for head, (metric_DD, back_DD) in enumerate(zip(metric_HDD, backs_HDD, strict=True)):
-        error_DF = selected(moments, head) - back_DD @ shared_DF
+        error_DF = head_selector(moments, head) - back_DD @ shared_DF
         missing_DF = heads_FF[moments.key_of(head)] - back_DD @ given_DF  # the error, of the heads
         lost += float(np.einsum("de,ef,df->", metric_DD, missing_DF, error_DF, optimize=True))
     return lost / whole if whole > 0 else 0.0

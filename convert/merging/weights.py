@@ -25,7 +25,7 @@ class LayerAttention:
     k_KDX: Real
     v_KDX: Real
     o_HMD: Real
-    n_planes: int
+    n_rotary_pairs: int
 
     @property
     def heads_per_group(self) -> int:

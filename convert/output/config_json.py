@@ -20,7 +20,7 @@ def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
     family, text_config = plan.geometry.attention.family, plan.geometry.text_config
     config = json.loads(checkpoint.config_text)
     inner = config if text_config is None else config[text_config]
-    if plan.regrouped or family.stock_class_holds_few:
+    if plan.regrouped or family.stock_class_supports_gqa:
         set_key(inner, family.keys.n_kv_heads, plan.n_kv_heads)
     if plan.regrouped and family.switch is not None:
         set_key(inner, family.switch.key, family.switch.merged)

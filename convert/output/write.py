@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from convert.merging.heads import merge_groups
-from convert.merging.layer import Layers, MergedLayer
+from convert.merging.layer import MergedLayer, MergedLayerCache
 from convert.planning.plan import Plan
-from convert.planning.tensors import Regrouped, Rows
+from convert.planning.tensors import OutputTensor, Rows
 from model.checkpoint import Array, Checkpoint, Shard, Span
 from model.checkpoint.writer import ShardFile
 from model.common.staging import Staging
@@ -41,7 +41,7 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
     The first error stops all workers and is raised; what was finished by then stays in the journal.
     """
     calibrated = staging.scratch if plan.recipe.sample else None
-    layers = Layers(checkpoint, plan.workers(workers), calibrated)
+    layers = MergedLayerCache(checkpoint, plan.workers(workers), calibrated)
     jobs = [_ShardJob(checkpoint, plan, staging, shard, layers) for shard in plan.shards]
     checksums = [_Checksum(staging, path) for path in checkpoint.weight_files]
     pool = ThreadPoolExecutor(plan.workers(workers))
@@ -89,7 +89,9 @@ def checksum_key(path: Path) -> str:
 class _ShardJob:
     """One output shard. The worker that finishes its last piece syncs it, gives it its name and records it."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: Layers) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: MergedLayerCache
+    ) -> None:
         self._checkpoint, self._plan, self._staging, self._shard = checkpoint, plan, staging, shard
         self._layers = layers
         self._path = staging.folder / shard.name
@@ -143,7 +145,7 @@ class _ShardJob:
             if name in self._plan.regrouped:
                 yield partial(self._regroup, self._plan.regrouped[name])
 
-    def _regroup(self, regrouped: Regrouped) -> int:
+    def _regroup(self, regrouped: OutputTensor) -> int:
         """Write a tensor with K/V heads: copy what stays, and merge."""
         plan, name = self._plan, regrouped.tensor.name
         if regrouped.layer is not None:

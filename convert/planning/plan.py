@@ -14,7 +14,7 @@ from convert.merging.methods import AUTO, REPEAT
 from convert.planning import notices
 from convert.planning.recipe import Recipe
 from convert.planning.remote_code import Code, find_code
-from convert.planning.tensors import Regrouped, Reported, regroup
+from convert.planning.tensors import OutputTensor, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.writer import divide, header_bytes, name_shards
 from model.common.errors import CheckpointError
@@ -39,7 +39,7 @@ class Plan:
     tensors: dict[str, Tensor]
     """Every tensor as it will be written."""
     shards: tuple[Shard, ...]
-    regrouped: dict[str, Regrouped]
+    regrouped: dict[str, OutputTensor]
     """What becomes of the tensors with K/V heads; all others are copied. Empty when the number of heads stays."""
     code: Code | None
     """Code that the output needs beside the weights."""
@@ -170,7 +170,7 @@ def make_plan(
     )
 
 
-def _group_nbytes(regrouped: Regrouped) -> int:
+def _group_nbytes(regrouped: OutputTensor) -> int:
     """Return the bytes that are merged at a time."""
     if regrouped.layer is not None:
         return 2 * regrouped.layer.nbytes  # and about as much in copies and products
@@ -216,7 +216,7 @@ def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -
 
 
 def _keep_shards(
-    checkpoint: Checkpoint, geometry: Geometry, regrouped: dict[str, Regrouped]
+    checkpoint: Checkpoint, geometry: Geometry, regrouped: dict[str, OutputTensor]
 ) -> tuple[Shard, ...]:  # fmt: skip
     """Return the source's shards with the output's tensors.
 
@@ -238,7 +238,7 @@ def _keep_shards(
 def _plan_shards(
     checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, Tensor], max_shard_size: int | None
 ) -> tuple[Shard, ...]:  # fmt: skip
-    if max_shard_size is None and checkpoint.is_sharded_by_user:
+    if max_shard_size is None and checkpoint.keep_source_shards:
         return shards
     metadata = {key: value for shard in shards for key, value in shard.metadata.items()}
     return name_shards(divide(list(tensors.values()), max_shard_size or DEFAULT_SHARD_SIZE), metadata)

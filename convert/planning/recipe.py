@@ -7,7 +7,7 @@ from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS, REPEAT
 from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from convert.calibration.text import Sample
+    from convert.calibration.text import CalibrationText
 
 NONE = "none"
 MAX_TOKENS = 1 << 24
@@ -31,7 +31,7 @@ class Recipe:
     refine: int = 0
     """Tokens that each merged layer is trained on."""
     grouping: str = "contiguous"
-    sample: "Sample | None" = None
+    sample: "CalibrationText | None" = None
     """The text that layers are calibrated on; None for the weights alone."""
 
     @property

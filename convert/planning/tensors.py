@@ -16,7 +16,7 @@ ROTATING = (
     "arcee", "gemma", "gemma2", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "nemotron", "phi",
     "qwen2", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-"""The families of which `Family.rotated` is known, for messages."""
+"""The families of which `Family.rotary_fraction` is known, for messages."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class Regrouped:
+class OutputTensor:
     """A tensor of the output, whose heads are not the source's; each of its rows is copied or merged."""
 
     tensor: Tensor
@@ -59,7 +59,7 @@ class Regrouped:
 
 def regroup(
     geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
-) -> dict[str, Regrouped]:  # fmt: skip
+) -> dict[str, OutputTensor]:  # fmt: skip
     """Return all tensors of the output that change with the heads, by name; `tensors` are the source's.
 
     With fewer heads than before, each group of neighbours is merged; with more, each head is repeated. Raises
@@ -77,17 +77,17 @@ def regroup(
 
 def _regroup_layers(
     geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
-) -> dict[str, Regrouped]:  # fmt: skip
+) -> dict[str, OutputTensor]:  # fmt: skip
     family, sizes = geometry.attention.family, geometry.attention.sizes
-    if geometry.n_planes is None:
+    if geometry.n_rotary_pairs is None:
         raise UnsupportedMethodError(
             f"--method {recipe.method} turns heads before it merges them, which is known to leave the model as it is "
             f"for {', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
         )
-    found: dict[str, Regrouped] = {}
+    found: dict[str, OutputTensor] = {}
     n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
     stems = dict.fromkeys(stem for stem, _ in geometry.attention.present)
-    for stem, n_planes in zip(stems, geometry.n_planes, strict=True):
+    for stem, n_rotary_pairs in zip(stems, geometry.n_rotary_pairs, strict=True):
         place = f"{stem}{family.attention[0]}."
         parts = (family.query, family.key, family.value)
         q, k, v, o = (f"{place}{part}.weight" for part in (*parts, family.output))
@@ -99,16 +99,16 @@ def _regroup_layers(
                 f"--method {recipe.method} turns heads before it merges them, but {norms[0]} works on each dimension "
                 f"of queries or keys; choose {', '.join(METHODS)}."
             )
-        merge = LayerMerge(recipe, n_planes, sizes, n_kv_heads, (q, k, v, o), biases)
+        merge = LayerMerge(recipe, n_rotary_pairs, sizes, n_kv_heads, (q, k, v, o), biases)
         for name in (*merge.weights, *biases):
             part = name.removeprefix(place).rpartition(".")[0]
             tensor = tensors[name]
             shape = (n_rows.get(part, tensor.shape[0]), *tensor.shape[1:])
-            found[name] = Regrouped(replace(tensor, shape=shape), (), (), merge)
+            found[name] = OutputTensor(replace(tensor, shape=shape), (), (), merge)
     return found
 
 
-def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, Tensor]) -> Regrouped:
+def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, Tensor]) -> OutputTensor:
     copies: list[Rows] = []
     merges: list[Merge] = []
     n_rows = 0
@@ -121,13 +121,13 @@ def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str
             copies += _copies(source, output, heads)
     like = tensors[pairs[0][0].tensors[0]]
     tensor = replace(like, name=name, shape=(n_rows, *like.shape[1:]))
-    return Regrouped(tensor, tuple(_joined(copies)), tuple(merges))
+    return OutputTensor(tensor, tuple(_joined(copies)), tuple(merges))
 
 
 def _copies(source: Heads, output: Heads, heads: Iterable[int]) -> Iterable[Rows]:
-    times = output.n // source.n
+    repeats = output.n // source.n
     for head in heads:
-        name, source_row = source.place(head // times)
+        name, source_row = source.place(head // repeats)
         yield Rows(output.place(head)[1], name, source_row, output.rows_per_head)
 
 

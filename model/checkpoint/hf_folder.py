@@ -126,7 +126,7 @@ def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes]
     groupwise.json, whose contents the output repeats, is a link out of the folder.
     """
     side_files: dict[str, Path | bytes] = {}
-    left_out: list[str] = []
+    skipped_files: list[str] = []
     seen = set()
     for root, subfolders, names in os.walk(folder, followlinks=True):
         here = Path(root)
@@ -139,13 +139,13 @@ def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes]
             why = _reason_to_leave(path, folder)
             relative = path.relative_to(folder).as_posix()
             if why is not None:
-                left_out.append(f"{relative}{'/' * path.is_dir()}{why}")
+                skipped_files.append(f"{relative}{'/' * path.is_dir()}{why}")
             elif path.is_dir():
                 subfolders.append(path.name)
             elif relative not in OWN_FILES:
                 refuse_lfs_pointer(path)
                 side_files[relative] = path
-    return side_files, tuple(left_out)
+    return side_files, tuple(skipped_files)
 
 
 def _reason_to_leave(path: Path, folder: Path) -> str | None:

@@ -37,13 +37,13 @@ class Checkpoint(ABC):
     """The files the tensors are read from."""
     side_files: dict[str, Path | bytes]
     """Everything that travels along unchanged (tokenizer, licence, …): relative name to file or content."""
-    left_out: tuple[str, ...] = ()
+    skipped_files: tuple[str, ...] = ()
     """Files in the source that are not part of the model and are not copied."""
     notes: tuple[str, ...] = ()
     """What a user should know of how it was read, in sentences: what was assumed, what is missing."""
     reader_bytes: int = 0
     """Anonymous memory that the reader takes by itself, in bytes: the libraries it needs."""
-    is_sharded_by_user: bool = True
+    keep_source_shards: bool = True
     """Whether `shards` is a division somebody chose, to be kept, or only this format's single file."""
 
     @property

@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from model.common.errors import Failure, InputError, LoneFailure
+from model.common.errors import InputError, RankError, RunError
 from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
@@ -35,7 +35,7 @@ EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "da
 """What `pip install 'groupwise[torch]'` brings, by the names of imports."""
 
 
-class CommandsInOrder(click.Group):
+class OrderedGroup(click.Group):
     """A group of commands that lists them in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -57,9 +57,9 @@ def run(cli: click.Command) -> None:
         _fail(str(error), BAD_INPUT)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted; the same command continues where this one stopped.", FAILED)
-    except LoneFailure as error:
+    except RankError as error:
         _fail(str(error), FAILED, alone=True)
-    except (Failure, OSError) as error:
+    except (RunError, OSError) as error:
         is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
         _fail(str(error), BAD_INPUT if is_name_too_long else FAILED)
     except ModuleNotFoundError as error:
@@ -92,15 +92,15 @@ def echo_line(text: str) -> None:
 
 
 def print_json(result: Any) -> None:
-    click.echo(printable_json(json.dumps(finite(result), indent=2, ensure_ascii=False, allow_nan=False)))
+    click.echo(printable_json(json.dumps(null_non_finite(result), indent=2, ensure_ascii=False, allow_nan=False)))
 
 
-def finite(value: Any) -> Any:
+def null_non_finite(value: Any) -> Any:
     """Return a value with None for every number in it that is not finite, as JSON knows none."""
     if isinstance(value, dict):
-        return {name: finite(part) for name, part in value.items()}
+        return {name: null_non_finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [null_non_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -146,7 +146,7 @@ def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> 
         yield lambda n: progress.advance(task, n)
 
 
-def facts(title: str, rows: list[tuple[str, str]]) -> None:
+def print_key_values(title: str, rows: list[tuple[str, str]]) -> None:
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -13,9 +13,9 @@ class CheckpointError(InputError):
     """A checkpoint, or what was asked of it, is not acceptable."""
 
 
-class Failure(Exception):
+class RunError(Exception):
     """Work stopped midway, for a reason that the message tells in one line. The command line exits with code 1."""
 
 
-class LoneFailure(Failure):
+class RankError(RunError):
     """One of many processes stopped, for a reason that the others do not know: it must say so itself."""

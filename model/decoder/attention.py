@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.linear import product_dtype
+from model.decoder.linear import matmul_dtype
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def has_flash_attention(x: Tensor, head_dim: int) -> bool:
 
     It is CUDA's, for half precision and Ampere or newer; for heads of a multiple of 8 up to 256, others it would pad.
     """
-    if not x.is_cuda or product_dtype(x) not in (torch.float16, torch.bfloat16):
+    if not x.is_cuda or matmul_dtype(x) not in (torch.float16, torch.bfloat16):
         return False
     return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(x.device) >= (8, 0)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.decoder.linear import product_dtype
+from model.decoder.linear import matmul_dtype
 
 LossAndGradient = Callable[[slice, Tensor], Tensor]
 """Takes the tokens of a chunk and their float32 logits [C, V]; returns their losses [C, 1], and leaves
@@ -34,7 +34,7 @@ class ChunkLogits:
     """Logits of a chunk of tokens, made in the same memory for each: fresh memory costs more than the arithmetic."""
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, chunk_size: int) -> None:
-        dtype = product_dtype(hidden_ND)
+        dtype = matmul_dtype(hidden_ND)
         self.hidden_ND, self.weight_VD = hidden_ND.detach().to(dtype), weight_VD.detach().to(dtype)
         shape = (min(chunk_size, len(hidden_ND)), len(weight_VD))
         self._product_CV = self.hidden_ND.new_empty(shape)
@@ -55,7 +55,7 @@ class ChunkLogits:
         return self._product_CV[: len(gradient_CV)].copy_(gradient_CV)
 
 
-def tokens_of_a_chunk(hidden_ND: Tensor, weight_VD: Tensor) -> int:
+def chunk_size(hidden_ND: Tensor, weight_VD: Tensor) -> int:
     """Return how many tokens make a chunk: at most as many logits as numbers in the hidden states, if that is not few.
 
     So a wide model, whose weight takes long to read, reads it seldom (the rule of Liger, Hsu et al. 2024).
@@ -70,7 +70,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
-        step = tokens_of_a_chunk(hidden_ND, weight_VD)
+        step = chunk_size(hidden_ND, weight_VD)
         logits = ChunkLogits(hidden_ND, weight_VD, step)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for start in range(0, len(hidden_ND), step):

@@ -7,7 +7,7 @@ from typing import Any
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.rope import Rope, read_rope
-from model.families import load_family
+from model.families import FAMILIES
 from model.families.family import Family
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
@@ -47,9 +47,9 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         raise CheckpointError(
             f"model_type {model_type!r} has no native code; implemented are: {', '.join(NATIVE_FAMILIES)}."
         )
-    family = load_family(str(model_type))
+    family = FAMILIES[str(model_type)]
     assert isinstance(family, Family), "none of these wraps another"
-    config = {**family.absent_sizes, **config}
+    config = {**family.default_sizes, **config}
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"the activation {checks.show(activation)} is not implemented; silu (SwiGLU) is.")
@@ -87,7 +87,7 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 def _n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int) -> int:
     """Return the number that the family's config class makes of the key, of its absence, or of null."""
     key = family.keys.n_kv_heads
-    assumed = family.null_n_kv_heads if key in config else family.absent_n_kv_heads
+    assumed = family.null_n_kv_heads if key in config else family.default_n_kv_heads
     if config.get(key) is None and assumed != "refused":
         return n_heads if assumed == "n_heads" else assumed
     n_kv_heads = _size(config, key)

@@ -30,7 +30,7 @@ def linear(x_BTI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
     return out_BO[:, None]
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a matrix product of x runs: autocast's where that is on, else its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -12,7 +12,7 @@ from model.decoder.attention import Mask, attend, has_packed_attention
 from model.decoder.config import LlamaConfig
 from model.decoder.cross_entropy import IGNORED, chunked_cross_entropy
 from model.decoder.kv_cache import KVCache, LayerCache
-from model.decoder.linear import Linear, linear, product_dtype
+from model.decoder.linear import Linear, linear, matmul_dtype
 from model.decoder.masks import document_lengths, document_mask, document_positions, text_mask
 from model.decoder.rope import rotate, rotations
 
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed x in the dtype the next matrix product wants, so that it is cast once for all of them."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(product_dtype(x))
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(matmul_dtype(x))
 
 
 class Attention(nn.Module):

@@ -19,7 +19,7 @@ from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import parse_object
 from model.decoder.config import NATIVE_FAMILIES, LlamaConfig, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM, RMSNorm
-from model.decoder.transformers_model import ForeignModel, load_foreign
+from model.decoder.transformers_model import TransformersModel, load_foreign
 from model.geometry import read_geometry
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -27,7 +27,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def load_model(
     folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu"
-) -> LlamaForCausalLM | ForeignModel:
+) -> LlamaForCausalLM | TransformersModel:
     """Load a checkpoint (a Hugging Face folder or a .gguf file) for use; call `.train()` to train it.
 
     `dtype` None keeps the tensors' own; all are widened where matrices differ. Families without native code are opened
@@ -67,14 +67,14 @@ def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -> LlamaForCausalLM:
     """Load an open checkpoint into the native code."""
-    model, names = outline(checkpoint)
+    model, names = build_meta(checkpoint)
     dtype = dtype or _common_dtype(checkpoint, names)
     for name, parameter in list(model.named_parameters()):
         _put(model, name, _read_checked(checkpoint, names[name], parameter, dtype, device))
     return model.eval()
 
 
-def outline(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]]:
+def build_meta(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]]:
     """Return the native model of an open checkpoint, without memory, and for each parameter the tensor it is read from.
 
     Raises CheckpointError as `load_model`, but for shapes.

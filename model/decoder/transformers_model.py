@@ -22,23 +22,23 @@ from model.decoder.cross_entropy import IGNORED
 from model.decoder.masks import document_mask, document_positions
 
 
-class ForeignModel(nn.Module):
+class TransformersModel(nn.Module):
     """A causal language model of transformers, called as ours are."""
 
-    def __init__(self, theirs: nn.Module) -> None:
+    def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
-        self.theirs = theirs
+        self.hf_model = hf_model
 
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` does as they do."""
-        weight = self.theirs.get_output_embeddings().weight  # type: ignore[operator]
+        weight = self.hf_model.get_output_embeddings().weight  # type: ignore[operator]
         assert isinstance(weight, Tensor)
         return weight
 
     def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the hidden states that the head reads, [B, T, M]."""
-        body = self.theirs.base_model
+        body = self.hf_model.base_model
         hidden_BTM: Tensor = body(ids_BT, use_cache=False, **self._packing(documents_BT)).last_hidden_state  # type: ignore[operator]
         return hidden_BTM
 
@@ -46,7 +46,7 @@ class ForeignModel(nn.Module):
         self, ids_BT: Tensor, labels_BT: Tensor | None = None, documents_BT: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits, or the sum of losses and their number: see `model.decoder.llama.LlamaForCausalLM.forward`."""
-        logits_BTV: Tensor = self.theirs(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
+        logits_BTV: Tensor = self.hf_model(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
         if labels_BT is None:
             return logits_BTV
         targets_BT = labels_BT[:, 1:]
@@ -64,7 +64,7 @@ class ForeignModel(nn.Module):
         where scores depend on distance (ALiBi). Nor can they where transformers chooses the rotary frequencies of all
         documents by the longest.
         """
-        config: Any = self.theirs.config
+        config: Any = self.hf_model.config
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
         if slides and (window is None or seq_len > window):
@@ -115,7 +115,7 @@ def _contexts_of_lengthening_rope(config: Any) -> Iterator[int]:
             yield config.max_position_embeddings
 
 
-def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device: str) -> ForeignModel:
+def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device: str) -> TransformersModel:
     """Open a folder with transformers' auto class; its tensors hold `n_stored` numbers.
 
     Raises CheckpointError where that makes no model of config.json, or tensors are missing, left over or misshapen.
@@ -123,8 +123,8 @@ def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        outline = build_foreign(folder, dtype)
-    n_parameters = sum(parameter.numel() for parameter in outline.parameters())
+        build_meta = build_foreign(folder, dtype)
+    n_parameters = sum(parameter.numel() for parameter in build_meta.parameters())
     if n_parameters > 2 * n_stored:  # transformers would first make room for all; a tied head may count twice
         raise CheckpointError(
             f"{folder}: config.json describes a model of {n_parameters:,} parameters, but the files hold "
@@ -140,11 +140,11 @@ def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    theirs, loading = opened
+    hf_model, loading = opened
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
-    return ForeignModel(theirs.to(device)).eval()
+    return TransformersModel(hf_model.to(device)).eval()
 
 
 def build_foreign(folder: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -243,14 +243,14 @@ def _refusing(folder: Path) -> Iterator[None]:
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """Keep transformers from reporting in many lines what we report in one, and from bars of its own."""
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as hf_model
 
-    verbosity, had_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    theirs.set_verbosity(logging.ERROR)
-    theirs.disable_progress_bar()  # type: ignore[no-untyped-call]
+    verbosity, had_bars = hf_model.get_verbosity(), hf_model.is_progress_bar_enabled()
+    hf_model.set_verbosity(logging.ERROR)
+    hf_model.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        theirs.set_verbosity(verbosity)
+        hf_model.set_verbosity(verbosity)
         if had_bars:
-            theirs.enable_progress_bar()  # type: ignore[no-untyped-call]
+            hf_model.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ FAMILY = Family(
     keys=ConfigKeys(
         n_layers=("num_hidden_layers", "n_layer"), n_heads=("num_attention_heads", "n_head"), n_kv_heads="num_kv_heads"
     ),
-    absent_sizes={"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32},
+    default_sizes={"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32},
     prefix=r"(?:transformer\.)?",
     layers="h",
     attention=("self_attention",),

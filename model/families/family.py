@@ -84,13 +84,13 @@ class Family:
     """
 
     model_type: str
-    absent_n_kv_heads: int | Assumed = "n_heads"
+    default_n_kv_heads: int | Assumed = "n_heads"
     """What the class assumes where `num_key_value_heads` is absent."""
     null_n_kv_heads: Assumed = "n_heads"
     """The same where it is null."""
-    absent_head_dim: int | None = None
+    default_head_dim: int | None = None
     """What it assumes where `head_dim` is absent; None means hidden_size / num_attention_heads."""
-    absent_sizes: Mapping[str, int] = field(default_factory=dict)
+    default_sizes: Mapping[str, int] = field(default_factory=dict)
     """What it assumes for other sizes. Configs nested in others (LLaVA's) often leave them out."""
     keys: ConfigKeys = ConfigKeys()
     prefix: str = r"(?:model\.)?"
@@ -98,7 +98,7 @@ class Family:
     layers: str = "layers"
     attention: tuple[str, ...] = ("self_attn",)
     """What stands between a layer's number and the names below, for each attention that a layer has."""
-    others: str | None = None
+    other_towers: str | None = None
     """Pattern of the beginning of other parts' tensor names, which may have attention of their own and are copied."""
     query: str = "q_proj"
     key: str = "k_proj"
@@ -110,11 +110,11 @@ class Family:
     """Whether its rows are all queries, all keys, all values; or, group by group, the queries of a group, its key and
     its value. (Where each query head has a K/V head, the latter is query, key, value of one head after another.)"""
     head_norms: HeadNorms | None = None
-    rotated: float | None = None
+    rotary_fraction: float | None = None
     """How much of a head is rotated by position, its first dimensions, i with i + half of them, where nothing else but
     optional norms is done to queries and keys: what methods must know that align heads before they merge them. Less
     than 1 is what the class assumes where the config's `partial_rotary_factor` is absent."""
-    unrotated_every: int | None = None
+    no_rope_every: int | None = None
     """Where some layers have no rotary embedding: every which, if the config has neither `no_rope_layers` (1 where a
     layer has one, 0 where not) nor `no_rope_layer_interval`."""
     not_per_head: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Family:
     does not."""
 
     @property
-    def stock_class_holds_few(self) -> bool:
+    def stock_class_supports_gqa(self) -> bool:
         """Whether the stock class takes any number of K/V heads, from one key of the config alone."""
         return self.switch is None and self.custom_code is None
 
@@ -142,9 +142,9 @@ class Wrapper:
     model_type: str
     text_config: str
     """The key of `config.json` under which the language model's own config stands."""
-    absent_text_type: str
+    default_text_type: str
     """The language model's `model_type` where its config does not say."""
     prefix: str
     """As in `Family`, for the language model inside."""
-    others: str
+    other_towers: str
     """Pattern of the beginning of other parts' tensor names, which may have attention of their own and are copied."""

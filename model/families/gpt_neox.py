@@ -1,5 +1,7 @@
 """GPT-NeoX: Pythia, GPT-NeoX-20B, Dolly, RedPajama. Fewer K/V heads need code, which the output brings along."""
 
+from dataclasses import replace
+
 from model.families.family import ConfigKeys, CustomCode, Family
 
 CODE = CustomCode(
@@ -20,7 +22,7 @@ SIZES = {"hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 44
 FAMILY = Family(
     "gpt_neox",
     keys=ConfigKeys(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
-    absent_sizes=SIZES,
+    default_sizes=SIZES,
     prefix=r"(?:gpt_neox\.)?",
     attention=("attention",),
     output="dense",
@@ -29,3 +31,5 @@ FAMILY = Family(
     not_per_head=("bias", "masked_bias"),  # the causal mask, in old checkpoints
     custom_code=CODE,
 )
+GQA_FAMILY = replace(FAMILY, model_type="gpt_neox_gqa")
+"""The same with grouped heads, as our own conversion writes it."""

@@ -7,7 +7,7 @@ FAMILY = Family(
     keys=ConfigKeys(
         n_layers=("n_layers",), n_heads=("n_heads",), hidden_size="d_model", n_kv_heads="attn_config.kv_n_heads"
     ),
-    absent_sizes={"d_model": 2048, "n_heads": 16, "n_layers": 24},
+    default_sizes={"d_model": 2048, "n_heads": 16, "n_layers": 24},
     prefix=r"(?:transformer\.)?",
     layers="blocks",
     attention=("attn",),

@@ -4,6 +4,8 @@ The encoder keeps its heads: it computes all its tokens at once, so memory bandw
 2023, section 2.2). Fewer K/V heads need code, which the output brings along.
 """
 
+from dataclasses import replace
+
 from model.families.family import ConfigKeys, CustomCode, Family
 
 CODE = CustomCode(
@@ -26,12 +28,12 @@ FAMILY = Family(
     keys=ConfigKeys(
         n_layers=("num_decoder_layers", "num_layers"), n_heads=("num_heads",), hidden_size="d_model", head_dim="d_kv"
     ),
-    absent_head_dim=64,
-    absent_sizes={"d_model": 512, "num_heads": 8, "num_layers": 6},
+    default_head_dim=64,
+    default_sizes={"d_model": 512, "num_heads": 8, "num_layers": 6},
     prefix=r"decoder\.",
     layers="block",
     attention=("layer.0.SelfAttention", "layer.1.EncDecAttention"),
-    others=r"encoder\.",
+    other_towers=r"encoder\.",
     query="q",
     key="k",
     value="v",
@@ -39,3 +41,5 @@ FAMILY = Family(
     not_per_head=("relative_attention_bias.weight",),  # one number for each query head
     custom_code=CODE,
 )
+GQA_FAMILY = replace(FAMILY, model_type="t5_gqa")
+"""The same with grouped heads, as our own conversion writes it."""

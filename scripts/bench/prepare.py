@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process each
 
-from uptrain.data.prepare.prepare import Request, prepare
+from uptrain.data.prepare.prepare import PrepareOptions, prepare
 
 SEQ_LEN = 1024
 Way = Callable[[Path, Path, Path], int]
@@ -31,7 +31,7 @@ Way = Callable[[Path, Path, Path], int]
 
 
 def ours(source: Path, tokenizer: Path, out: Path) -> int:
-    return int(prepare(Request((str(source),), out / "cache", SEQ_LEN, tokenizer, workers=1))["tokens"])
+    return int(prepare(PrepareOptions((str(source),), out / "cache", SEQ_LEN, tokenizer, workers=1))["tokens"])
 
 
 def theirs(source: Path, tokenizer: Path, out: Path) -> int:

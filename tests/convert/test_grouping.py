@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from convert.merging import grouping
 from convert.merging.grouping import reorder, similar_order
-from convert.merging.moments import of_weights
+from convert.merging.moments import moments_from_weights
 from convert.merging.weights import LayerAttention
 
 HEAD_DIM, HIDDEN = 4, 48
@@ -39,7 +39,7 @@ def planted(rng, n_keys: int, n_groups: int) -> tuple[LayerAttention, list[int]]
 @pytest.mark.parametrize(("n_keys", "n_groups"), [(4, 2), (8, 2), (8, 4), (12, 3), (16, 4), (16, 2), (24, 4), (32, 8)])
 def test_finds_heads_that_are_the_same_but_for_their_coordinates(n_keys, n_groups):
     heads, kinds = planted(np.random.default_rng(n_keys), n_keys, n_groups)
-    order = similar_order(of_weights(heads), n_groups)
+    order = similar_order(moments_from_weights(heads), n_groups)
     assert sorted(order) == list(range(n_keys))
     size = n_keys // n_groups
     for start in range(0, n_keys, size):
@@ -78,4 +78,4 @@ def test_the_order_of_heads_changes_nothing():
 
 @pytest.mark.parametrize("n_groups", [1, 4])
 def test_groups_of_one_or_of_all_stay(n_groups):
-    assert similar_order(of_weights(attention(np.random.default_rng(0), 4, 4)), n_groups) == [0, 1, 2, 3]
+    assert similar_order(moments_from_weights(attention(np.random.default_rng(0), 4, 4)), n_groups) == [0, 1, 2, 3]

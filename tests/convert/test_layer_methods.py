@@ -9,7 +9,7 @@ from equivalent_heads import logits, scrambled
 from safetensors.torch import save_file
 
 from convert.planning.tensors import ROTATING
-from model.families import load_family
+from model.families import FAMILIES
 
 METHODS = ("aligned", "pca")
 BY_WEIGHTS = ("--calibration", "none")
@@ -156,7 +156,7 @@ def test_only_native_families_are_calibrated(convert, tmp_path):
 
 
 def test_the_families_named_are_those_that_rotate():
-    assert tuple(f for f in sorted(tiny.STOCK) if getattr(load_family(f), "rotated", None)) == ROTATING
+    assert tuple(f for f in sorted(tiny.STOCK) if getattr(FAMILIES[f], "rotary_fraction", None)) == ROTATING
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from convert.calibration.refit import HELD_OUT_EVERY, PULLS, refit_output
+from convert.calibration.refit import HELD_OUT_EVERY, RIDGE_PENALTIES, refit_output
 from convert.merging.weights import LayerAttention
 
 N_HEADS, HEAD_DIM, HIDDEN, WINDOW, N_WINDOWS = 4, 6, 20, 50, 12
@@ -41,7 +41,7 @@ def test_finds_the_projection_that_serves(noise):
     x, y = (np.concatenate([pair[i] for pair in fit]) for i in (1, 2))
     old = projection(merged)
     expected = []
-    for pull in PULLS:
+    for pull in RIDGE_PENALTIES:
         power = x.T @ x
         power += pull * np.diag(power).mean() * np.eye(len(power))
         expected.append(old + np.linalg.solve(power, x.T @ (y - x @ old.T)).T)

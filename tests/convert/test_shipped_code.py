@@ -11,7 +11,7 @@ from real_runs import VOCAB, arguments, drive, make_inputs, records, tensors
 
 import model.remote_code
 from model import load_model
-from model.decoder.transformers_model import ForeignModel
+from model.decoder.transformers_model import TransformersModel
 from model.remote_code.configuration_gpt_neox_gqa import GPTNeoXGQAConfig
 from model.remote_code.configuration_t5_gqa import T5GQAConfig
 from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
@@ -67,7 +67,7 @@ def test_run_and_export(tmp_path, uptrain, tied):
     for file in CODE:
         shutil.copy(Path(model.remote_code.__file__).parent / file, tmp_path / "out")
     opened = load_model(tmp_path / "out")
-    assert isinstance(opened, ForeignModel)
+    assert isinstance(opened, TransformersModel)
     assert isinstance(opened.theirs, GPTNeoXGQAForCausalLM)
 
 

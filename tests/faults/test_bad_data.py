@@ -297,13 +297,13 @@ def test_tokenizer_that_is_none(uptrain, tmp_path):
 def test_source_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 10)
-    run = build.Build.run
+    run = build.TokenizeJob.run
 
     def run_and_touch(self, quiet):
         run(self, quiet)
         os.utime(path, ns=(1, 1))
 
-    monkeypatch.setattr(build.Build, "run", run_and_touch)
+    monkeypatch.setattr(build.TokenizeJob, "run", run_and_touch)
     prepare(path).refused(f"{path} changed while it was read; start again when it is at rest")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()

@@ -24,7 +24,7 @@ def all_bytes(folder):
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-def left_out(convert, source):
+def skipped_files(convert, source):
     return json.loads(convert("inspect", source, "--json").out)["left_out"]
 
 
@@ -40,7 +40,7 @@ def test_links_out_of_source_do_not_travel_along(convert, source, tmp_path, secr
     (source / "README.md").symlink_to(secret)
     outside = " (a link out of the folder)"
     names = [f"{name}{outside}" for name in ("README.md", "deep/relative.txt", "docs/", "vocab.txt")]
-    assert sorted(left_out(convert, source)) == names
+    assert sorted(skipped_files(convert, source)) == names
     assert f"vocab.txt{outside}" in convert("inspect", source).out
     result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN)
     assert result.code == 0
@@ -105,7 +105,7 @@ def test_blobs_that_are_a_link_are_elsewhere(convert, tmp_path, secret):
     source = tiny.save(tiny.build(), tmp_path / f"clone/models--a--b/snapshots/{REVISION}")
     (source.parents[1] / "blobs").symlink_to(secret.parent)
     (source / "vocab.txt").symlink_to("../../blobs/id_rsa")
-    assert left_out(convert, source) == ["vocab.txt (a link out of the folder)"]
+    assert skipped_files(convert, source) == ["vocab.txt (a link out of the folder)"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "groupwise.json"])
@@ -123,7 +123,7 @@ def test_weights_may_lie_elsewhere(convert, tmp_path):
     (source / "model.safetensors").rename(tmp_path / "big.safetensors")
     (source / "model.safetensors").symlink_to(tmp_path / "big.safetensors")
     assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0
-    assert left_out(convert, source) == []
+    assert skipped_files(convert, source) == []
 
 
 def test_special_files_are_not_opened(convert, source, tmp_path, monkeypatch):
@@ -132,7 +132,7 @@ def test_special_files_are_not_opened(convert, source, tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as server:
         monkeypatch.chdir(source)  # a socket's path may have no more than 107 bytes
         server.bind("s")
-        found = sorted(left_out(convert, source))
+        found = sorted(skipped_files(convert, source))
     assert found == [
         "notes.txt (not a regular file)", "null (a link out of the folder)", "s (not a regular file)",
     ]  # fmt: skip

@@ -62,12 +62,12 @@ def test_falls_back(runs, killed, tmp_path, name, kind):
     path = out / "checkpoints/step-00000008" / name
     DAMAGE[kind](path)
     (result,) = succeed(("resume", out), tmp_path)
-    passed_over, ready = result.err.splitlines()[:2]
-    assert passed_over.startswith(f"Passed over: {path}")
+    rejected, ready = result.err.splitlines()[:2]
+    assert rejected.startswith(f"Passed over: {path}")
     assert ready.startswith("READY: resumed at step 4 on 1 x cpu;")
     (event,) = events(out, "resumed")
     assert event["step"] == 4
-    assert event["passed_over"] == [passed_over.removeprefix("Passed over: ")]
+    assert event["rejected"] == [rejected.removeprefix("Passed over: ")]
     assert_same_run(out, runs.expected())
 
 

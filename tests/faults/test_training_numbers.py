@@ -20,7 +20,7 @@ def inputs(tmp_path_factory):
     return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def left_out(out):
+def skipped_files(out):
     return [r["step"] for r in records(out) if r.get("skipped")]
 
 
@@ -44,7 +44,7 @@ def test_the_update_is_left_out(inputs, tmp_path, processes, factor):
     assert differing_tensors(saved_after(out, 6), saved_after(out, 7))
     state = json.loads((saved_after(out, 12) / "state.json").read_text())
     assert (state["skipped"], state["not_finite"]) == ([6], [6])
-    assert left_out(out) == [6]
+    assert skipped_files(out) == [6]
     for record in records(out)[1:]:
         numbers = [record["loss"], record["grad_norm"]]
         assert numbers == [None, None] if record["step"] == 6 else all(isinstance(x, float) for x in numbers), record
@@ -119,19 +119,19 @@ def test_weights_that_are_no_numbers(inputs, tmp_path):
 )
 def test_a_hundred_are_a_hundred(not_finite, halts):
     """Steps are counted from 1; only the step just made can end the run."""
-    from uptrain.training.loop import Halted, Progress, _halt_if_hopeless
+    from uptrain.training.loop import NonFiniteGradientsError, RunState, _halt_on_non_finite
 
     step = max(100, *not_finite)
     training = SimpleNamespace(
         saved_step=step, trainee=torch.nn.Linear(1, 1),
         accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
     )  # fmt: skip
-    progress = Progress(step=step, skipped=[*range(1, 90)], not_finite=not_finite)
+    progress = RunState(step=step, skipped=[*range(1, 90)], not_finite=not_finite)
     if halts:
-        with pytest.raises(Halted):
-            _halt_if_hopeless(training, progress)
+        with pytest.raises(NonFiniteGradientsError):
+            _halt_on_non_finite(training, progress)
     else:
-        _halt_if_hopeless(training, progress)
+        _halt_on_non_finite(training, progress)
 
 
 def test_spikes(inputs, tmp_path):
@@ -139,23 +139,23 @@ def test_spikes(inputs, tmp_path):
     straight, stopped, rule = tmp_path / "straight", tmp_path / "stopped", ("--spike-sigma", 20)
     faults = {"constants": {"SPIKE_WINDOW": 4}, "losses": {2: 1000.0, 8: 1000.0}}
     succeed(real_runs.arguments(inputs, straight, *rule), tmp_path, faults=Faults(**faults))
-    assert left_out(straight) == [9]
+    assert skipped_files(straight) == [9]
     strike = Fault("SIGTERM", "before _backward 7")
     succeed(real_runs.arguments(inputs, stopped, *rule), tmp_path, faults=Faults([strike], **faults))
     succeed(("resume", stopped), tmp_path, faults=Faults(**faults))
-    assert left_out(stopped) == [9]
+    assert skipped_files(stopped) == [9]
     assert_same_run(stopped, straight)
 
 
 @pytest.mark.parametrize("sigma", [3, 6, 20])
 def test_a_rise_that_lasts_is_no_spike(sigma):
     """Else all further updates would be left out. A single spike does not hide the next."""
-    from uptrain.training.loop import SPIKE_WINDOW, Progress, _is_bad
+    from uptrain.training.loop import SPIKE_WINDOW, RunState, _should_skip
 
-    rng, progress, t = np.random.default_rng(0), Progress(), SimpleNamespace(spike_sigma=sigma)
+    rng, progress, t = np.random.default_rng(0), RunState(), SimpleNamespace(spike_sigma=sigma)
 
     def skipped(norms):
-        return [_is_bad(t, progress, float(norm)) for norm in norms]
+        return [_should_skip(t, progress, float(norm)) for norm in norms]
 
     assert not any(skipped(1 + 0.01 * rng.standard_normal(SPIKE_WINDOW)))
     assert skipped([1e9, 1e9]) == [True, True]
@@ -167,9 +167,9 @@ def test_spikes_are_taken_without_the_rule_and_never_halt_with_it(inputs, tmp_pa
     taken, refused = tmp_path / "taken", tmp_path / "refused"
     faults = Faults(constants={"SPIKE_WINDOW": 4}, losses=dict.fromkeys((6, 7, 8, 9), 1000.0))
     succeed(real_runs.arguments(inputs, taken), tmp_path, faults=faults)
-    assert left_out(taken) == []
+    assert skipped_files(taken) == []
     succeed(real_runs.arguments(inputs, refused, "--spike-sigma", 20), tmp_path, faults=faults)
-    assert left_out(refused) == [7, 8, 9, 10]
+    assert skipped_files(refused) == [7, 8, 9, 10]
 
 
 class TestAnUpdateThatBreaksTheWeights:

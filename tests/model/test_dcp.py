@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from model import load_model
 from model.checkpoint import open_checkpoint
 from uptrain.checkpoints.save_load import Checkpoints
-from uptrain.training.module import Trainee
+from uptrain.training.module import LossModule
 
 
 def prefixed(tensors, prefix):
@@ -143,7 +143,7 @@ def test_saved_by_two_processes(convert, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_our_own_training_writes(convert, tmp_path, tied):
     source = tiny.save(tiny.build(tie_word_embeddings=tied), tmp_path / "source")
-    trainee = Trainee(load_model(source, dtype=torch.float32), "next-token", None)
+    trainee = LossModule(load_model(source, dtype=torch.float32), "next-token", None)
     optimizer = torch.optim.AdamW(trainee.parameters())
     ids, documents = torch.arange(24).view(2, 12), torch.zeros(2, 12, dtype=torch.long)
     trainee(ids, ids, documents).backward()

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from uptrain.distributed.collectives import main_first
+from uptrain.distributed.collectives import main_process_first
 
 
 def test_the_main_process_works(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    main_first((tmp_path / "done").touch, tmp_path / "done")
+    main_process_first((tmp_path / "done").touch, tmp_path / "done")
     assert (tmp_path / "done").exists()
 
 
@@ -19,7 +19,7 @@ def test_another_waits_for_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     later = threading.Timer(0.3, (tmp_path / "done").touch)
     later.start()
-    main_first(lambda: pytest.fail("only the main process works"), tmp_path / "done")
+    main_process_first(lambda: pytest.fail("only the main process works"), tmp_path / "done")
     assert (tmp_path / "done").exists()
 
 
@@ -29,4 +29,4 @@ def test_one_that_waits_in_vain_can_be_stopped(tmp_path, monkeypatch):
     later = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     later.start()
     with pytest.raises(KeyboardInterrupt):
-        main_first(lambda: None, tmp_path / "done")
+        main_process_first(lambda: None, tmp_path / "done")

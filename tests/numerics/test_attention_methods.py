@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from convert.merging.layer import LayerMerge, merge_attention, read_attention
 from convert.merging.methods import LAYER_METHODS, aligned, fit, pca
-from convert.merging.moments import Maps, Moments, lost_logits, lost_output, of_weights, without_coupling
+from convert.merging.moments import (
+    Maps,
+    Moments,
+    drop_cross_pair_terms,
+    moments_from_weights,
+    relative_logit_error,
+    relative_output_error,
+)
 from convert.merging.rescale import renorm
 from convert.merging.weights import LayerAttention
 from convert.planning.plan import make_plan
@@ -20,20 +27,20 @@ from model.checkpoint import open_checkpoint
 N_HEADS, HEAD_DIM, HIDDEN = 8, 6, 64
 
 
-def planes(rows_NDX: np.ndarray, n_planes: int) -> np.ndarray:
+def planes(rows_NDX: np.ndarray, n_rotary_pairs: int) -> np.ndarray:
     """Return the rotated dimensions of heads as complex rows, [N, P, X].
 
     Rotary embeddings multiply plane i of every head at position m by the same exp(j·m·θ_i), so that a query and a key
     give Re(q · conj(k)), summed over planes, with the difference of their positions (Su et al. 2021, section 3.4).
     """
-    return rows_NDX[:, :n_planes] + 1j * rows_NDX[:, n_planes : 2 * n_planes]
+    return rows_NDX[:, :n_rotary_pairs] + 1j * rows_NDX[:, n_rotary_pairs : 2 * n_rotary_pairs]
 
 
 def with_planes(rows_NDX: np.ndarray, planes_NPX: np.ndarray) -> np.ndarray:
     """Return heads with other rotated dimensions."""
-    n_planes = planes_NPX.shape[1]
+    n_rotary_pairs = planes_NPX.shape[1]
     rows_NDX = rows_NDX.copy()
-    rows_NDX[:, :n_planes], rows_NDX[:, n_planes : 2 * n_planes] = planes_NPX.real, planes_NPX.imag
+    rows_NDX[:, :n_rotary_pairs], rows_NDX[:, n_rotary_pairs : 2 * n_rotary_pairs] = planes_NPX.real, planes_NPX.imag
     return rows_NDX
 
 
@@ -42,9 +49,9 @@ def scale_planes(attention: LayerAttention, factors_KP: np.ndarray) -> LayerAtte
 
     Nothing else on the rotated dimensions commutes with rotary embeddings.
     """
-    k_KPX = planes(attention.k_KDX, attention.n_planes) * factors_KP[..., None]
+    k_KPX = planes(attention.k_KDX, attention.n_rotary_pairs) * factors_KP[..., None]
     of_queries_HP = np.repeat(1 / factors_KP.conj(), attention.heads_per_group, axis=0)
-    q_HPX = planes(attention.q_HDX, attention.n_planes) * of_queries_HP[..., None]
+    q_HPX = planes(attention.q_HDX, attention.n_rotary_pairs) * of_queries_HP[..., None]
     return replace(attention, q_HDX=with_planes(attention.q_HDX, q_HPX), k_KDX=with_planes(attention.k_KDX, k_KPX))
 
 
@@ -61,7 +68,7 @@ def make(seed: int, n_kv_heads: int = N_HEADS, bias: bool = False) -> LayerAtten
         k_KDX=rng.normal(size=(n_kv_heads, HEAD_DIM, x)),
         v_KDX=rng.normal(size=(n_kv_heads, HEAD_DIM, x)),
         o_HMD=rng.normal(size=(N_HEADS, HIDDEN, HEAD_DIM)),
-        n_planes=HEAD_DIM // 2,
+        n_rotary_pairs=HEAD_DIM // 2,
     )
 
 
@@ -70,9 +77,9 @@ def output(attention: LayerAttention, seed: int = 0, n_tokens: int = 9) -> np.nd
     x_TX = np.random.default_rng(seed).normal(size=(n_tokens, attention.q_HDX.shape[2])) / 8
     if x_TX.shape[1] > HIDDEN:
         x_TX[:, -1] = 1
-    angles_TP = np.arange(n_tokens)[:, None] / 100.0 ** (np.arange(attention.n_planes) / attention.n_planes)
+    angles_TP = np.arange(n_tokens)[:, None] / 100.0 ** (np.arange(attention.n_rotary_pairs) / attention.n_rotary_pairs)
     turned = [
-        planes(heads, attention.n_planes).transpose(0, 2, 1)[None] for heads in (attention.q_HDX, attention.k_KDX)
+        planes(heads, attention.n_rotary_pairs).transpose(0, 2, 1)[None] for heads in (attention.q_HDX, attention.k_KDX)
     ]
     q_HTP, k_KTP = (np.einsum("tx,hxp->htp", x_TX, rows[0]) * np.exp(1j * angles_TP) for rows in turned)
     times = attention.heads_per_group
@@ -129,7 +136,7 @@ def from_inputs(group: LayerAttention, rng, n_inputs: int = 400) -> Moments:
     seen = (group.q_HDX @ root_XX, group.k_KDX @ root_XX, group.v_KDX @ root_XX)
     k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in seen[1:])
     return replace(
-        of_weights(group),
+        moments_from_weights(group),
         queries_HDD=seen[0] @ seen[0].transpose(0, 2, 1),
         keys_FF=k_FX @ k_FX.T,
         values_FF=v_FX @ v_FX.T,
@@ -145,7 +152,7 @@ def test_heads_equal_up_to_allowed_maps_merge_without_loss(method, calibrated, h
     rng, few = np.random.default_rng(seed), make(seed, groups, bias)
     many = scrambled(few, rng)
     assert difference(few, many) < 1e-9
-    known = [from_inputs(group, rng) if calibrated else of_weights(group) for group in many.groups(groups)]
+    known = [from_inputs(group, rng) if calibrated else moments_from_weights(group) for group in many.groups(groups)]
     merged = merge_attention(many, known, Recipe(method, renorm=how))
     assert merged.k_KDX.shape == few.k_KDX.shape
     assert difference(few, merged) < (1e-6 if calibrated else 1e-8)
@@ -161,13 +168,13 @@ def mean(moments: Moments) -> Maps:
 def plain(moments: Moments) -> Moments:
     """Return the moments with all queries and outputs alike, and positions at random: what `aligned` looks at."""
     eyes = np.stack([np.eye(moments.head_dim)] * len(moments.queries_HDD))
-    return replace(without_coupling(moments), queries_HDD=eyes, outputs_HDD=eyes)
+    return replace(drop_cross_pair_terms(moments), queries_HDD=eyes, outputs_HDD=eyes)
 
 
 def check_order(moments: Moments) -> None:
     """Each method is at least as good as the one before it at what it minimises."""
-    alike, apart = plain(moments), without_coupling(moments)
-    for lost in (lost_logits, lost_output):
+    alike, apart = plain(moments), drop_cross_pair_terms(moments)
+    for lost in (relative_logit_error, relative_output_error):
         assert lost(alike, aligned.merge(alike)) <= lost(alike, mean(alike)) + 1e-9
         assert lost(alike, pca.merge(alike)) <= lost(alike, aligned.merge(alike)) + 1e-6
         assert lost(apart, pca.merge(apart)) <= min(lost(apart, m(apart)) for m in (mean, aligned.merge)) + 1e-6
@@ -186,7 +193,7 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
     )
     attention = map_values(scale_planes(attention, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
     for group in attention.groups(groups):
-        check_order(of_weights(group))
+        check_order(moments_from_weights(group))
         check_order(from_inputs(group, rng))
 
 
@@ -196,7 +203,7 @@ def test_and_on_trained_weights(groups):
         for layer in make_plan(checkpoint, groups, Recipe("pca"), None).layers[::3]:
             assert isinstance(layer, LayerMerge)
             for group in read_attention(checkpoint, layer).groups(groups):
-                check_order(of_weights(group))
+                check_order(moments_from_weights(group))
 
 
 @settings(max_examples=20, deadline=None)

@@ -25,7 +25,7 @@ def plain_kl(student, weight, teacher, teacher_weight, counts):
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 def test_value_and_gradients(monkeypatch, chunk):
     for module in (chunked_loss, distill):
-        monkeypatch.setattr(module, "tokens_of_a_chunk", lambda hidden, weight: chunk)
+        monkeypatch.setattr(module, "chunk_size", lambda hidden, weight: chunk)
     ours, exact = inputs(), inputs(torch.float64)
     loss = distill.chunked_kl(*ours)
     wanted = plain_kl(*exact)

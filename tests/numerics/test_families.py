@@ -296,7 +296,7 @@ def test_head_dim_that_is_not_said(tmp_path, family):
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in tiny.WRAPPERS])
 def test_sizes_that_are_not_said(family):
     theirs = AutoConfig.for_model(family.removesuffix("_gqa"))
-    sizes = find_family({"model_type": family}).family.absent_sizes
+    sizes = find_family({"model_type": family}).family.default_sizes
     assert sizes == {key: getattr(theirs, key) for key in sizes}
 
 

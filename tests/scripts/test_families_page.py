@@ -9,7 +9,7 @@ import tiny
 from model.common.errors import CheckpointError, InputError
 from model.decoder.config import NATIVE_FAMILIES
 from model.families import FAMILIES
-from uptrain.runs.checks import check_names, check_packing
+from uptrain.runs.checks import check_exportable, check_packing
 from uptrain.training.models import load_student, parameter_names
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"
@@ -36,7 +36,7 @@ def test_row(convert, tmp_path, family):
 
 def how_trained(family: str, folder: Path) -> str:
     try:
-        check_names(folder, *parameter_names(folder))
+        check_exportable(folder, *parameter_names(folder))
         check_packing(load_student(folder), seq_len=8)
     except (CheckpointError, InputError):
         return "no: images" if family in tiny.WRAPPERS else "no: experts"

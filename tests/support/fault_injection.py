@@ -212,14 +212,14 @@ class _Saboteur:
         self._wrap(
             metrics_log.Metrics, "write", lambda me, record: f"{record['step']} {record.get('event', '')}".strip()
         )
-        forward = module.Trainee.forward
+        forward = module.LossModule.forward
 
         def poisoned(me: Any, *arguments: Any, **options: Any) -> Any:
             result = forward(me, *arguments, **options)
             bad = me.training and self._rank == self._faults.losses_rank
             return result * self._faults.losses.get(self._step, 1.0) if bad else result
 
-        module.Trainee.forward = poisoned
+        module.LossModule.forward = poisoned
         rotate = save_load.Checkpoints.rotate
 
         def rotating(me: Any, newest: int) -> str:

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from model.families import FAMILIES, load_family
+from model.families import FAMILIES
 from model.families.family import Wrapper
 
 N_LAYERS, N_HEADS, HIDDEN = 2, 8, 32
@@ -34,7 +34,7 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 # The families whose stock class holds any number of K/V heads; tests/numerics/test_other_families.py has the rest.
 STOCK = tuple(
-    name for name in FAMILIES if isinstance(entry := load_family(name), Wrapper) or entry.stock_class_holds_few
+    name for name in FAMILIES if isinstance(entry := FAMILIES[name], Wrapper) or entry.stock_class_supports_gqa
 )
 # What keeps a family tiny, or its special tokens inside the vocabulary.
 SETTINGS: dict[str, dict[str, Any]] = {

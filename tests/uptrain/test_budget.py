@@ -12,10 +12,10 @@ from model.checkpoint import Tensor
 from model.common.errors import InputError
 from model.geometry import Geometry
 from uptrain.budget import estimate
-from uptrain.budget.budget import Request, default_peak, make_budget, make_schedule
+from uptrain.budget.budget import BudgetOptions, default_peak, make_budget, make_schedule
 from uptrain.budget.counts import parse_count, show_count
 from uptrain.budget.identify import SHAPE_KEYS, candidates, named, source_names
-from uptrain.budget.pretraining import ORIGINALS, Original
+from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 # The steps of α = 0.05 with the original's own batch, as published figures give them.
 STEPS_AT_5_PERCENT = {
@@ -35,11 +35,11 @@ SEQ_LEN = 2048
 KNOWN = ", ".join(original.name for original in ORIGINALS)
 
 
-def config(original: Original) -> dict[str, object]:
+def config(original: PretrainingRecord) -> dict[str, object]:
     return {"model_type": original.shape[0], **dict(zip(SHAPE_KEYS, original.shape[1:], strict=True))}
 
 
-def refusal(request: Request, of: dict[str, object], *names: str) -> str:
+def refusal(request: BudgetOptions, of: dict[str, object], *names: str) -> str:
     with pytest.raises(InputError) as error:
         make_budget(request, of, names, SEQ_LEN)
     return str(error.value)
@@ -47,7 +47,7 @@ def refusal(request: Request, of: dict[str, object], *names: str) -> str:
 
 @pytest.mark.parametrize("original", ORIGINALS, ids=lambda original: original.name)
 def test_every_sure_row_gives_the_published_steps(original):
-    budget = make_budget(Request(alpha=0.05, original=original.name), {}, (), SEQ_LEN)
+    budget = make_budget(BudgetOptions(alpha=0.05, original=original.name), {}, (), SEQ_LEN)
     if original.certainty == "sure" or original.name in STEPS_AT_5_PERCENT:
         assert budget.steps == STEPS_AT_5_PERCENT[original.name]
     assert budget.steps == math.ceil(original.tokens / original.batch_tokens / 20 - 1e-9)
@@ -72,13 +72,15 @@ def test_rows_are_well_formed():
 def test_alpha_is_exact():
     """0.07 of 100 steps is 7, though the binary 0.07 x 100 is above 7; a token more takes a step more."""
     batch = {"global_batch_tokens": SEQ_LEN, "lr": 1e-4}
-    assert make_budget(Request(alpha=0.07, original_tokens=100 * SEQ_LEN, **batch), {}, (), SEQ_LEN).steps == 7
-    assert make_budget(Request(alpha=0.07, original_tokens=100 * SEQ_LEN + 1, **batch), {}, (), SEQ_LEN).steps == 8
+    assert make_budget(BudgetOptions(alpha=0.07, original_tokens=100 * SEQ_LEN, **batch), {}, (), SEQ_LEN).steps == 7
+    assert (
+        make_budget(BudgetOptions(alpha=0.07, original_tokens=100 * SEQ_LEN + 1, **batch), {}, (), SEQ_LEN).steps == 8
+    )
 
 
 @given(st.integers(1, 10**13), st.integers(1, 4096), st.integers(1, 1000))
 def test_steps_are_the_fewest_that_reach_alpha(original_tokens, sequences, thousandths):
-    request = Request(
+    request = BudgetOptions(
         alpha=thousandths / 1000, original_tokens=original_tokens, global_batch_tokens=sequences * SEQ_LEN, lr=1e-4
     )
     budget = make_budget(request, {}, (), SEQ_LEN)
@@ -86,28 +88,28 @@ def test_steps_are_the_fewest_that_reach_alpha(original_tokens, sequences, thous
 
 
 def test_a_batch_of_ones_own_keeps_the_tokens():
-    own = make_budget(Request(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN)
-    half = make_budget(Request(alpha=0.05, original="llama-2-7b", global_batch_tokens=2**21), {}, (), SEQ_LEN)
+    own = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN)
+    half = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b", global_batch_tokens=2**21), {}, (), SEQ_LEN)
     assert half.steps == 47_684
     assert own.tokens == pytest.approx(half.tokens, rel=1e-4)
     assert (own.original_steps, half.original_steps) == (476_837, 953_674)
 
 
 def test_tokens_and_steps_tell_alpha():
-    tokens = make_budget(Request(tokens=50 * 10**9, original="llama-2-7b"), {}, (), SEQ_LEN)
+    tokens = make_budget(BudgetOptions(tokens=50 * 10**9, original="llama-2-7b"), {}, (), SEQ_LEN)
     assert (tokens.steps, tokens.alpha) == (11_921, pytest.approx(0.025, rel=1e-4))
-    steps = make_budget(Request(steps=100, global_batch_tokens=4096, lr=1e-4), {}, (), SEQ_LEN)
+    steps = make_budget(BudgetOptions(steps=100, global_batch_tokens=4096, lr=1e-4), {}, (), SEQ_LEN)
     assert (steps.steps, steps.tokens, steps.alpha, steps.original) == (100, 409_600, None, None)
 
 
 def test_given_options_go_before_the_table():
-    request = Request(alpha=0.1, original="llama-2-7b", original_tokens=10**12, lr=2e-5)
+    request = BudgetOptions(alpha=0.1, original="llama-2-7b", original_tokens=10**12, lr=2e-5)
     budget = make_budget(request, {}, (), SEQ_LEN)
     assert (budget.steps, budget.peak_lr, budget.original_tokens) == (23_842, 2e-5, 10**12)
 
 
 def test_schedule_of_a_budget():
-    budget = make_budget(Request(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN)
+    budget = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN)
     schedule = make_schedule(budget, "inverse-sqrt", None)
     assert (schedule.total_steps, schedule.warmup_steps, schedule.original_steps) == (23_842, 1_192, 476_837)
     assert make_schedule(budget, "wsd", 7).warmup_steps == 7
@@ -138,11 +140,11 @@ def test_a_name_alone_proves_nothing():
 
 def test_kv_heads_do_not_matter():
     converted = {**config(named("deepseek-llm-7b")), "num_key_value_heads": 4}
-    assert make_budget(Request(alpha=0.05), converted, (), SEQ_LEN).steps == 10_597
+    assert make_budget(BudgetOptions(alpha=0.05), converted, (), SEQ_LEN).steps == 10_597
 
 
 def test_ambiguous_shape_is_refused():
-    assert refusal(Request(alpha=0.05), config(named("llama-2-7b")), "my-model") == (
+    assert refusal(BudgetOptions(alpha=0.05), config(named("llama-2-7b")), "my-model") == (
         "the model's shape is that of llama-1-7b (1 T tokens), llama-2-7b (2 T tokens), open-llama-7b (1 T tokens), "
         "amber-7b (1.259 T tokens); say which with --original NAME, or give --original-tokens (how many tokens it was "
         "pre-trained on, e.g. 2T), --global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak "
@@ -151,24 +153,24 @@ def test_ambiguous_shape_is_refused():
 
 
 def test_code_llama_asks_which_stage():
-    message = refusal(Request(alpha=0.05), config(named("code-llama-7b")), "codellama/CodeLlama-7b-hf")
+    message = refusal(BudgetOptions(alpha=0.05), config(named("code-llama-7b")), "codellama/CodeLlama-7b-hf")
     assert "code-llama-7b (2.5 T tokens), code-llama-7b-code-stage (500 B tokens); say which" in message
 
 
 def test_unknown_model_is_refused():
-    assert refusal(Request(alpha=0.05), {"model_type": "llama"}) == (
+    assert refusal(BudgetOptions(alpha=0.05), {"model_type": "llama"}) == (
         "the model's pre-training is not in the table of known originals; give --original-tokens (how many tokens it "
         "was pre-trained on, e.g. 2T), --global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak "
         "learning rate; 1/3 of the pre-training's is usual), or name a known one with --original NAME."
     )
-    assert refusal(Request(tokens=10**9, global_batch_tokens=2**20), {}) == (
+    assert refusal(BudgetOptions(tokens=10**9, global_batch_tokens=2**20), {}) == (
         "the model's pre-training is not in the table of known originals; give --lr (peak learning rate; 1/3 of the "
         "pre-training's is usual), or name a known one with --original NAME."
     )
 
 
 def test_unknown_name_lists_the_known():
-    assert refusal(Request(alpha=0.05, original="gpt-5"), {}) == f"--original gpt-5: unknown; known are {KNOWN}."
+    assert refusal(BudgetOptions(alpha=0.05, original="gpt-5"), {}) == f"--original gpt-5: unknown; known are {KNOWN}."
 
 
 @pytest.mark.parametrize(
@@ -185,13 +187,13 @@ def test_unknown_name_lists_the_known():
 )
 def test_bad_requests(options, message):
     with pytest.raises(InputError) as error:
-        Request(**options)
+        BudgetOptions(**options)
     assert str(error.value) == message
 
 
 @pytest.mark.parametrize(("batch", "choice"), [(4_000_000, "3999744 or 4001792"), (100, "2048")])
 def test_a_batch_is_whole_sequences(batch, choice):
-    assert refusal(Request(steps=5, lr=1e-4, global_batch_tokens=batch), {}) == (
+    assert refusal(BudgetOptions(steps=5, lr=1e-4, global_batch_tokens=batch), {}) == (
         f"a global batch of {batch} tokens is not a whole number of sequences of 2048; "
         f"choose --global-batch-tokens {choice}."
     )

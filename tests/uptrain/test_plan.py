@@ -28,7 +28,9 @@ def cache(tmp_path):
 def known(monkeypatch):
     """Put two originals of the tiny model's shape into the table."""
     rows = [
-        pretraining.Original(f"tiny-{n}", f"tiny-{n}", TINY_SHAPE, n * 10**9, 2**20, n * 1e-3, "sure", "this test")
+        pretraining.PretrainingRecord(
+            f"tiny-{n}", f"tiny-{n}", TINY_SHAPE, n * 10**9, 2**20, n * 1e-3, "sure", "this test"
+        )
         for n in (1, 2)
     ]
     monkeypatch.setattr(identify, "ORIGINALS", (*pretraining.ORIGINALS, *rows))

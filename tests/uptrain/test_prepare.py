@@ -16,7 +16,7 @@ from tiny_tokenizers import SENTENCES, make_tokenizer
 from transformers import AutoTokenizer
 
 from uptrain.data.prepare import work_units
-from uptrain.data.prepare.prepare import Request, prepare
+from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer, tokenizer_sha256
 from uptrain.data.token_cache import Cache, Manifest
 
@@ -354,7 +354,7 @@ def test_share_says_what_comes_next(uptrain, source, tokenizer, tmp_path):
 
 
 def test_as_a_function(source, tokenizer, tmp_path):
-    result = prepare(Request((str(source),), tmp_path / "out", 32, tokenizer))
+    result = prepare(PrepareOptions((str(source),), tmp_path / "out", 32, tokenizer))
     assert result["tokens"] == Manifest.parse(tmp_path / "out").n_tokens
     assert isinstance(result["out"], str)
     assert Path(result["out"]) == tmp_path / "out"

@@ -5,7 +5,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uptrain.data.prepare.quotas import Lane, Share, divide, settle
+from uptrain.data.prepare.quotas import MachineShard, SourceQuota, divide, finalise_quotas
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 from uptrain.data.readers import Piece
 
@@ -26,8 +26,8 @@ def record(n_tokens):
 @given(st.data(), PARTS)
 def test_the_largest_mixture_uses_up_a_source(data, parts):
     found = [data.draw(st.integers(1000, 10**6)) for _ in parts]
-    lanes = [Lane("", [Unit(i, i, "txt", ())], None, part) for i, part in enumerate(parts)]
-    settled = settle(lanes, None, {i: record(n) for i, n in enumerate(found)})
+    lanes = [SourceQuota("", [Unit(i, i, "txt", ())], None, part) for i, part in enumerate(parts)]
+    settled = finalise_quotas(lanes, None, {i: record(n) for i, n in enumerate(found)})
     quotas = [lane.quota if len(parts) > 1 else found[0] for lane in settled]
     assert all(quota <= n for quota, n in zip(quotas, found, strict=True))
     one_more = sum(quotas) + 1
@@ -35,11 +35,11 @@ def test_the_largest_mixture_uses_up_a_source(data, parts):
 
 
 def test_a_machine_that_does_a_share_stops_when_its_guess_is_enough():
-    lane = Lane("", [Unit(i, 0, "txt", (Piece("", 0, 1, 100),)) for i in range(10)], 35, Fraction(1))
-    share = Share(2, 2)  # units 1, 3, 5, …
+    lane = SourceQuota("", [Unit(i, 0, "txt", (Piece("", 0, 1, 100),)) for i in range(10)], 35, Fraction(1))
+    share = MachineShard(2, 2)  # units 1, 3, 5, …
     records = {}
     for number, filled in ((1, False), (3, True)):  # 0 to 3 are taken to have 10 each, then so does 4
         assert not lane.is_filled(records, share)
         records[number] = record(10)
         assert lane.is_filled(records, share) == filled
-    assert not lane.is_filled(records, Share())
+    assert not lane.is_filled(records, MachineShard())

@@ -13,8 +13,8 @@ from typing import Any
 
 from model.common.errors import InputError
 from uptrain.budget.counts import show_count
-from uptrain.budget.identify import candidates, named
-from uptrain.budget.pretraining import Original
+from uptrain.budget.identify import known_originals, named
+from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.budget.schedule import Schedule, default_warmup
 
 PEAK_SHARE = 3
@@ -22,7 +22,7 @@ PEAK_SHARE = 3
 
 
 @dataclass(frozen=True)
-class Request:
+class BudgetOptions:
     """What was asked for; None is not given. Exactly one of `alpha`, `tokens` and `steps` is."""
 
     alpha: float | None = None
@@ -56,7 +56,7 @@ class Budget:
     alpha: float | None
     """Share of the original pre-training: as asked for, or as it follows from the tokens; None if that is unknown."""
     original_tokens: int | None
-    original: Original | None
+    original: PretrainingRecord | None
     """The row of the table that gave what was not given."""
 
     @property
@@ -69,12 +69,12 @@ class Budget:
         return None if self.original_tokens is None else round(self.original_tokens / self.global_batch_tokens)
 
 
-def make_budget(request: Request, config: Mapping[str, Any], source_names: Sequence[str], seq_len: int) -> Budget:
+def make_budget(request: BudgetOptions, config: Mapping[str, Any], source_names: Sequence[str], seq_len: int) -> Budget:
     """Return the budget for a model with this `config.json`; for `source_names` see `uptrain.budget.identify`.
 
     Raises InputError, naming every option that would help, where the original is unknown or could be one of several.
     """
-    found = (named(request.original),) if request.original else candidates(config, source_names)
+    found = (named(request.original),) if request.original else known_originals(config, source_names)
     original = found[0] if len(found) == 1 else None
     if original is None:
         _refuse_if_incomplete(request, found)
@@ -107,7 +107,7 @@ def make_schedule(budget: Budget, kind: str, warmup_steps: int | None) -> Schedu
     return Schedule(kind, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
 
 
-def _steps(request: Request, original_tokens: int | None, batch: int) -> int:
+def _steps(request: BudgetOptions, original_tokens: int | None, batch: int) -> int:
     if request.steps is not None:
         return request.steps
     if request.tokens is not None:
@@ -117,7 +117,7 @@ def _steps(request: Request, original_tokens: int | None, batch: int) -> int:
     return math.ceil(Fraction(str(request.alpha)) * original_tokens / batch)
 
 
-def _refuse_if_incomplete(request: Request, found: Sequence[Original]) -> None:
+def _refuse_if_incomplete(request: BudgetOptions, found: Sequence[PretrainingRecord]) -> None:
     missing = []
     if request.alpha is not None and request.original_tokens is None:
         missing.append("--original-tokens (how many tokens it was pre-trained on, e.g. 2T)")

@@ -8,13 +8,13 @@ from typing import Any
 
 from model.common.errors import InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
-from uptrain.budget.pretraining import ORIGINALS, Original
+from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 PROVENANCE = "groupwise.json"
 SHAPE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-def named(name: str) -> Original:
+def named(name: str) -> PretrainingRecord:
     """Return the original that `--original` names."""
     for original in ORIGINALS:
         if original.name == name:
@@ -22,7 +22,7 @@ def named(name: str) -> Original:
     raise InputError(f"--original {name}: unknown; known are {', '.join(o.name for o in ORIGINALS)}.")
 
 
-def candidates(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[Original, ...]:
+def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[PretrainingRecord, ...]:
     """Return the originals a model may come from: those of its shape, only those also of its name if there are any.
 
     `config` is its `config.json`; `source_names` are from `source_names`. A name alone proves nothing, since anybody

@@ -10,9 +10,9 @@ from model.common import checks
 from model.common.errors import InputError
 from model.geometry import read_geometry
 from uptrain.budget import estimate
-from uptrain.budget.budget import Budget, Request, make_budget, make_schedule, repetition_warning
+from uptrain.budget.budget import Budget, BudgetOptions, make_budget, make_schedule, repetition_warning
 from uptrain.budget.identify import merge_method, source_names
-from uptrain.budget.pretraining import Original
+from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.budget.schedule import Schedule, decay_start, learning_rate
 from uptrain.data.token_cache import Manifest
 from uptrain.runs.settings import default_micro_batch, default_seq_len
@@ -26,7 +26,7 @@ FIRST_LOSS = {
 
 def make_plan(
     model: Path,
-    request: Request,
+    request: BudgetOptions,
     *,
     data: Path | None,
     seq_len: int | None,
@@ -97,7 +97,7 @@ def _count(teacher: Path | None) -> int:
         return estimate.count_parameters(checkpoint.tensors.values())
 
 
-def _original(original: Original | None) -> dict[str, Any] | None:
+def _original(original: PretrainingRecord | None) -> dict[str, Any] | None:
     if original is None:
         return None
     keys = ("name", "tokens", "batch_tokens", "steps", "peak_lr", "certainty", "source", "note")

@@ -74,12 +74,12 @@ class SaveError(OSError):
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedCheckpoint:
     """A verified checkpoint."""
 
     folder: Path
     state: State
-    passed_over: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
     """What was wrong with newer ones, a line each."""
 
 
@@ -91,7 +91,7 @@ class Checkpoints:
         self._accelerator = accelerator
         self._keep_last = keep_last
 
-    def sweep(self) -> None:
+    def clean_up(self) -> None:
         """Make the folder, and remove what a killed save or rotation left."""
         on_main(self._accelerator, self._sweep)
 
@@ -110,9 +110,9 @@ class Checkpoints:
         final = self.folder / folder_name(state["step"])
         unfinished = self.folder / (UNFINISHED + final.name)
         try:
-            self._agree(self._begin(unfinished))
-            self._agree(_write_tensors(unfinished / TENSORS, trainee, optimizer))
-            self._agree(self._finish(unfinished, final, {**state, "keep": keep}))
+            self._raise_on_any(self._begin(unfinished))
+            self._raise_on_any(_write_tensors(unfinished / TENSORS, trainee, optimizer))
+            self._raise_on_any(self._finish(unfinished, final, {**state, "keep": keep}))
         except SaveError:
             on_main(self._accelerator, lambda: shutil.rmtree(unfinished, ignore_errors=True))
             raise
@@ -148,7 +148,7 @@ class Checkpoints:
         except OSError as failure:
             error = str(failure)
         all_sums = gather(self._accelerator, sums)
-        self._agree(error)
+        self._raise_on_any(error)
         if not self._accelerator.is_main_process:
             return ""
         try:
@@ -173,7 +173,7 @@ class Checkpoints:
             list(synced)  # raises what went wrong there
         return sums
 
-    def _agree(self, error: str) -> None:
+    def _raise_on_any(self, error: str) -> None:
         """Raise SaveError on all processes if one of them met an error."""
         errors = [e for e in gather(self._accelerator, error) if e]
         if errors:
@@ -191,22 +191,22 @@ class Checkpoints:
             return str(error)
         return ""
 
-    def newest(self) -> Found | None:
+    def newest(self) -> VerifiedCheckpoint | None:
         """Return the newest checkpoint whose files are all as they were written; None if there is none at all.
 
         Raises InputError if there are some and none is whole.
         """
-        passed_over: list[str] = []
+        rejected: list[str] = []
         for folder in on_main(self._accelerator, lambda: [*reversed(list_checkpoints(self.folder).values())]):
             problem = self.problem(folder)
             if not problem:
                 try:
-                    return Found(folder, read_state(folder), tuple(passed_over))
+                    return VerifiedCheckpoint(folder, read_state(folder), tuple(rejected))
                 except InputError as error:
                     problem = str(error)
-            passed_over.append(problem)
-        if passed_over:
-            raise InputError(f"no checkpoint in {self.folder} is whole: {'; '.join(passed_over)}.")
+            rejected.append(problem)
+        if rejected:
+            raise InputError(f"no checkpoint in {self.folder} is whole: {'; '.join(rejected)}.")
         return None
 
     def problem(self, folder: Path) -> str:

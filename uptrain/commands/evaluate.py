@@ -40,4 +40,4 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         rows.append(("teacher's loss", f"{found['teacher_loss']:.4f}"))
         rows.append(("KL to the teacher", f"{found['kl']:.4f}"))
         rows.append(("same choice", f"{found['agreement']:.1%} of tokens"))
-    console.facts(str(model), rows)
+    console.print_key_values(str(model), rows)

@@ -8,7 +8,7 @@ import click
 
 from model.common.checks import FiniteFloat
 from model.common.errors import InputError
-from uptrain.budget.budget import Request
+from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import parse_count
 from uptrain.budget.schedule import SCHEDULES
 
@@ -61,9 +61,9 @@ def schedule_options(command: Command) -> Command:
     )  # fmt: skip
 
 
-def request_from(options: dict[str, Any]) -> Request:
+def request_from(options: dict[str, Any]) -> BudgetOptions:
     """Take the options that make a Request out of `options`."""
-    return Request(**{field.name: options.pop(field.name) for field in fields(Request)})
+    return BudgetOptions(**{field.name: options.pop(field.name) for field in fields(BudgetOptions)})
 
 
 def _add(command: Command, *options: Callable[[Command], Command]) -> Command:

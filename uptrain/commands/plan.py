@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from model.common.checks import LARGEST_COUNT
-from model.common.console import echo_line, facts, print_json, size
+from model.common.console import echo_line, print_json, print_key_values, size
 from uptrain.budget.counts import show_count
 from uptrain.budget.schedule import Schedule, learning_rate
 from uptrain.commands.options import budget_options, count_option, request_from, schedule_options
@@ -41,7 +41,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
 
 
 def _show(plan: dict[str, Any]) -> None:
-    facts(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
+    print_key_values(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
 

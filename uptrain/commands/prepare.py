@@ -12,8 +12,8 @@ from model.common.checks import LARGEST_SIZE
 from uptrain.runs.signals import interruptible
 
 if TYPE_CHECKING:
-    from uptrain.data.prepare.prepare import Request
-    from uptrain.data.prepare.quotas import Share
+    from uptrain.data.prepare.prepare import PrepareOptions
+    from uptrain.data.prepare.quotas import MachineShard
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -73,12 +73,14 @@ def command(**options: Any) -> None:
         _show(result)
 
 
-def _request(*, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any) -> "Request":
+def _request(
+    *, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any
+) -> "PrepareOptions":
     from uptrain.budget.counts import parse_count
-    from uptrain.data.prepare.prepare import Request
+    from uptrain.data.prepare.prepare import PrepareOptions
     from uptrain.data.run_data import n_cores
 
-    return Request(
+    return PrepareOptions(
         n_tokens=None if tokens == "all" else parse_count(tokens),
         skip_bad=on_bad_record == "skip",
         workers=workers or n_cores(),
@@ -87,13 +89,13 @@ def _request(*, tokens: str, on_bad_record: str, workers: int | None, shard: str
     )
 
 
-def _share(text: str) -> "Share":
-    from uptrain.data.prepare.quotas import Share
+def _share(text: str) -> "MachineShard":
+    from uptrain.data.prepare.quotas import MachineShard
 
     match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise click.BadParameter(f"{text!r} is not I/N with I from 1 to N, such as 1/4.", param_hint="--shard")
-    return Share(int(match[1]), int(match[2]))
+    return MachineShard(int(match[1]), int(match[2]))
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -113,7 +115,7 @@ def _show(result: dict[str, Any]) -> None:
         *((source["path"], _described(source)) for source in result["sources"]),
         *(("ignored", f"{file}: not a known format") for file in result["ignored"]),
     ]
-    console.facts(f"Token cache {result['out']}", rows)
+    console.print_key_values(f"Token cache {result['out']}", rows)
 
 
 def _dropped(sources: list[dict[str, Any]]) -> str:

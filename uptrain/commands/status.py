@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from model.common import console
-from model.common.errors import Failure
+from model.common.errors import RunError
 
 
 @click.command("status")
@@ -27,10 +27,10 @@ def command(run: Path, verify: bool, as_json: bool) -> None:
     if as_json:
         console.print_json(status)
     else:
-        console.facts(str(run), _rows(status))
+        console.print_key_values(str(run), _rows(status))
     damaged = [entry["damage"] for entry in status["checkpoints"] if entry.get("damage")]
     if damaged:
-        raise Failure(f"damaged: {'; '.join(damaged)}.")
+        raise RunError(f"damaged: {'; '.join(damaged)}.")
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -9,9 +9,9 @@ from typing import Any
 from model.checkpoint.hf_folder import read_config
 from model.common.console import echo
 from model.common.errors import InputError
-from uptrain.data.prepare.prepare import Request, prepare
+from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.token_cache import MANIFEST, Cache
-from uptrain.distributed.collectives import main_first
+from uptrain.distributed.collectives import main_process_first
 from uptrain.runs.settings import Settings, default_seq_len
 from uptrain.runs.signals import interruptible
 
@@ -24,7 +24,7 @@ def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: 
     """
     if is_cache(data):
         return Path(data[0])
-    main_first(lambda: _build(data, tokenizer, seq_len_of(data, tokenizer, seq_len), beside), beside / MANIFEST)
+    main_process_first(lambda: _build(data, tokenizer, seq_len_of(data, tokenizer, seq_len), beside), beside / MANIFEST)
     return beside
 
 
@@ -72,5 +72,5 @@ def n_cores() -> int:
 
 def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path) -> None:
     with interruptible():
-        found = prepare(Request(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
+        found = prepare(PrepareOptions(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
     echo(f"Tokenised into {out}: {found['documents']:,} documents, {found['tokens']:,} tokens", err=True)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.5
 
 
-def add_up(accelerator: Accelerator, values: Tensor) -> Tensor:
+def all_reduce_sum(accelerator: Accelerator, values: Tensor) -> Tensor:
     """Return the sum over all processes."""
     if accelerator.num_processes > 1:
         dist.all_reduce(values)
@@ -33,7 +33,7 @@ def gather(accelerator: Accelerator, value: T) -> list[T]:
     return found
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     """Leave the process group, once nothing that uses it is left.
 
     DDP's reducer, if it were the group's last owner, would wait for gloo's thread with the interpreter's lock in hand,
@@ -51,7 +51,7 @@ def is_lost_process(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def main_first(work: Callable[[], object], done: Path) -> None:
+def main_process_first(work: Callable[[], object], done: Path) -> None:
     """Let the main process do what may take long and ends with a file, while the others wait for that file.
 
     Before the processes join: a message between them would not be waited for as long. If the

@@ -33,10 +33,10 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
-def read_once(
+def load_on_main(
     accelerator: Accelerator, read: Callable[[], Model], empty: Callable[[], Model]
 ) -> tuple[Model, dict[str, Any]]:
-    """Read a model; return it, and the weights that `spread` is to give it when it is in shards.
+    """Read a model; return it, and the weights that `broadcast_weights` is to give it when it is in shards.
 
     Where models are sharded, the main process alone reads it, so that the machine need not hold it many times; in the
     others it is empty.
@@ -48,7 +48,7 @@ def read_once(
     return (found[0], found[0].state_dict()) if found else (empty(), {})
 
 
-def spread(accelerator: Accelerator, model: nn.Module, weights: dict[str, Any]) -> None:
+def broadcast_weights(accelerator: Accelerator, model: nn.Module, weights: dict[str, Any]) -> None:
     """Give every process its shards of the weights that the main one has read."""
     if is_sharded(accelerator):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

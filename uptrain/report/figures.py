@@ -100,7 +100,7 @@ def _has(key: str) -> Callable[[History], bool]:
 def _training_panel(words: str) -> Panel:
     """Losses of different kinds are on different scales, so each has a panel of its own."""
     title = f"Training loss: {words}"
-    return Panel(title, "nats per token", lambda h: bool(h.steps) and h.minimised == words, _training_loss)
+    return Panel(title, "nats per token", lambda h: bool(h.steps) and h.objective == words, _training_loss)
 
 
 PANELS = (

@@ -55,7 +55,7 @@ class History:
         return int(self.steps[-1]["tokens"] if self.steps else 0)
 
     @property
-    def minimised(self) -> str:
+    def objective(self) -> str:
         """What the training loss is, in words."""
         return LOSSES[self.run.settings.loss]
 

@@ -104,7 +104,7 @@ def _settings(history: History) -> list[tuple[str, str]]:
     rows = [
         ("Model", Path(s.model).name if s.model else "from nothing"),
         ("Teacher", Path(s.teacher).name if s.teacher else "none"),
-        ("Minimised", history.minimised),
+        ("Minimised", history.objective),
         ("Budget", f"{s.steps:,} steps, {show_count(budget['tokens'])} tokens"),
         ("A step", f"{budget['global_batch_tokens']:,} tokens in {s.global_batch:,} windows"),
         ("Learning rate", f"{s.schedule}, peak {s.lr:.3g}, {s.warmup_steps:,} steps of warm-up"),

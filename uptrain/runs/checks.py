@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
-from model.decoder.transformers_model import ForeignModel
+from model.decoder.transformers_model import TransformersModel
 from uptrain.data.prepare.tokenizer import tokenizer_sha256
 from uptrain.data.token_cache import Cache
 from uptrain.training.language_model import LanguageModel
@@ -35,7 +35,7 @@ def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
 
 def check_packing(model: LanguageModel, seq_len: int) -> None:
     """Refuse a model that cannot keep the documents of a row apart."""
-    if isinstance(model, ForeignModel):
+    if isinstance(model, TransformersModel):
         model.check_packing(seq_len)
 
 
@@ -48,7 +48,7 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
         )
 
 
-def check_names(folder: Path, parameters: Iterable[str], stem: str) -> None:
+def check_exportable(folder: Path, parameters: Iterable[str], stem: str) -> None:
     """Refuse a model whose parameters have other names in memory than in its files: it could not be exported.
 
     Files may lack the `stem`. (transformers 5 puts experts together, and renames the head of GPT-NeoX.)

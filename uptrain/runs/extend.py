@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model.common.errors import InputError
 from model.common.files import copy_file
-from uptrain.budget.budget import Request, make_budget
+from uptrain.budget.budget import BudgetOptions, make_budget
 from uptrain.budget.schedule import decay_start
 from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, read_manifest
 from uptrain.data.run_data import find_data
@@ -20,7 +20,7 @@ def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int
     original = run.budget["original_tokens"]
     if alpha is not None and original is None:
         raise InputError("how many tokens the original was pre-trained on is not known; give --tokens or --steps.")
-    request = Request(alpha, tokens, steps, original, None, batch, s.lr)
+    request = BudgetOptions(alpha, tokens, steps, original, None, batch, s.lr)
     total = make_budget(request, {}, (), batch).steps
     if total <= s.steps:
         raise InputError(f"the run has {s.steps} steps already; {total} would not extend it.")

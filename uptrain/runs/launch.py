@@ -13,27 +13,27 @@ from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, echo_line
 from model.common.errors import InputError
 from model.common.files import check_name
-from uptrain.budget.budget import Budget, Request, make_budget, make_schedule, repetition_warning
+from uptrain.budget.budget import Budget, BudgetOptions, make_budget, make_schedule, repetition_warning
 from uptrain.budget.identify import source_names
 from uptrain.data.run_data import beside, cache_of, seq_len_of
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, has_accelerator
-from uptrain.distributed.collectives import leave, main_first
-from uptrain.runs.checks import check_names, check_packing, check_teacher, check_tokenizer
+from uptrain.distributed.collectives import destroy_process_group, main_process_first
+from uptrain.runs.checks import check_exportable, check_packing, check_teacher, check_tokenizer
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
-from uptrain.runs.progress import Show, training_bar
+from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.run import refuse_existing, resume, start
 from uptrain.runs.settings import Settings, default_micro_batch
 from uptrain.training.losses import WITHOUT_TEACHER
-from uptrain.training.models import outline, parameter_names
+from uptrain.training.models import build_meta, parameter_names
 
 SHARES = 10
 """A run saves and evaluates this often unless told otherwise."""
 
 
 def launch_new(
-    request: Request,
+    request: BudgetOptions,
     *,
     model: Path | None,
     init: Path | None,
@@ -65,8 +65,8 @@ def launch_new(
 def check_models(model: Path | None, teacher: Path | None, seq_len: int) -> None:
     """Refuse models that could not be trained, or taught by, whatever the data; `model` None is one from nothing."""
     if model:
-        check_names(model, *parameter_names(model))
-    pair = [outline(folder) for folder in (model, teacher) if folder]
+        check_exportable(model, *parameter_names(model))
+    pair = [build_meta(folder) for folder in (model, teacher) if folder]
     for each in pair:
         check_packing(each, seq_len)
     if len(pair) == 2:
@@ -85,15 +85,15 @@ def launch_extended(
     """Make a longer run of one that is there, and go on with it."""
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
-    main_first(lambda: extend(run, out, total), out / RUN)
+    main_process_first(lambda: extend(run, out, total), out / RUN)
     launch_resumed(out, max_minutes)
 
 
-def _watch(steps: int, out: Path, work: Callable[[Show], str]) -> None:
+def _watch(steps: int, out: Path, work: Callable[[ProgressSink], str]) -> None:
     """Show a run while it goes on, and say how it ended."""
     with training_bar(steps) as show:
         status = work(show)
-    leave()
+    destroy_process_group()
     if PartialState().is_main_process:
         if status == "finished":
             echo(f"Finished {out}. Export it with: uptrain export {out} FOLDER")
@@ -129,7 +129,7 @@ def warnings_of(s: Settings) -> list[str]:
     return [warning for warning in found if warning]
 
 
-def _after(warnings: list[str], show: Show) -> Show:
+def _after(warnings: list[str], show: ProgressSink) -> ProgressSink:
     """Say what is to be said of a run once it has begun, and show it."""
 
     def warn_and_show(record: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ def _after(warnings: list[str], show: Show) -> Show:
 
 
 def make_settings(
-    request: Request,
+    request: BudgetOptions,
     folder: Path,
     *,
     is_new: bool,

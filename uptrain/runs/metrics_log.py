@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model.common import checks
-from model.common.console import finite
+from model.common.console import null_non_finite
 from model.common.errors import InputError
 from model.common.files import replace_file
 from model.common.read_files import check_regular
@@ -133,4 +133,4 @@ def _check(record: Record) -> None:
 
 
 def _line(record: Record) -> str:
-    return json.dumps(finite(record), allow_nan=False) + "\n"
+    return json.dumps(null_non_finite(record), allow_nan=False) + "\n"

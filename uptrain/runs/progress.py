@@ -10,11 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from model.common.console import console, echo
 
 _LINE_EVERY_SECONDS = 30.0
-Show = Callable[[dict[str, Any]], None]
+ProgressSink = Callable[[dict[str, Any]], None]
 
 
 @contextmanager
-def training_bar(steps: int) -> Iterator[Show]:
+def training_bar(steps: int) -> Iterator[ProgressSink]:
     """Yield a function that takes the records of `metrics.jsonl` as they are written."""
     screen = console(stderr=True)
     if not screen.is_terminal:

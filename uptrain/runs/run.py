@@ -22,25 +22,25 @@ import torch
 from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text, list_files
-from model.common.errors import Failure, InputError, LoneFailure
+from model.common.errors import InputError, RankError, RunError
 from model.common.files import copy_file, replace_file, sync_tree, write_file
 from model.common.staging import Staging, check_out
 from uptrain.budget.schedule import Schedule
-from uptrain.checkpoints.save_load import Checkpoints, Found, SaveError, load
+from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.data.run_data import find_data
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import is_lost_process, on_main
-from uptrain.distributed.fsdp import place_teacher, read_once, spread
-from uptrain.runs.checks import check_batch, check_names, check_packing, check_teacher, check_vocabulary
+from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
+from uptrain.runs.checks import check_batch, check_exportable, check_packing, check_teacher, check_vocabulary
 from uptrain.runs.fingerprints import check_same, identities
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.runs.metrics_log import Metrics
-from uptrain.runs.progress import Show
+from uptrain.runs.progress import ProgressSink
 from uptrain.runs.settings import Settings
 from uptrain.runs.signals import stop_request
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.loop import Halted, Progress, Training, train
+from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, train
 from uptrain.training.models import (
     block_names,
     compile_layers,
@@ -52,7 +52,7 @@ from uptrain.training.models import (
     random_student,
     recompute_activations,
 )
-from uptrain.training.module import STUDENT, Trainee, blocks, choose_trainable, has_finite_weights
+from uptrain.training.module import STUDENT, LossModule, blocks, choose_trainable, has_finite_weights
 from uptrain.training.optimizer import make_optimizer
 
 
@@ -60,7 +60,9 @@ def schedule_of(s: Settings) -> Schedule:
     return Schedule(s.schedule, s.lr, s.steps, s.warmup_steps, s.decay_fraction, s.original_steps)
 
 
-def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, deadline: float, show: Show) -> str:
+def start(
+    s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, deadline: float, show: ProgressSink
+) -> str:
     """Make the folder of a new run once everything given is open and fits, and train; return how it ended.
 
     `config_folder` has the config and tokenizer: the model's folder, or that of a model to be trained from nothing.
@@ -71,10 +73,10 @@ def start(s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, d
     training = build_first(s, config_folder, accelerator, out, deadline, show)
     on_main(accelerator, lambda: make_folder(s, budget, identities(s), config_folder, out))
     with _alone(accelerator, out):
-        return execute(out, s, training, Progress(), None)
+        return execute(out, s, training, RunState(), None)
 
 
-def resume(folder: Path, deadline: float, show: Show) -> str:
+def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
     """Train on from the newest whole checkpoint, with any number of processes; from the beginning if there is none."""
     run = Run.read(folder)
     s = find_data(run.settings, folder)
@@ -86,12 +88,12 @@ def resume(folder: Path, deadline: float, show: Show) -> str:
         on_main(accelerator, lambda: check_same(s, run.identities, with_model=found is None))
         if found is None:
             training = build_first(s, folder / MODEL, accelerator, folder, deadline, show)
-            return execute(folder, s, training, Progress(), None)
+            return execute(folder, s, training, RunState(), None)
         training = build(s, empty_student(folder / MODEL), accelerator, folder, deadline, show)
         load(found.folder, training.trainee, training.optimizer)
         if not has_finite_weights(training.trainee, accelerator):
             raise InputError(f"{found.folder} holds weights that are NaN or infinite; remove it to use an older one.")
-        progress = Progress(**{name: found.state[name] for name in vars(Progress())})
+        progress = RunState(**{name: found.state[name] for name in vars(RunState())})
         training.saved_step, training.rotation_is_due = progress.step, True
         return execute(folder, s, training, progress, found)
 
@@ -152,13 +154,13 @@ def _record_of(folder: Path) -> dict[str, Path]:
     return {path.name: path} if path.is_file() else {}
 
 
-def execute(folder: Path, s: Settings, training: Training, progress: Progress, found: Found | None) -> str:
+def execute(folder: Path, s: Settings, training: Training, progress: RunState, found: VerifiedCheckpoint | None) -> str:
     """Train a run from where `progress` stands; return its status as run_state.json then has it.
 
     Raises Halted as the loop does, and Failure if the last checkpoint could not be written.
     """
     accelerator = training.accelerator
-    training.checkpoints.sweep()
+    training.checkpoints.clean_up()
     if s.track:
         accelerator.init_trackers(folder.name, config={k: v for k, v in asdict(s).items() if k != "track"})
     if accelerator.is_main_process:
@@ -169,7 +171,12 @@ def execute(folder: Path, s: Settings, training: Training, progress: Progress, f
     except Exception as error:
         failure = _explain(error, folder, progress.step, accelerator)
         if accelerator.is_main_process:
-            _write_state(folder, "halted" if isinstance(error, Halted) else "failed", progress.step, str(failure))
+            _write_state(
+                folder,
+                "halted" if isinstance(error, NonFiniteGradientsError) else "failed",
+                progress.step,
+                str(failure),
+            )
         if failure is error:
             raise
         raise failure from error
@@ -189,31 +196,31 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     """
     hint = f"`uptrain resume {folder}` goes on from the newest checkpoint"
     if isinstance(error, SaveError):
-        return Failure(f"step {step}, where the run ends, could not be saved: {error}. Put that right, then {hint}.")
+        return RunError(f"step {step}, where the run ends, could not be saved: {error}. Put that right, then {hint}.")
     if is_lost_process(error):
         said = " ".join(str(error).split())
-        return Failure(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {said}")
+        return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {said}")
     if accelerator.num_processes > 1 and isinstance(error, (InputError, OSError)):
-        return LoneFailure(
+        return RankError(
             f"process {accelerator.process_index}, after step {step}: {error}. Put that right, then {hint}."
         )
     return error
 
 
 def build_first(
-    s: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: Show
+    s: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
 ) -> Training:
     """Build a training with the weights that a run begins with."""
-    student, weights = read_once(
+    student, weights = load_on_main(
         accelerator, lambda: first_student(s, config_folder), lambda: empty_student(config_folder)
     )
     training = build(s, student, accelerator, folder, deadline, show)
-    spread(accelerator, training.trainee, {STUDENT + name: tensor for name, tensor in weights.items()})
+    broadcast_weights(accelerator, training.trainee, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
 def build(
-    s: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path, deadline: float, show: Show
+    s: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
 ) -> Training:
     """Open data and teacher, and spread the models over the processes. Writes nothing into the run's folder.
 
@@ -234,12 +241,12 @@ def build(
     if s.teacher:
         path = Path(s.teacher)
         read, empty = (partial(make, path, s.precision) for make in (load_teacher, empty_teacher))
-        teacher, weights = read_once(accelerator, read, empty)
+        teacher, weights = load_on_main(accelerator, read, empty)
         check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], s.teacher)
         check_packing(teacher, cache.seq_len)
         place_teacher(accelerator, teacher, blocks(teacher))
-        spread(accelerator, teacher, weights)
-    trainee = Trainee(student, s.loss, teacher)
+        broadcast_weights(accelerator, teacher, weights)
+    trainee = LossModule(student, s.loss, teacher)
     optimizer = make_optimizer(s.optimizer, trainee, s.weight_decay)
     trainee, optimizer = accelerator.prepare(trainee, optimizer)
     return Training(
@@ -256,7 +263,7 @@ def first_student(s: Settings, config_folder: Path) -> LanguageModel:
     if not s.model:
         return random_student(config_folder, s.seed)
     model = Path(s.model)
-    check_names(model, *parameter_names(model))
+    check_exportable(model, *parameter_names(model))
     return load_student(model)
 
 
@@ -270,15 +277,15 @@ def check_same_data(data: str, sha256: str) -> None:
         )
 
 
-def _announce(training: Training, progress: Progress, found: Found | None) -> None:
+def _announce(training: Training, progress: RunState, found: VerifiedCheckpoint | None) -> None:
     """Write down that the run begins or goes on, and tell the world that signals are heeded from now on."""
     training.metrics.rewind(progress.step)
     event: dict[str, Any] = {"step": progress.step, "event": "resumed" if found else "started"}
     accelerator = training.accelerator
     event |= {"time": time.time(), "processes": accelerator.num_processes, "threads": torch.get_num_threads()}
     event["device"] = accelerator.device.type
-    if found and found.passed_over:
-        event["passed_over"] = list(found.passed_over)
+    if found and found.rejected:
+        event["passed_over"] = list(found.rejected)
     training.metrics.write(event)
     training.show(event)
 

@@ -23,7 +23,7 @@ _CHUNK_LOGITS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Measures:
+class EvalResult:
     """Means per target over a held-out text."""
 
     targets: int
@@ -40,7 +40,7 @@ class Measures:
         return math.exp(self.loss) if self.loss < LARGEST else math.inf
 
     @classmethod
-    def from_sums(cls, sums: Tensor, with_teacher: bool) -> "Measures":
+    def from_sums(cls, sums: Tensor, with_teacher: bool) -> "EvalResult":
         """Make means of what `measure_batch` returned, added up."""
         targets, loss, teacher_loss, kl, agreed = sums.tolist()
         means = (x / max(targets, 1) for x in (loss, teacher_loss, kl, agreed))

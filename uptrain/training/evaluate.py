@@ -15,14 +15,14 @@ from model.common.errors import InputError
 from uptrain.data.batch import Batch, micro_batches
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import has_accelerator, make_accelerator
-from uptrain.distributed.collectives import add_up, leave
+from uptrain.distributed.collectives import all_reduce_sum, destroy_process_group
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.runs.checks import check_packing, check_teacher, check_tokenizer, check_vocabulary
 from uptrain.runs.settings import default_micro_batch
-from uptrain.training.eval_metrics import Measures
+from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.losses import WITHOUT_TEACHER
 from uptrain.training.models import block_names, load_student, load_teacher
-from uptrain.training.module import Trainee
+from uptrain.training.module import LossModule
 
 
 class Stopped(Exception):
@@ -37,7 +37,7 @@ def evaluate(
     with_teacher: bool,
     should_stop: Callable[[], bool] = lambda: False,
     advance: Callable[[float], None] = lambda n: None,
-) -> Measures:
+) -> EvalResult:
     """Measure a prepared trainee on all windows of a cache. Raises Stopped on all processes once one should stop."""
     sums = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
     was_training = trainee.training
@@ -46,12 +46,12 @@ def evaluate(
         for batch in _batches(cache, micro_batch, accelerator):
             sums += trainee(batch.ids_BT, batch.labels_BT, batch.documents_BT, measure=True)
             stop = torch.tensor([float(should_stop())], device=accelerator.device)
-            if add_up(accelerator, stop).item():
+            if all_reduce_sum(accelerator, stop).item():
                 trainee.train(was_training)
                 raise Stopped
             advance(len(batch.ids_BT) * accelerator.num_processes)
     trainee.train(was_training)
-    return Measures.from_sums(add_up(accelerator, sums), with_teacher)
+    return EvalResult.from_sums(all_reduce_sum(accelerator, sums), with_teacher)
 
 
 def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterator[Batch]:
@@ -70,13 +70,13 @@ def evaluate_folder(model: Path, **options: Any) -> dict[str, Any]:
     Raises InputError where model, teacher and cache do not fit together, or nothing is to be predicted.
     """
     found = _evaluate_folder(model, **options)
-    leave()
+    destroy_process_group()
     return {**{k: v for k, v in asdict(found).items() if v is not None}, "perplexity": found.perplexity}
 
 
 def _evaluate_folder(
     model: Path, *, data: Path, teacher: Path | None, precision: str | None, micro_batch: int | None, quiet: bool
-) -> Measures:
+) -> EvalResult:
     cache = Cache.open(data)
     check_tokenizer(cache, data, model)
     precision = precision or ("bf16" if has_accelerator() else "fp32")
@@ -91,7 +91,7 @@ def _evaluate_folder(
         check_teacher(student.head_weight.shape[0], parent.head_weight.shape[0], str(teacher))
         check_packing(parent, cache.seq_len)
         parent.to(accelerator.device)
-    trainee = accelerator.prepare(Trainee(student, WITHOUT_TEACHER, parent))
+    trainee = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, parent))
     size = micro_batch or default_micro_batch(cache.seq_len)
     with console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:
         found = evaluate(trainee, cache, size, accelerator, parent is not None, advance=advance)

@@ -16,18 +16,18 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from model.common.errors import Failure
+from model.common.errors import RunError
 from uptrain.budget.schedule import Schedule, decay_start, learning_rate
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError
 from uptrain.data.batch import micro_batches
 from uptrain.data.order import windows_of_step
 from uptrain.data.token_cache import Cache, Integers
-from uptrain.distributed.collectives import add_up, gather
+from uptrain.distributed.collectives import all_reduce_sum, gather
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.runs.metrics_log import Metrics
 from uptrain.runs.signals import StopRequest
-from uptrain.training.eval_metrics import Measures
+from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.evaluate import Stopped, evaluate
 from uptrain.training.module import has_finite_weights
 
@@ -37,7 +37,7 @@ SPIKE_WINDOW = 128
 
 
 @dataclass
-class Progress:
+class RunState:
     """Where a run stands: all that a checkpoint holds beside tensors."""
 
     step: int = 0
@@ -81,11 +81,11 @@ class Training:
     """Whether older ones are there to be removed, once a gradient shows that the newest one's weights are good."""
 
 
-class Halted(Failure):
+class NonFiniteGradientsError(RunError):
     """Too many gradients were not finite, or weights are not."""
 
 
-def train(t: Training, progress: Progress) -> str:
+def train(t: Training, progress: RunState) -> str:
     """Train from where `progress` stands; return "finished", or why the run stopped before.
 
     Raises Halted when 3 gradients in 100 were not finite, with the state saved; with nothing saved when it was 3 in a
@@ -106,8 +106,8 @@ def train(t: Training, progress: Progress) -> str:
             group["lr"] = rate
         loss_sum = _backward(t, windows[share], n_targets)
         grad_norm = float(t.accelerator.clip_grad_norm_(t.trainee.parameters(), CLIP))
-        loss_sum, stop = _agree(t, loss_sum)
-        skip = _is_bad(t, progress, grad_norm)
+        loss_sum, stop = _reduce_step(t, loss_sum)
+        skip = _should_skip(t, progress, grad_norm)
         if np.isfinite(grad_norm):
             _rotate_if_due(t)
         if skip:
@@ -118,7 +118,7 @@ def train(t: Training, progress: Progress) -> str:
         progress.step, progress.tokens = step + 1, progress.tokens + _n_tokens(t.cache, windows)
         seconds = time.perf_counter() - started
         _record(t, progress, loss_sum / n_targets, rate, grad_norm, skip, windows, seconds)
-        _halt_if_hopeless(t, progress)
+        _halt_on_non_finite(t, progress)
         if stop:
             return _stop(t, progress, _reason(t))
         if progress.step % t.save_every == 0 or progress.step == decay_start(t.schedule):
@@ -148,15 +148,15 @@ def _backward(t: Training, windows: Integers, n_targets: int) -> float:
     return float(torch.stack(losses).double().sum())
 
 
-def _agree(t: Training, loss_sum: float) -> tuple[float, bool]:
+def _reduce_step(t: Training, loss_sum: float) -> tuple[float, bool]:
     """Return the loss of all processes, and whether any was asked to stop: the step's one message."""
     wants_stop = bool(t.stop_request.reason) or time.monotonic() >= t.deadline
     values = torch.tensor([loss_sum, float(wants_stop)], dtype=torch.float64, device=t.accelerator.device)
-    total, stops = add_up(t.accelerator, values).tolist()
+    total, stops = all_reduce_sum(t.accelerator, values).tolist()
     return total, stops > 0
 
 
-def _is_bad(t: Training, progress: Progress, grad_norm: float) -> bool:
+def _should_skip(t: Training, progress: RunState, grad_norm: float) -> bool:
     """Say whether to leave the update out. The norm is that of all processes' gradient, so that all say the same."""
     if not np.isfinite(grad_norm):
         progress.not_finite.append(progress.step + 1)
@@ -172,7 +172,7 @@ def _is_bad(t: Training, progress: Progress, grad_norm: float) -> bool:
 
 
 def _record(
-    t: Training, progress: Progress, loss: float, rate: float, grad_norm: float, skip: bool, windows: Integers, s: float
+    t: Training, progress: RunState, loss: float, rate: float, grad_norm: float, skip: bool, windows: Integers, s: float
 ) -> None:
     """Write the step down. `windows` is a checksum of their numbers: the ledger of what was trained on."""
     n_tokens = _n_tokens(t.cache, windows)
@@ -195,7 +195,7 @@ def _n_tokens(cache: Cache, windows: Integers) -> int:
     return int((np.minimum(begins + cache.seq_len, cache.manifest.n_tokens) - begins).sum())
 
 
-def _halt_if_hopeless(t: Training, progress: Progress) -> None:
+def _halt_on_non_finite(t: Training, progress: RunState) -> None:
     """Raise Halted if the last gradient was not finite, and that was not the first time or will not be the last."""
     if not _last_was_not_finite(progress):
         return
@@ -205,20 +205,24 @@ def _halt_if_hopeless(t: Training, progress: Progress) -> None:
         return
     text = f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))})"
     if recent[-HALT_COUNT] == progress.step - HALT_COUNT + 1:  # on other data each, but with the same weights
-        raise Halted(f"{text}; the weights are taken to be broken, and were not saved: {_last_good(t, progress)}")
+        raise NonFiniteGradientsError(
+            f"{text}; the weights are taken to be broken, and were not saved: {_last_good(t, progress)}"
+        )
     _save(t, progress)
-    raise Halted(f"{text}; halted with the last good weights saved. A lower --lr or cleaner data may help.")
+    raise NonFiniteGradientsError(
+        f"{text}; halted with the last good weights saved. A lower --lr or cleaner data may help."
+    )
 
 
-def _halt_if_weights_are_not_finite(t: Training, progress: Progress) -> None:
+def _halt_if_weights_are_not_finite(t: Training, progress: RunState) -> None:
     """Raise Halted if an update has broken the weights: no later gradient can be finite then."""
     if not has_finite_weights(t.trainee, t.accelerator):
-        raise Halted(
+        raise NonFiniteGradientsError(
             f"after step {progress.step}, weights are NaN or infinite, and were not saved: {_last_good(t, progress)}"
         )
 
 
-def _last_good(t: Training, progress: Progress) -> str:
+def _last_good(t: Training, progress: RunState) -> str:
     """Say which checkpoint to begin anew from, where the last update has broken the weights."""
     last_update = max(set(range(1, progress.step + 1)) - set(progress.skipped), default=0)
     if not last_update:
@@ -232,7 +236,7 @@ def _last_good(t: Training, progress: Progress) -> str:
     )
 
 
-def _last_was_not_finite(progress: Progress) -> bool:
+def _last_was_not_finite(progress: RunState) -> bool:
     return progress.not_finite[-1:] == [progress.step]
 
 
@@ -251,7 +255,7 @@ def _evaluate_if_due(t: Training, step: int) -> str | None:
     return None
 
 
-def _means(found: Measures) -> dict[str, float]:
+def _means(found: EvalResult) -> dict[str, float]:
     return {name: value for name, value in vars(found).items() if value is not None}
 
 
@@ -262,13 +266,13 @@ def _reason(t: Training) -> str:
     return "max-minutes" if time.monotonic() >= t.deadline else ""
 
 
-def _stop(t: Training, progress: Progress, reason: str) -> str:
+def _stop(t: Training, progress: RunState, reason: str) -> str:
     """Save, and return the reason of the first process that has one."""
     _save(t, progress)
     return next(filter(None, gather(t.accelerator, reason)))
 
 
-def _save(t: Training, progress: Progress) -> None:
+def _save(t: Training, progress: RunState) -> None:
     """Write a checkpoint unless this very step has one. Raises Halted, and writes none, if weights are not finite."""
     if t.saved_step != progress.step:
         _halt_if_weights_are_not_finite(t, progress)
@@ -284,7 +288,7 @@ def _rotate_if_due(t: Training) -> None:
     t.rotation_is_due = False
 
 
-def _try_to_save(t: Training, progress: Progress) -> None:
+def _try_to_save(t: Training, progress: RunState) -> None:
     """Write a checkpoint; if that fails, say so and train on."""
     try:
         _save(t, progress)

@@ -15,7 +15,7 @@ from model.decoder import attention, loading
 from model.decoder.config import NATIVE_FAMILIES, read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
-from model.decoder.transformers_model import ForeignModel, build_foreign, layer_class_names
+from model.decoder.transformers_model import TransformersModel, build_foreign, layer_class_names
 from uptrain.training.language_model import LanguageModel
 
 
@@ -56,19 +56,19 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
                 f"{folder}/config.json describes a model of {console.size(nbytes)}, for which there is no memory; "
                 "correct its sizes, or use a machine with more."
             ) from error
-    return ForeignModel(build_foreign(folder, dtype)).eval()
+    return TransformersModel(build_foreign(folder, dtype)).eval()
 
 
-def outline(folder: Path) -> LanguageModel:
+def build_meta(folder: Path) -> LanguageModel:
     """Return the model of a folder without memory: what can be known of it before it is read.
 
     Raises CheckpointError where the files of a native model do not hold its parameters.
     """
     with open_checkpoint(folder) as checkpoint:
         if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
-            return loading.outline(checkpoint)[0]
+            return loading.build_meta(checkpoint)[0]
     with torch.device("meta"):
-        return ForeignModel(build_foreign(folder, torch.float32))
+        return TransformersModel(build_foreign(folder, torch.float32))
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from model.common.errors import InputError
 from model.decoder.llama import LlamaForCausalLM
 from uptrain.data.batch import Batch
-from uptrain.distributed.collectives import add_up
+from uptrain.distributed.collectives import all_reduce_sum
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.losses import find_loss
 
@@ -19,7 +19,7 @@ STUDENT = "student."
 """What the names of the model's tensors begin with in a training checkpoint."""
 
 
-class Trainee(nn.Module):
+class LossModule(nn.Module):
     """Returns the loss summed over a batch's targets; with `measure`, what evaluation wants to know of it."""
 
     def __init__(self, student: LanguageModel, loss: str, teacher: LanguageModel | None) -> None:
@@ -55,12 +55,12 @@ def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:
     """Say whether no weight is NaN or infinite. Every process looks at what it has of a sharded model."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in map(torch.Tensor.detach, model.parameters())]
     n_broken = torch.stack([~part.isfinite().all() for part in local]).sum().double()
-    return not add_up(accelerator, n_broken.to(accelerator.device)).item()
+    return not all_reduce_sum(accelerator, n_broken.to(accelerator.device)).item()
 
 
 def blocks(student: LanguageModel) -> list[nn.Module]:
     """Return the layers, which are compiled, sharded and recomputed one by one."""
     if isinstance(student, LlamaForCausalLM):
         return list(student.model.layers)
-    names = set(getattr(student.theirs, "_no_split_modules", None) or ())
+    names = set(getattr(student.hf_model, "_no_split_modules", None) or ())
     return [module for module in student.modules() if type(module).__name__ in names]

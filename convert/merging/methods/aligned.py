@@ -29,7 +29,7 @@ def merge(moments: Moments) -> Maps:
 
 def alignment(moments: Moments) -> tuple[Real, Real]:
     """Return orthogonal maps for each key and each value head, which make the group's as alike as they can be."""
-    n, size, rotated = moments.n_keys, moments.head_dim, 2 * moments.n_planes
+    n, size, rotated = moments.n_keys, moments.head_dim, 2 * moments.n_rotary_pairs
     turns_KP = np.array([_turns(plane_KK) for plane_KK in key_planes(moments)], dtype=complex).reshape(-1, n).T
     keys_KDD = scaled_planes(turns_KP, size).reshape(size, n, size).transpose(1, 0, 2).copy()
     blocks_KDKD = moments.keys_FF.reshape(n, size, n, size)

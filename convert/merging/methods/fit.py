@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.merging.methods import pca
-from convert.merging.moments import Maps, Moments, selected
+from convert.merging.moments import Maps, Moments, head_selector
 from convert.merging.weights import Real
 
 Integers = NDArray[np.int64]
 
 ROUNDS = 8
-_PULL = 1e-4
+_RIDGE = 1e-4
 """How strongly, beside the data's own moments, a solution is held to the one before it."""
 
 
 def merge(moments: Moments) -> Maps:
     """Return how one group's keys are shared and its queries read them."""
-    return _solved(moments, _with_queries(moments, pca.merge(moments)))
+    return _alternate(moments, _with_queries(moments, pca.merge(moments)))
 
 
 def alternatives(moments: Moments, found: Maps, by_weights: Moments) -> tuple[Maps, Maps]:
@@ -35,7 +35,7 @@ def alternatives(moments: Moments, found: Maps, by_weights: Moments) -> tuple[Ma
     """
     keys_DF, queries_HDD = pca.share_keys(by_weights)
     start = _with_queries(moments, replace(found, keys_DF=keys_DF, queries_HDD=queries_HDD))
-    return start, _solved(moments, start)
+    return start, _alternate(moments, start)
 
 
 def _with_queries(moments: Moments, maps: Maps) -> Maps:
@@ -43,7 +43,7 @@ def _with_queries(moments: Moments, maps: Maps) -> Maps:
     return replace(maps, queries_HDD=_queries(moments, maps))
 
 
-def _solved(moments: Moments, maps: Maps) -> Maps:
+def _alternate(moments: Moments, maps: Maps) -> Maps:
     """Solve for keys and queries in turns."""
     for _ in range(ROUNDS):
         maps = replace(maps, keys_DF=_keys(moments, maps))
@@ -54,10 +54,10 @@ def _solved(moments: Moments, maps: Maps) -> Maps:
 def _queries(moments: Moments, maps: Maps) -> Real:
     """Return the best maps of the queries for the shared key."""
     shared_FD = moments.keys_FF @ maps.keys_DF.T
-    power_DD = _held(maps.keys_DF @ shared_FD)
+    power_DD = _with_ridge(maps.keys_DF @ shared_FD)
     found = []
     for head, before_DD in enumerate(maps.queries_HDD):
-        missing_DF = selected(moments, head) - before_DD.T @ maps.keys_DF
+        missing_DF = head_selector(moments, head) - before_DD.T @ maps.keys_DF
         found.append(before_DD + np.linalg.solve(power_DD, (missing_DF @ shared_FD).T))
     return np.stack(found)
 
@@ -67,7 +67,7 @@ def _keys(moments: Moments, maps: Maps) -> Real:
     rows_N2, columns_N2, signs_2N = _basis(moments)
     queried_HDD = maps.queries_HDD @ moments.queries_HDD
     metric_DD = (queried_HDD @ maps.queries_HDD.transpose(0, 2, 1)).sum(axis=0)
-    wanted_DF = sum(queried_DD @ selected(moments, h) for h, queried_DD in enumerate(queried_HDD))
+    wanted_DF = sum(queried_DD @ head_selector(moments, h) for h, queried_DD in enumerate(queried_HDD))
     slope_DF = (wanted_DF - metric_DD @ maps.keys_DF) @ moments.keys_FF
     slope_N, curvature_NN = np.zeros(len(rows_N2)), np.zeros((len(rows_N2), len(rows_N2)))
     for i in range(2):
@@ -76,7 +76,7 @@ def _keys(moments: Moments, maps: Maps) -> Real:
             products_NN = metric_DD[np.ix_(rows_N2[:, i], rows_N2[:, j])]
             products_NN = products_NN * moments.keys_FF[np.ix_(columns_N2[:, i], columns_N2[:, j])]
             curvature_NN += signs_2N[i][:, None] * signs_2N[j] * products_NN
-    step_N = np.linalg.solve(_held(curvature_NN), slope_N)
+    step_N = np.linalg.solve(_with_ridge(curvature_NN), slope_N)
     keys_DF = maps.keys_DF.copy()
     for i in range(2):
         np.add.at(keys_DF, (rows_N2[:, i], columns_N2[:, i]), signs_2N[i] * step_N)
@@ -88,11 +88,11 @@ def _basis(moments: Moments) -> tuple[Integers, Integers, Real]:
 
     The first half of the numbers are real parts, of all planes of all keys; the second half imaginary parts.
     """
-    n_planes, size, n = moments.n_planes, moments.head_dim, moments.n_keys
-    real = np.tile(np.arange(n_planes), n)
-    column = real + np.repeat(np.arange(n) * size, n_planes)
-    rows = np.stack([real, real + n_planes], axis=1)
-    columns = np.stack([column, column + n_planes], axis=1)
+    n_rotary_pairs, size, n = moments.n_rotary_pairs, moments.head_dim, moments.n_keys
+    real = np.tile(np.arange(n_rotary_pairs), n)
+    column = real + np.repeat(np.arange(n) * size, n_rotary_pairs)
+    rows = np.stack([real, real + n_rotary_pairs], axis=1)
+    columns = np.stack([column, column + n_rotary_pairs], axis=1)
     ones = np.ones(len(real))
     return (
         np.concatenate([rows, rows]),
@@ -101,7 +101,7 @@ def _basis(moments: Moments) -> tuple[Integers, Integers, Real]:
     )
 
 
-def _held(matrix: Real) -> Real:
-    pull = _PULL * np.trace(matrix) / len(matrix) or 1.0
+def _with_ridge(matrix: Real) -> Real:
+    pull = _RIDGE * np.trace(matrix) / len(matrix) or 1.0
     held: Real = matrix + pull * np.eye(len(matrix))
     return held

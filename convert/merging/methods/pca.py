@@ -27,9 +27,9 @@ def merge(moments: Moments) -> Maps:
 
 def share_keys(moments: Moments) -> tuple[Real, Real]:
     """Return the map [D, F] of all keys to the shared one, and the maps [H, D, D] of the queries that read it."""
-    n_planes, size, per_key = moments.n_planes, moments.head_dim, len(moments.queries_HDD) // moments.n_keys
+    n_rotary_pairs, size, per_key = moments.n_rotary_pairs, moments.head_dim, len(moments.queries_HDD) // moments.n_keys
     power_HD = np.diagonal(moments.queries_HDD, axis1=1, axis2=2)
-    power_HP = power_HD[:, :n_planes] + power_HD[:, n_planes : 2 * n_planes]
+    power_HP = power_HD[:, :n_rotary_pairs] + power_HD[:, n_rotary_pairs : 2 * n_rotary_pairs]
     weights_KP = np.sqrt(power_HP.reshape(moments.n_keys, per_key, -1).sum(axis=1))
     mix_KP, factors_KP = _first_components(key_planes(moments), weights_KP)
     keys_DF = scaled_planes(mix_KP, size)
@@ -42,8 +42,8 @@ def share_keys(moments: Moments) -> tuple[Real, Real]:
 
 def _share_still(moments: Moments, keys_DF: Real, queries_HDD: Real) -> None:
     """Fill in the dimensions that do not rotate, whose keys are free to be mapped as values are."""
-    size, still = moments.head_dim, slice(2 * moments.n_planes, moments.head_dim)
-    n_still = size - 2 * moments.n_planes
+    size, still = moments.head_dim, slice(2 * moments.n_rotary_pairs, moments.head_dim)
+    n_still = size - 2 * moments.n_rotary_pairs
     if n_still == 0:
         return
     columns = np.concatenate([np.arange(size)[still] + k * size for k in range(moments.n_keys)])

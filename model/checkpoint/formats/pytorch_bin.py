@@ -23,8 +23,8 @@ class BinFolder(Checkpoint):
         self.config_text, self.config = hf_folder.read_config(path)
         names, table = weight_file_names(path, PYTORCH)
         self.weight_files = tuple(path / name for name in names)
-        self.side_files, left_out = hf_folder.list_files(path)
-        self.left_out = tuple(name for name in left_out if name not in (*names, PYTORCH.index))
+        self.side_files, skipped_files = hf_folder.list_files(path)
+        self.skipped_files = tuple(name for name in skipped_files if name not in (*names, PYTORCH.index))
         files = {file.name: read_tensors(file) for file in self.weight_files}
         check_index(path / PYTORCH.index, files, table)
         self._stored = {name: stored for tensors in files.values() for name, stored in tensors.items()}

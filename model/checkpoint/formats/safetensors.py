@@ -97,8 +97,8 @@ class SafetensorsFolder(Checkpoint):
         self.config_text, self.config = hf_folder.read_config(path)
         names, table = weight_file_names(path, SAFETENSORS)
         self.weight_files = tuple(path / name for name in names)
-        self.side_files, left_out = hf_folder.list_files(path)
-        self.left_out = tuple(name for name in left_out if name not in (*names, SAFETENSORS.index))
+        self.side_files, skipped_files = hf_folder.list_files(path)
+        self.skipped_files = tuple(name for name in skipped_files if name not in (*names, SAFETENSORS.index))
         headers = {file.name: read_header(file) for file in self.weight_files}
         check_index(path / SAFETENSORS.index, {file: header.tensors for file, header in headers.items()}, table)
         self.shards = tuple(Shard(name, tuple(h.tensors), h.metadata) for name, h in headers.items())

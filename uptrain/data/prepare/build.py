@@ -7,7 +7,7 @@ from model.common import console
 from model.common.errors import InputError
 from model.common.staging import Staging
 from uptrain.data.prepare import journal
-from uptrain.data.prepare.quotas import Lane, Share
+from uptrain.data.prepare.quotas import MachineShard, SourceQuota
 from uptrain.data.prepare.tokenise import stop_message
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 from uptrain.data.prepare.workers import Pool, do_unit
@@ -19,11 +19,11 @@ SKIPPED_RECORDS = 100_000
 
 
 @dataclass
-class Build:
+class TokenizeJob:
     """A build under way."""
 
-    lanes: list[Lane]
-    share: Share
+    lanes: list[SourceQuota]
+    share: MachineShard
     staging: Staging
     pool: Pool
     skip_bad: bool

@@ -10,7 +10,7 @@ import numpy as np
 
 from model.common.errors import InputError
 from model.common.staging import Staging
-from uptrain.data.prepare.quotas import Share
+from uptrain.data.prepare.quotas import MachineShard
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 
@@ -34,7 +34,7 @@ def open_staging(out: Path, fingerprint: str) -> Iterator[Staging]:
             raise OSError(f"{error}; what {kept} same command goes on from there.") from error
 
 
-def target(out: Path, share: Share | None) -> Path:
+def target(out: Path, share: MachineShard | None) -> Path:
     """Return the path beside which to build: OUT, or another for a machine's share of it."""
     return out if share is None else out.with_name(f"{out.name}.shard-{share.number}-of-{share.of}")
 

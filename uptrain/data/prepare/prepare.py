@@ -14,9 +14,9 @@ from typing import Any
 from model.common.errors import InputError
 from model.common.staging import check_out
 from uptrain.data.prepare import journal
-from uptrain.data.prepare.build import Build
+from uptrain.data.prepare.build import TokenizeJob
 from uptrain.data.prepare.publish import INPUTS, Kind, publish
-from uptrain.data.prepare.quotas import Lane, Records, Share, make_lanes
+from uptrain.data.prepare.quotas import MachineShard, Records, SourceQuota, make_lanes
 from uptrain.data.prepare.sources import Source, find_sources
 from uptrain.data.prepare.tokenise import Job
 from uptrain.data.prepare.tokenizer import load_tokenizer, tokenizer_sha256
@@ -30,7 +30,7 @@ UINT16_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Request:
+class PrepareOptions:
     """What is asked for."""
 
     data: tuple[str, ...]
@@ -45,7 +45,7 @@ class Request:
     text_column: str = "text"
     skip_bad: bool = False
     workers: int = 1
-    share: Share | None = None
+    share: MachineShard | None = None
     """Do only this part of the work, which a later request without it joins."""
 
 
@@ -53,14 +53,14 @@ class Request:
 class _Plan:
     sources: list[Source]
     units: list[Unit]
-    lanes: list[Lane]
+    lanes: list[SourceQuota]
     fingerprint: str
     """Of all that the content of a unit depends on, but for its source."""
     inputs: str
     """Of all that the cache depends on."""
 
 
-def prepare(request: Request, quiet: bool = True) -> dict[str, Any]:
+def prepare(request: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     """Make the token cache `request.out`, or with `request.share` a part of it; return what it holds.
 
     Raises InputError for what the user can put right, and OSError if reading or writing fails midway. What is finished
@@ -83,7 +83,7 @@ def prepare(request: Request, quiet: bool = True) -> dict[str, Any]:
             if request.share is None:
                 joined.enter_context(journal.joined(staging, plan.units, kind.dtype, plan.fingerprint))
             records = journal.load_records(staging, plan.units, kind.dtype)
-            build = Build(plan.lanes, request.share or Share(), staging, pool, request.skip_bad, records)
+            build = TokenizeJob(plan.lanes, request.share or MachineShard(), staging, pool, request.skip_bad, records)
             build.run(quiet)
             if request.share is not None:
                 return _summary_of_share(request.share, plan.units, records)
@@ -107,7 +107,7 @@ def _summary(out: Path, manifest: Manifest, plan: _Plan, complete: bool) -> dict
     }
 
 
-def _summary_of_share(share: Share, units: list[Unit], records: Records) -> dict[str, Any]:
+def _summary_of_share(share: MachineShard, units: list[Unit], records: Records) -> dict[str, Any]:
     own = [records[unit.number] for unit in units if share.has(unit) and unit.number in records]
     return {
         "share": f"{share.number}/{share.of}",
@@ -117,7 +117,7 @@ def _summary_of_share(share: Share, units: list[Unit], records: Records) -> dict
     }
 
 
-def _make_plan(request: Request) -> _Plan:
+def _make_plan(request: PrepareOptions) -> _Plan:
     if (request.tokenizer is None) == (request.vocab_size is None):
         raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
     tokenizer = tokenizer_sha256(request.tokenizer) if request.tokenizer else request.vocab_size

@@ -12,8 +12,8 @@ import numpy as np
 from model.common import console
 from model.common.files import sync_file, write_file
 from model.common.staging import Staging
-from uptrain.data.prepare.build import Build, check_bad
-from uptrain.data.prepare.quotas import Records, settle
+from uptrain.data.prepare.build import TokenizeJob, check_bad
+from uptrain.data.prepare.quotas import Records, finalise_quotas
 from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged, file_identity
@@ -39,11 +39,11 @@ Taken = list[tuple[Unit, int]]
 
 
 def publish(
-    build: Build, sources: list[Source], n_tokens: int | None, kind: Kind, inputs: str, quiet: bool
+    build: TokenizeJob, sources: list[Source], n_tokens: int | None, kind: Kind, inputs: str, quiet: bool
 ) -> Manifest:
     """Make the staging folder the cache. Raises InputError if it has too few tokens, or a source changed meanwhile."""
     records, staging = build.records, build.staging
-    taken = [pair for lane in settle(build.lanes, n_tokens, records) for pair in lane.taken(records)]
+    taken = [pair for lane in finalise_quotas(build.lanes, n_tokens, records) for pair in lane.taken(records)]
     check_bad((records[unit.number] for unit, _ in taken), build.skip_bad, at_end=True)
     checksums = _checksums(taken, staging, build.pool, quiet)
     for unit, _ in taken:

@@ -17,7 +17,7 @@ Records = Mapping[int, UnitRecord]
 
 
 @dataclass(frozen=True)
-class Share:
+class MachineShard:
     """Which part of the work this machine does: every n-th unit."""
 
     number: int = 1
@@ -28,7 +28,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Lane:
+class SourceQuota:
     """Units whose first `quota` tokens are wanted, or all of them if that is None."""
 
     name: str
@@ -40,7 +40,7 @@ class Lane:
     def found(self, records: Records) -> int:
         return sum(records[unit.number].n_tokens for unit in self.units if unit.number in records)
 
-    def is_filled(self, records: Records, share: Share) -> bool:
+    def is_filled(self, records: Records, share: MachineShard) -> bool:
         """Whether the units that are finished without a gap bring the quota.
 
         Units that other machines work on are taken to have as many tokens a byte as those that are finished here.
@@ -76,15 +76,15 @@ class Lane:
             yield unit, n
 
 
-def make_lanes(sources: list[Source], units: list[Unit], n_tokens: int | None) -> list[Lane]:
-    """Return the lanes in order. A mixture of all there is has no quotas yet: see `settle`."""
+def make_lanes(sources: list[Source], units: list[Unit], n_tokens: int | None) -> list[SourceQuota]:
+    """Return the lanes in order. A mixture of all there is has no quotas yet: see `finalise_quotas`."""
     weights = [source.weight for source in sources if source.weight is not None]
     if not weights:
-        return [Lane("the sources", units, n_tokens, Fraction(1))]
+        return [SourceQuota("the sources", units, n_tokens, Fraction(1))]
     parts = [weight / sum(weights) for weight in weights]
     quotas = [None] * len(parts) if n_tokens is None else divide(n_tokens, parts)
     return [
-        Lane(f"--data {source.name}", [unit for unit in units if unit.source == i], quotas[i], parts[i])
+        SourceQuota(f"--data {source.name}", [unit for unit in units if unit.source == i], quotas[i], parts[i])
         for i, source in enumerate(sources)
     ]
 
@@ -99,7 +99,7 @@ def divide(n: int, parts: list[Fraction]) -> list[int]:
     return whole
 
 
-def settle(lanes: list[Lane], n_tokens: int | None, records: Records) -> list[Lane]:
+def finalise_quotas(lanes: list[SourceQuota], n_tokens: int | None, records: Records) -> list[SourceQuota]:
     """Return the lanes with their final quotas, once all needed units are finished.
 
     Without a number of tokens a mixture is the largest one that every source has enough for. Raises InputError where a
@@ -114,12 +114,12 @@ def settle(lanes: list[Lane], n_tokens: int | None, records: Records) -> list[La
     return lanes
 
 
-def _largest(lane: Lane, records: Records) -> int:
+def _largest(lane: SourceQuota, records: Records) -> int:
     """Return the largest number of tokens in all of which this lane has enough for its part."""
     return math.floor(lane.found(records) / lane.weight)
 
 
-def _check_enough(lane: Lane, n_tokens: int | None, records: Records) -> None:
+def _check_enough(lane: SourceQuota, n_tokens: int | None, records: Records) -> None:
     found = lane.found(records)
     if found == 0:
         raise InputError(f"{lane.name}: no tokens in it; every record was dropped, or there were none.")

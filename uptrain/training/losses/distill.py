@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.chunked_loss import ChunkLogits, chunked_loss, tokens_of_a_chunk
+from model.decoder.chunked_loss import ChunkLogits, chunk_size, chunked_loss
 from model.decoder.cross_entropy import IGNORED
-from model.decoder.transformers_model import ForeignModel
+from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
 from uptrain.training.language_model import LanguageModel
 
@@ -22,7 +22,7 @@ def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch
     """Return Σ KL(teacher ‖ student) over the targets, in nats."""
     assert teacher is not None
     counts_N = batch.labels_BT[:, 1:].flatten() != IGNORED
-    if isinstance(student, ForeignModel) or isinstance(teacher, ForeignModel):
+    if isinstance(student, TransformersModel) or isinstance(teacher, TransformersModel):
         return whole_kl(whole_logits(student, batch), teacher, batch, counts_N)
     with torch.no_grad():
         teacher_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
@@ -37,7 +37,7 @@ def chunked_kl(
 
     p = softmax(hidden · weightᵀ). Gradients flow to the student only.
     """
-    taught = ChunkLogits(teacher_NM, teacher_weight_VM, tokens_of_a_chunk(student_NM, weight_VM))
+    taught = ChunkLogits(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
     return chunked_loss(student_NM, weight_VM, counts_N, lambda chunk, logits: _rule(taught.of(chunk), logits))
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoder.cross_entropy import IGNORED, chunked_cross_entropy
-from model.decoder.transformers_model import ForeignModel
+from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.losses.distill import chunked_kl, whole_kl, whole_logits
@@ -15,7 +15,7 @@ def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch
     """Return Σ (−log p(next token) + KL(teacher ‖ student)) / 2, in nats. The student runs once for both."""
     assert teacher is not None
     targets_N = batch.labels_BT[:, 1:].flatten()
-    if isinstance(student, ForeignModel) or isinstance(teacher, ForeignModel):
+    if isinstance(student, TransformersModel) or isinstance(teacher, TransformersModel):
         logits_NV = whole_logits(student, batch)
         next_token = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
         return (next_token + whole_kl(logits_NV, teacher, batch, targets_N != IGNORED)) / 2

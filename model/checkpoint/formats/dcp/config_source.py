@@ -13,7 +13,7 @@ from model.common.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Home:
+class ConfigSource:
     """Where the model's other files are, its config, and what to tell of it."""
 
     folder: Path
@@ -22,7 +22,7 @@ class Home:
     notes: tuple[str, ...] = ()
 
 
-def find_home(path: Path, naming: Naming | None, tensors: Iterable[Tensor]) -> Home:
+def find_home(path: Path, naming: Naming | None, tensors: Iterable[Tensor]) -> ConfigSource:
     """Return the nearest folder with config.json: the checkpoint's, the one above, or RUN/model of our own runs.
 
     OLMo-core's own config.json is read where there is no Hugging Face one. Raises CheckpointError if there is neither.
@@ -32,13 +32,13 @@ def find_home(path: Path, naming: Naming | None, tensors: Iterable[Tensor]) -> H
     own = []
     for place in places:
         if (place / "config.json").is_file():
-            home = Home(place, *hf_folder.read_config(place))
+            home = ConfigSource(place, *hf_folder.read_config(place))
             if not is_olmo_core(home.config):
                 return home
             own.append(home)
     if own and naming and naming.writes_config:
         config, notes = olmo2_config(own[0].folder / "config.json", own[0].config, tensors)
-        return Home(own[0].folder, hf_folder.json_text(config), config, notes)
+        return ConfigSource(own[0].folder, hf_folder.json_text(config), config, notes)
     kind = f"is {naming.title}'s" if naming else "is a torch.distributed.checkpoint"
     which = f" (Hugging Face's, of model_type {' or '.join(naming.model_types)})" if naming else ""
     raise CheckpointError(

@@ -29,7 +29,7 @@ class DistributedFolder(Checkpoint):
 
     format = "dcp"
     reader_bytes = TORCH_BYTES
-    is_sharded_by_user = False
+    keep_source_shards = False
 
     def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:
         """Open a folder. Of `prefixes` the first that there is ends before the model's own names; else it is found."""
@@ -49,8 +49,10 @@ class DistributedFolder(Checkpoint):
         self.tensors = {name: Tensor(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
         self.tensors = without_tied_head(self)
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
-        self.side_files, left_out = hf_folder.list_files(self._home, deep=self._home not in path.absolute().parents)
-        self.left_out = tuple(name for name in left_out if name not in (FILE, *names))
+        self.side_files, skipped_files = hf_folder.list_files(
+            self._home, deep=self._home not in path.absolute().parents
+        )
+        self.skipped_files = tuple(name for name in skipped_files if name not in (FILE, *names))
 
     @property
     def home(self) -> Path:

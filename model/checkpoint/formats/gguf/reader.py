@@ -57,7 +57,7 @@ class GGUFFile(Checkpoint):
     """One `.gguf` file of architecture `llama`."""
 
     format = "gguf"
-    is_sharded_by_user = False
+    keep_source_shards = False
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -29,7 +29,7 @@ class MetaFolder(Checkpoint):
 
     format = "meta"
     reader_bytes = TORCH_BYTES
-    is_sharded_by_user = False
+    keep_source_shards = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,11 +44,11 @@ class MetaFolder(Checkpoint):
         special_tokens = self._params.special_tokens(vocab_size)
         self.config = self._build_config(vocab_size, context_length) | special_tokens
         self.config_text = json_text(self.config)
-        self.side_files, left_out = list_files(path)
+        self.side_files, skipped_files = list_files(path)
         generation = json_text({"_from_model_config": True, **special_tokens})
         self.side_files.setdefault("generation_config.json", generation)
-        unread = [name for name in left_out if name not in (*(file.name for file in self.weight_files), PARAMS)]
-        self.left_out = (*unread, *(["config.json"] if (path / "config.json").exists() else []))
+        unread = [name for name in skipped_files if name not in (*(file.name for file in self.weight_files), PARAMS)]
+        self.skipped_files = (*unread, *(["config.json"] if (path / "config.json").exists() else []))
         self.notes = (*([note] if note else []), *self._find_tokenizer())
 
     def span(self, name: str) -> Span | None:

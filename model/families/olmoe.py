@@ -1,6 +1,0 @@
-"""OLMoE: as OLMo 2, with experts, which are copied."""
-
-from model.families.family import Family, HeadNorms
-
-NORMS = HeadNorms("q_norm", "k_norm", "flat")
-FAMILY = Family("olmoe", absent_n_kv_heads="n_heads", head_norms=NORMS)

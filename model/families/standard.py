@@ -1,0 +1,173 @@
+"""Families that differ from Llama in names, sizes and norms alone: one entry each.
+
+A family with a layout of its own has a file of its own.
+"""
+
+from model.families.family import Family, HeadNorms
+
+SHARED_NORMS = ("q_norm.weight", "k_norm.weight")
+"""A norm of queries and one of keys, each shared by all heads."""
+FLAT_NORMS = HeadNorms("q_norm", "k_norm", "flat")
+"""Norms over all heads together."""
+
+STANDARD = (
+    # Apertus: Qwen 3's layout, with another activation.
+    Family("apertus", default_n_kv_heads="n_heads", not_per_head=SHARED_NORMS),
+    # Arcee (AFM): Llama's layout, with another activation.
+    Family("arcee", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    # Command R and Aya: optionally a norm for each head of queries and keys, all in one matrix.
+    Family("cohere", default_n_kv_heads="n_heads", head_norms=HeadNorms("q_norm", "k_norm", "matrix")),
+    # Command R7B, Command A and newer Aya: Llama's layout; windows have no weights.
+    Family(
+        "cohere2",
+        default_n_kv_heads="n_heads",
+        default_sizes={"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 40},
+    ),
+    # dots.llm1: Qwen 3's layout, with experts, which are copied.
+    Family("dots1", default_n_kv_heads=32, not_per_head=SHARED_NORMS),
+    # ERNIE 4.5, the dense ones: Llama's layout.
+    Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128),
+    # EXAONE 4: Qwen 3's layout; windows have no weights.
+    Family("exaone4", default_n_kv_heads=32, null_n_kv_heads="refused", not_per_head=SHARED_NORMS),
+    # FlexOlmo: as OLMo 2, with experts, which are copied.
+    Family("flex_olmo", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    # Gemma and CodeGemma: Llama's layout with a head size of its own.
+    Family(
+        "gemma",
+        default_n_kv_heads=16,
+        null_n_kv_heads="refused",
+        default_head_dim=256,
+        default_sizes={"hidden_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28},
+        rotary_fraction=1.0,
+    ),
+    # Gemma 2: as Gemma; windows and caps on logits have no weights.
+    Family(
+        "gemma2",
+        default_n_kv_heads=4,
+        null_n_kv_heads="refused",
+        default_head_dim=256,
+        default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
+        rotary_fraction=1.0,
+    ),
+    # Gemma 3 1B, and the language model of the other_towers: Gemma's layout, and norms that all heads share.
+    Family(
+        "gemma3_text",
+        default_n_kv_heads=4,
+        null_n_kv_heads="refused",
+        default_head_dim=256,
+        not_per_head=SHARED_NORMS,
+        default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
+    ),
+    # GLM-4 9B and GLM-Edge in transformers' own format: Llama's layout with q, k and v biases.
+    Family("glm", default_n_kv_heads=2, null_n_kv_heads="refused", default_head_dim=128),
+    # GLM-4-0414: as GLM.
+    Family("glm4", default_n_kv_heads=2, null_n_kv_heads="refused", default_head_dim=128),
+    # gpt-oss: Llama's layout with biases, and a sink for each query head, which stays.
+    Family("gpt_oss", default_n_kv_heads=8, null_n_kv_heads="refused", default_head_dim=64, not_per_head=("sinks",)),
+    # Granite: Llama's layout; its multipliers are in the config.
+    Family("granite", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    # Granite 3 with experts, and PowerMoE: Llama's layout; the experts are copied.
+    Family("granitemoe", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    # Helium: Llama's layout.
+    Family("helium", default_n_kv_heads=20, null_n_kv_heads="refused", default_head_dim=128),
+    # Hunyuan, the dense ones: Llama's layout and norms that all heads share.
+    Family(
+        "hunyuan_v1_dense",
+        default_n_kv_heads="n_heads",
+        not_per_head=("query_layernorm.weight", "key_layernorm.weight"),
+    ),
+    # Jais 2: Llama's layout with biases everywhere.
+    Family("jais2", default_n_kv_heads="n_heads"),
+    # Llama 1 to 3, Vicuna, CodeLlama, OpenLLaMA, SmolLM, and everything else that says `"model_type": "llama"`.
+    Family(
+        "llama",
+        default_n_kv_heads="n_heads",
+        default_sizes={
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "max_position_embeddings": 2048,
+        },
+        rotary_fraction=1.0,
+    ),
+    # Ministral 3, its language model: Mistral's layout.
+    Family(
+        "ministral3",
+        default_n_kv_heads=8,
+        null_n_kv_heads="refused",
+        default_head_dim=128,
+        default_sizes={"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 34},
+        rotary_fraction=1.0,
+    ),
+    # Mistral 7B and its relatives: Llama's layout.
+    Family(
+        "mistral",
+        default_n_kv_heads=8,
+        null_n_kv_heads="refused",
+        default_sizes={
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "max_position_embeddings": 131072,
+        },
+        rotary_fraction=1.0,
+    ),
+    # Mixtral: Mistral's attention; the experts are copied.
+    Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused", rotary_fraction=1.0),
+    # nanochat: Llama's layout; its norms have no weights.
+    Family("nanochat", default_n_kv_heads="n_heads"),
+    # Nemotron 3 and 4, Minitron: Llama's layout; the class stops where the number of K/V heads is missing.
+    Family("nemotron", default_n_kv_heads="refused", null_n_kv_heads="refused", rotary_fraction=0.5),
+    # OLMo: Llama's layout, norms without weights; `clip_qkv` cuts off what the merged heads give, as before.
+    Family("olmo", default_n_kv_heads="n_heads"),
+    # OLMo 2: queries and keys are normalised over all heads together.
+    Family("olmo2", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    # OLMo 3: as OLMo 2, with sliding windows.
+    Family("olmo3", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    # OLMoE: as OLMo 2, with experts, which are copied.
+    Family("olmoe", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.
+    Family(
+        "phi",
+        default_n_kv_heads="n_heads",
+        output="dense",
+        not_per_head=tuple(f"{name}_layernorm.{kind}" for name in "qk" for kind in ("weight", "bias")),
+        rotary_fraction=0.5,
+    ),
+    # Phi 3: queries, keys and values in one projection.
+    Family("phi3", default_n_kv_heads="n_heads", fused="qkv_proj"),
+    # Phi 3.5 MoE: Mixtral's layout; the experts are copied.
+    Family("phimoe", default_n_kv_heads=8, null_n_kv_heads="refused"),
+    # Qwen 1.5 and 2: Llama's layout with q, k and v biases.
+    Family(
+        "qwen2",
+        default_n_kv_heads=32,
+        default_sizes={
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "max_position_embeddings": 32768,
+        },
+        rotary_fraction=1.0,
+    ),
+    # Qwen 1.5 MoE and Qwen 2 MoE: Qwen 2's attention; the experts are copied.
+    Family("qwen2_moe", default_n_kv_heads=16, null_n_kv_heads="refused", rotary_fraction=1.0),
+    # Qwen 3: one norm for the queries and one for the keys, each shared by all heads.
+    Family("qwen3", default_n_kv_heads=32, default_head_dim=128, not_per_head=SHARED_NORMS),
+    # Qwen 3 with experts, which are copied: as Qwen 3.
+    Family("qwen3_moe", default_n_kv_heads=4, null_n_kv_heads="refused", not_per_head=SHARED_NORMS),
+    # Seed-OSS: Llama's layout with q, k and v biases.
+    Family("seed_oss", default_n_kv_heads=8, default_head_dim=128, rotary_fraction=1.0),
+    # SmolLM3: Llama's layout; some layers have no rotary embedding.
+    Family("smollm3", default_n_kv_heads=4, rotary_fraction=1.0, no_rope_every=4),
+    # StableLM 3B and 2: optional biases, and optionally a norm for each head of queries and keys.
+    Family(
+        "stablelm",
+        default_n_kv_heads=32,
+        null_n_kv_heads="refused",
+        head_norms=HeadNorms("q_layernorm", "k_layernorm", "list"),
+        rotary_fraction=0.25,
+    ),
+    # StarCoder 2: Llama's layout with biases everywhere.
+    Family("starcoder2", default_n_kv_heads=2, null_n_kv_heads="refused", rotary_fraction=1.0),
+)
