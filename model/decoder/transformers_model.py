@@ -27,18 +27,18 @@ class TransformersModel(nn.Module):
 
     def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
-        self.hf_model = hf_model
+        self.theirs = hf_model  # the prefix of tensor names in training checkpoints
 
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` does as they do."""
-        weight = self.hf_model.get_output_embeddings().weight  # type: ignore[operator]
+        weight = self.theirs.get_output_embeddings().weight  # type: ignore[operator]
         assert isinstance(weight, Tensor)
         return weight
 
     def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the hidden states that the head reads, [B, T, M]."""
-        body = self.hf_model.base_model
+        body = self.theirs.base_model
         hidden_BTM: Tensor = body(ids_BT, use_cache=False, **self._packing(documents_BT)).last_hidden_state  # type: ignore[operator]
         return hidden_BTM
 
@@ -46,7 +46,7 @@ class TransformersModel(nn.Module):
         self, ids_BT: Tensor, labels_BT: Tensor | None = None, documents_BT: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits, or the sum of losses and their number: see `model.decoder.llama.LlamaForCausalLM.forward`."""
-        logits_BTV: Tensor = self.hf_model(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
+        logits_BTV: Tensor = self.theirs(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
         if labels_BT is None:
             return logits_BTV
         targets_BT = labels_BT[:, 1:]
@@ -64,7 +64,7 @@ class TransformersModel(nn.Module):
         where scores depend on distance (ALiBi). Nor can they where transformers chooses the rotary frequencies of all
         documents by the longest.
         """
-        config: Any = self.hf_model.config
+        config: Any = self.theirs.config
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
         if slides and (window is None or seq_len > window):
@@ -243,14 +243,14 @@ def _refusing(folder: Path) -> Iterator[None]:
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """Keep transformers from reporting in many lines what we report in one, and from bars of its own."""
-    from transformers.utils import logging as hf_model
+    from transformers.utils import logging as transformers_logging
 
-    verbosity, had_bars = hf_model.get_verbosity(), hf_model.is_progress_bar_enabled()
-    hf_model.set_verbosity(logging.ERROR)
-    hf_model.disable_progress_bar()  # type: ignore[no-untyped-call]
+    verbosity, had_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        hf_model.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
         if had_bars:
-            hf_model.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

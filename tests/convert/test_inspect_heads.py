@@ -83,7 +83,7 @@ def test_table(convert, source, monkeypatch):
     lost = by_groups(heads["layers"][1])[2]
     for words in (
         "GQA-4: %", "GQA-2: %", "MQA: %", f"{100 * lost['k']:.1f}, {100 * lost['v']:.1f}", "no text was run",
-        f"Layers that lose most: {heads['worst_layers'][0]}, {heads['worst_layers'][1]}. ",
+        f"Layers that lose most: {heads['worst_layers'][0]}, {heads['worst_layers'][1]}.",
     ):  # fmt: skip
         assert words in text
 

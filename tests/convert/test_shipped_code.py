@@ -16,7 +16,7 @@ from model.remote_code.configuration_gpt_neox_gqa import GPTNeoXGQAConfig
 from model.remote_code.configuration_t5_gqa import T5GQAConfig
 from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
-from uptrain.budget.identify import SHAPE_KEYS, candidates
+from uptrain.budget.identify import SHAPE_KEYS, known_originals
 from uptrain.budget.pretraining import ORIGINALS
 
 AUTO_MAP = {
@@ -108,4 +108,4 @@ def test_code_of_others_is_not_run(tmp_path, uptrain):
 def test_the_original_of_a_converted_pythia_is_recognised():
     (pythia,) = [original for original in ORIGINALS if original.name == "pythia-160m"]
     config = dict(zip(("model_type", *SHAPE_KEYS), pythia.shape, strict=True)) | {"model_type": "gpt_neox_gqa"}
-    assert candidates(config, ()) == (pythia,)
+    assert known_originals(config, ()) == (pythia,)

@@ -14,7 +14,7 @@ from model.geometry import Geometry
 from uptrain.budget import estimate
 from uptrain.budget.budget import BudgetOptions, default_peak, make_budget, make_schedule
 from uptrain.budget.counts import parse_count, show_count
-from uptrain.budget.identify import SHAPE_KEYS, candidates, named, source_names
+from uptrain.budget.identify import SHAPE_KEYS, known_originals, named, source_names
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 # The steps of α = 0.05 with the original's own batch, as published figures give them.
@@ -131,11 +131,11 @@ def test_schedule_of_a_budget():
     ],
 )
 def test_recognised_by_shape_and_source(name, source, recognised):
-    assert [o.name for o in candidates(config(named(name)), ("something/else", source))] == [recognised]
+    assert [o.name for o in known_originals(config(named(name)), ("something/else", source))] == [recognised]
 
 
 def test_a_name_alone_proves_nothing():
-    assert candidates({**config(named("llama-2-7b")), "hidden_size": 4160}, ("meta-llama/Llama-2-7b-hf",)) == ()
+    assert known_originals({**config(named("llama-2-7b")), "hidden_size": 4160}, ("meta-llama/Llama-2-7b-hf",)) == ()
 
 
 def test_kv_heads_do_not_matter():

@@ -62,5 +62,5 @@ def blocks(student: LanguageModel) -> list[nn.Module]:
     """Return the layers, which are compiled, sharded and recomputed one by one."""
     if isinstance(student, LlamaForCausalLM):
         return list(student.model.layers)
-    names = set(getattr(student.hf_model, "_no_split_modules", None) or ())
+    names = set(getattr(student.theirs, "_no_split_modules", None) or ())
     return [module for module in student.modules() if type(module).__name__ in names]
