@@ -3,12 +3,12 @@
     python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name, `weak`, `better`,
-`savings_weak`, `savings_better`, `parents` or `results`.
+`savings_weak`, `savings_better`, `parents`, `results` or `results_all`.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -109,7 +109,9 @@ def renewed(page: str, results: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         parts: dict[str, Callable[[Path], str]] = {
-            "results": headline, "parents": training_of_parents,
+            "results": lambda found: headline(found, HEADLINE),
+            "results_all": lambda found: headline(found, ALL_RESULTS),
+            "parents": training_of_parents,
             "weak": lambda found: "\n\n".join(tables(united(found, WEAK))),
             "better": lambda found: "\n\n".join(tables(united(found, BETTER))),
             "savings_weak": lambda found: savings(united(found, WEAK), BEST),
@@ -121,14 +123,22 @@ def renewed(page: str, results: Path) -> str:
     return PLACE.sub(fill, page)
 
 
-def headline(results: Path) -> str:
-    """Return the table of what the default merge keeps, without any training."""
+WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
+BETTER_PARENTS = "4.2 M parameters, 30 M tokens, 2 parents"
+SMOLLM2 = "SmolLM2-135M-Instruct, 4 bit"
+HEADLINE = ((BETTER_PARENTS, "longer", 8, 4), (BETTER_PARENTS, "longer", 8, 2), (SMOLLM2, "smollm2", 3, 1))
+"""Rows of the README's table: parent, plan, K/V heads before and after."""
+ALL_RESULTS = (
+    *((WEAK_PARENTS, "merges", 8, groups) for groups in (4, 2, 1)),
+    *((BETTER_PARENTS, "longer", 8, groups) for groups in (4, 2, 1)),
+    (SMOLLM2, "smollm2", 3, 1),
+)
+
+
+def headline(results: Path, cases: Sequence[tuple[str, str, int, int]]) -> str:
+    """Return the table of the default merge right after conversion: loss, and share of mean's gap."""
     rows = ["| | K/V heads | parent | mean | default | of mean's gap |", "|---|---|---|---|---|---|"]
-    for name, plan, before, after in (
-        ("4.2 M parameters, 4 M tokens, 3 parents", "merges", 8, 4), ("", "merges", 8, 2), ("", "merges", 8, 1),
-        ("4.2 M parameters, 30 M tokens, 2 parents", "longer", 8, 4), ("", "longer", 8, 2), ("", "longer", 8, 1),
-        ("SmolLM2-135M-Instruct, 4 bit", "smollm2", 3, 1),
-    ):  # fmt: skip
+    for name, plan, before, after in cases:
         lines = [line for line in read(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]]
         mean, best = ([line for line in lines if line["arm"] == arm] for arm in ("mean", BEST))
         figures = (
