@@ -35,6 +35,7 @@ def log_probabilities(folder):
         return model(torch.tensor(ids).view(-1, 512)).logits.log_softmax(-1)
 
 
+@pytest.mark.slow
 def test_it_brings_the_model_nearer_to_its_parent(convert, tmp_path):
     parent, divergences = log_probabilities(DEMO), {}
     for tokens in (0, 16384):
