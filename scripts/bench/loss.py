@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.cross_entropy import chunked_cross_entropy
+from model.decoder.losses import chunked_cross_entropy
 from scripts.bench.machine import facts
 from uptrain.training.losses.distill import chunked_kl
 
