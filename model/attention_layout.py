@@ -141,13 +141,13 @@ def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int
     places = "|".join(map(re.escape, family.attention))
     layer = rf"(?:{family.prefix}){family.layers}\.(?P<layer>0|[1-9][0-9]{{0,5}})"
     pattern = re.compile(rf"{layer}\.(?P<part>(?:{places})\..+)")
-    known = _known_parts(family)
+    possible = _possible_parts(family)
     layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if family.other_towers is not None and re.match(family.other_towers, name):
             continue
         match = pattern.fullmatch(name)
-        if match and known.fullmatch(match["part"]):
+        if match and possible.fullmatch(match["part"]):
             parts = layers[int(match["layer"])]
             if match["part"] in parts:
                 raise CheckpointError(
@@ -162,7 +162,7 @@ def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int
     return layers
 
 
-def _known_parts(family: Family) -> re.Pattern[str]:
+def _possible_parts(family: Family) -> re.Pattern[str]:
     """Return the pattern of all parts that a family can have, for any sizes."""
     layout = make_layout(family, Sizes(n_heads=1, n_kv_heads=1, head_dim=1, hidden_size=1))
     parts = {re.escape(part) for part in (*layout.shapes, *_copied(family))}
@@ -194,7 +194,9 @@ def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
     layout = make_layout(family, sizes)
     present = {part for parts in layers.values() for part in parts if part not in _copied(family)}
     for layer, parts in layers.items():
-        _check_biases(layer, family, parts)
+        for place in family.attention:
+            if (f"{place}.{family.key}.bias" in parts) != (f"{place}.{family.value}.bias" in parts):
+                raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
     positions = []
     for layer, parts in sorted(layers.items()):
         _check_layer(layer, layout, parts, present)
@@ -210,12 +212,6 @@ def _layer_prefix(parts: Mapping[str, Tensor]) -> str:
         first, second, *_ = prefixes.values()
         raise CheckpointError(f"{first} and {second} belong to one layer, but not by their names; rename one.")
     return next(iter(prefixes))
-
-
-def _check_biases(layer: int, family: Family, parts: Mapping[str, Tensor]) -> None:
-    for place in family.attention:
-        if (f"{place}.{family.key}.bias" in parts) != (f"{place}.{family.value}.bias" in parts):
-            raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
 
 
 def _check_layer(layer: int, layout: Layout, parts: Mapping[str, Tensor], present: set[str]) -> None:

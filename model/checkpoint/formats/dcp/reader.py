@@ -35,7 +35,9 @@ class DistributedFolder(Checkpoint):
     def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:
         """Open a folder. The model's prefix is the first of `prefixes` that occurs, or else found from the names."""
         self.path = path
-        entries = _read_metadata(path)
+        if not (path / FILE).is_file():
+            raise CheckpointError(f"{path} has .distcp files but no {FILE}, which is written last: it is incomplete.")
+        entries = read_metadata(path / FILE).tensors
         requested = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
         naming, prefix = find_naming(path, entries) if requested is None else (None, requested)
         parts = own_names(path, entries, prefix, naming)
@@ -73,12 +75,6 @@ class DistributedFolder(Checkpoint):
 
     def close(self) -> None:
         self._stored.clear()
-
-
-def _read_metadata(path: Path) -> dict[str, Entry]:
-    if not (path / FILE).is_file():
-        raise CheckpointError(f"{path} has .distcp files but no {FILE}, which is written last: it is incomplete.")
-    return read_metadata(path / FILE).tensors
 
 
 def _map(path: Path, name: str) -> Array:

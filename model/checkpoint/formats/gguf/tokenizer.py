@@ -34,14 +34,13 @@ def _byte_level(use_regex: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
 _PRE_TOKENIZERS = {
     "gpt-2": [_byte_level(use_regex=True)],
     "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
-    "llama-bpe": [_split(_LLAMA3), _byte_level(use_regex=False)],
+    "llama-bpe": [
+        {"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False},
+        _byte_level(use_regex=False),
+    ],
 }
 
 
@@ -58,20 +57,16 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
         if not isinstance(fields.get(f"tokenizer.ggml.{key}"), list):
             raise CheckpointError(f"{path} lacks tokenizer.ggml.{key}; without it the tokenizer cannot be rebuilt.")
     vocabulary: list[str] = fields["tokenizer.ggml.tokens"]
-    _check(path, fields, vocabulary)
+    problem = _tokens_problem(fields, vocabulary) or _settings_problem(fields, len(vocabulary))
+    if problem:
+        raise CheckpointError(f"{path} has {problem}; the tokenizer cannot be rebuilt.")
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **build(path, fields, vocabulary)}
     config = _tokenizer_config(fields, vocabulary)
     return {"tokenizer.json": json_text(tokenizer), "tokenizer_config.json": json_text(config)}
 
 
-def _check(path: Path, fields: dict[str, Any], vocabulary: list[Any]) -> None:
-    """Raise CheckpointError for metadata that would give a wrong tokenizer."""
-    problem = _tokens_problem(fields, vocabulary) or _settings_problem(fields, len(vocabulary))
-    if problem:
-        raise CheckpointError(f"{path} has {problem}; the tokenizer cannot be rebuilt.")
-
-
 def _tokens_problem(fields: dict[str, Any], vocabulary: list[Any]) -> str:
+    """Return the problem of a vocabulary that would give a wrong tokenizer; "" if there is none."""
     size, types = len(vocabulary), fields["tokenizer.ggml.token_type"]
     if not size or len({token for token in vocabulary if isinstance(token, str)}) != size:
         return "no tokens, or tokens that are not text or occur twice"
@@ -88,6 +83,7 @@ def _tokens_problem(fields: dict[str, Any], vocabulary: list[Any]) -> str:
 
 
 def _settings_problem(fields: dict[str, Any], size: int) -> str:
+    """Return the problem of a setting of a wrong type or an impossible token id; "" if there is none."""
     for key, value in fields.items():
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
             if not is_whole_number(value, least=0) or value >= size:
