@@ -1,8 +1,8 @@
-"""The model on disk and in memory: the ground floor both `convert` and `uptrain` stand on.
+"""Read, write and run checkpoints: the package that both `convert` and `uptrain` build on.
 
     from model import load_model, generate
 
-brings the model in memory, and torch with it; the model on disk (`model.checkpoint`, `model.geometry`) does without.
+imports torch. `model.checkpoint` and `model.geometry`, which handle files only, do not.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Where attention lies among a checkpoint's tensors: the shape of every part, and which rows are which heads."""
+"""Locate attention in a checkpoint's tensors: the shape of every part, and the rows of every head."""
 
 import re
 from collections import defaultdict
@@ -10,17 +10,17 @@ from model.checkpoint import FLOAT_DTYPES, Tensor
 from model.common.errors import CheckpointError
 from model.families import Family
 
-# Buffers that old checkpoints hold.
+# Buffers of attention in old checkpoints.
 BUFFERS = ("rotary_emb.inv_freq",)
 LOOKS_LIKE_ATTENTION = re.compile(r"(?i)attn\.|attention\.|[._](k|v|kv|qkv)_proj\.|query_key_value")
 Kind = Literal["q", "k", "v"]
 Layers = Mapping[int, Mapping[str, Tensor]]
-"""Layer → part, the rest of the name after `layers.0.` → tensor."""
+"""Layer → part → tensor. A part is the tensor's name after `layers.0.`."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the shapes of attention depend on."""
+    """The sizes that determine the shapes of attention."""
 
     n_heads: int
     n_kv_heads: int
@@ -30,50 +30,50 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Heads:
-    """All heads of one kind that one attention has in its weights, or in its biases or norms."""
+    """All heads of one kind in the weights, biases or norms of one attention module."""
 
     kind: Kind
     tensors: tuple[str, ...]
-    """The tensor whose rows they are, or one tensor for each head."""
+    """The tensor that holds the heads as rows, or one tensor per head."""
     first_row: int
-    """How many rows stand before the first head, where the projection is fused."""
+    """Number of rows before the first head; above 0 only in a fused projection."""
     rows_per_head: int
     n: int
     heads_per_block: int
-    """How many lie one after another, before heads of another kind follow."""
+    """Number of consecutive heads before heads of another kind follow."""
     rows_per_block: int
-    """From the first row of one such run to that of the next."""
+    """Number of rows from the start of one such run to the start of the next."""
 
     def place(self, head: int) -> tuple[str, int]:
-        """Return the tensor that holds a head, and the head's first row in it."""
+        """Return the tensor that holds a head, and the head's first row in that tensor."""
         if len(self.tensors) > 1:
             return self.tensors[head], 0
-        block, rest = divmod(head, self.heads_per_block)
-        return self.tensors[0], self.first_row + block * self.rows_per_block + rest * self.rows_per_head
+        block, head_in_block = divmod(head, self.heads_per_block)
+        return self.tensors[0], self.first_row + block * self.rows_per_block + head_in_block * self.rows_per_head
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A family's attention at given sizes. Names are parts."""
+    """The attention of one layer of a family at given sizes. Tensor names are parts."""
 
     shapes: Mapping[str, tuple[int, ...]]
     required: frozenset[str]
     heads: tuple[Heads, ...]
-    """K and V heads, and the queries where they share a tensor with those; in the same order whatever the sizes."""
+    """The K and V heads, and query heads in a fused tensor. Their order does not depend on the sizes."""
 
 
 def make_layout(family: Family, sizes: Sizes) -> Layout:
-    """Return the shapes of a family's attention, all optional parts included."""
+    """Return the layout of a family's attention, all optional parts included."""
     one = _one_attention(family, sizes)
     return Layout(
         {f"{place}.{part}": shape for place in family.attention for part, shape in one.shapes.items()},
         frozenset(f"{place}.{part}" for place in family.attention for part in one.required),
-        tuple(_below(f"{place}.", heads) for place in family.attention for heads in one.heads),
+        tuple(_prefixed(f"{place}.", heads) for place in family.attention for heads in one.heads),
     )
 
 
-def _below(stem: str, heads: Heads) -> Heads:
-    return replace(heads, tensors=tuple(stem + part for part in heads.tensors))
+def _prefixed(prefix: str, heads: Heads) -> Heads:
+    return replace(heads, tensors=tuple(prefix + part for part in heads.tensors))
 
 
 def _one_attention(family: Family, sizes: Sizes) -> Layout:
@@ -87,23 +87,24 @@ def _one_attention(family: Family, sizes: Sizes) -> Layout:
     required = frozenset(part for part in shapes if part.endswith(".weight"))
     if family.head_norms is not None:
         norms = family.head_norms
-        of_keys = _norm_shapes(norms.key, norms.layout, sizes.n_kv_heads, sizes.head_dim)
-        shapes |= of_keys | _norm_shapes(norms.query, norms.layout, sizes.n_heads, sizes.head_dim)
+        key_norms = _norm_shapes(norms.key, norms.layout, sizes.n_kv_heads, sizes.head_dim)
+        shapes |= key_norms | _norm_shapes(norms.query, norms.layout, sizes.n_heads, sizes.head_dim)
         rows = 1 if norms.layout == "matrix" else sizes.head_dim
-        heads.append(_one_after_another("k", tuple(of_keys), 0, rows, sizes.n_kv_heads))
+        heads.append(_contiguous("k", tuple(key_norms), rows, sizes.n_kv_heads))
     return Layout(shapes, required, tuple(heads))
 
 
-def _one_after_another(kind: Kind, tensors: tuple[str, ...], first_row: int, rows_per_head: int, n: int) -> Heads:
-    return Heads(kind, tensors, first_row, rows_per_head, n, heads_per_block=n, rows_per_block=n * rows_per_head)
+def _contiguous(kind: Kind, tensors: tuple[str, ...], rows_per_head: int, n: int) -> Heads:
+    """Return heads that fill their tensors, one after another."""
+    return Heads(kind, tensors, 0, rows_per_head, n, heads_per_block=n, rows_per_block=n * rows_per_head)
 
 
 def _separate(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
-    """Return each projection's number of rows, and the K/V heads in weights and biases."""
+    """Return the number of rows of each projection, and the K/V heads in weights and biases."""
     n_q, n_kv = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
     kinds: tuple[tuple[Kind, str], ...] = (("k", family.key), ("v", family.value))
     heads = [
-        _one_after_another(kind, (f"{name}.{parameter}",), 0, sizes.head_dim, sizes.n_kv_heads)
+        _contiguous(kind, (f"{name}.{parameter}",), sizes.head_dim, sizes.n_kv_heads)
         for kind, name in kinds
         for parameter in ("weight", "bias")
     ]
@@ -111,7 +112,7 @@ def _separate(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]
 
 
 def _fused(name: str, by: Literal["kind", "group"], sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
-    """Return the same for one projection, whose rows are [q | k | v], or that for one group after another."""
+    """Return the same for a fused projection. Its rows are [q | k | v], of all heads or group by group."""
     kinds: tuple[tuple[Kind, int], ...] = (("q", sizes.n_heads), ("k", sizes.n_kv_heads), ("v", sizes.n_kv_heads))
     n_blocks = sizes.n_kv_heads if by == "group" else 1
     rows_per_block = (sizes.n_heads + 2 * sizes.n_kv_heads) // n_blocks * sizes.head_dim
@@ -133,17 +134,20 @@ def _norm_shapes(name: str, layout: str, n_heads: int, head_dim: int) -> dict[st
 
 
 def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Find the attention of each layer. Any tensor that looks like attention but does not fit is refused."""
+    """Return the attention tensors of each layer, by part.
+
+    Raises CheckpointError for a tensor that looks like attention but does not fit the family.
+    """
     places = "|".join(map(re.escape, family.attention))
     layer = rf"(?:{family.prefix}){family.layers}\.(?P<layer>0|[1-9][0-9]{{0,5}})"
     pattern = re.compile(rf"{layer}\.(?P<part>(?:{places})\..+)")
-    known = _known_parts(family)
+    possible = _possible_parts(family)
     layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if family.other_towers is not None and re.match(family.other_towers, name):
             continue
         match = pattern.fullmatch(name)
-        if match and known.fullmatch(match["part"]):
+        if match and possible.fullmatch(match["part"]):
             parts = layers[int(match["layer"])]
             if match["part"] in parts:
                 raise CheckpointError(
@@ -158,8 +162,8 @@ def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int
     return layers
 
 
-def _known_parts(family: Family) -> re.Pattern[str]:
-    """Return the pattern of all parts a family may have, whatever its sizes."""
+def _possible_parts(family: Family) -> re.Pattern[str]:
+    """Return the pattern of all parts that a family can have, for any sizes."""
     layout = make_layout(family, Sizes(n_heads=1, n_kv_heads=1, head_dim=1, hidden_size=1))
     parts = {re.escape(part) for part in (*layout.shapes, *_copied(family))}
     return re.compile("|".join(part.replace(r"norms\.0\.", r"norms\.(?:0|[1-9][0-9]{0,5})\.") for part in parts))
@@ -172,46 +176,42 @@ def _copied(family: Family) -> set[str]:
 
 @dataclass(frozen=True)
 class Attention:
-    """The heads that a checkpoint holds, and where they will lie when their number is another."""
+    """The heads that a checkpoint holds, and their rows for any number of K/V heads."""
 
     family: Family
     sizes: Sizes
     present: tuple[tuple[str, int], ...]
-    """For each layer, what stands before the parts' names, and which of the layout's heads it has."""
+    """Per layer and entry of the layout's `heads`: the prefix of the tensor names, and the index of the entry."""
 
     def heads(self, n_kv_heads: int) -> tuple[Heads, ...]:
-        """Return all heads by tensor names, in the same order for every number of K/V heads."""
+        """Return all heads under full tensor names, in the same order for every number of K/V heads."""
         layout = make_layout(self.family, replace(self.sizes, n_kv_heads=n_kv_heads))
-        return tuple(_below(stem, layout.heads[i]) for stem, i in self.present)
+        return tuple(_prefixed(prefix, layout.heads[i]) for prefix, i in self.present)
 
 
 def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
-    """Return where the heads of all layers lie. Raises CheckpointError where a layer lacks something."""
+    """Return the position of the heads of all layers. Raises CheckpointError if a layer is incomplete."""
     layout = make_layout(family, sizes)
     present = {part for parts in layers.values() for part in parts if part not in _copied(family)}
     for layer, parts in layers.items():
-        _check_biases(layer, family, parts)
-    found = []
+        for place in family.attention:
+            if (f"{place}.{family.key}.bias" in parts) != (f"{place}.{family.value}.bias" in parts):
+                raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
+    positions = []
     for layer, parts in sorted(layers.items()):
         _check_layer(layer, layout, parts, present)
-        stem = _stem(parts)
-        found += [(stem, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
-    return Attention(family, sizes, tuple(found))
+        prefix = _layer_prefix(parts)
+        positions += [(prefix, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
+    return Attention(family, sizes, tuple(positions))
 
 
-def _stem(parts: Mapping[str, Tensor]) -> str:
-    """Return what stands before the names of a layer's parts."""
-    stems = {tensor.name.removesuffix(part): tensor.name for part, tensor in parts.items()}
-    if len(stems) > 1:
-        first, second, *_ = stems.values()
+def _layer_prefix(parts: Mapping[str, Tensor]) -> str:
+    """Return the prefix that all tensor names of a layer share."""
+    prefixes = {tensor.name.removesuffix(part): tensor.name for part, tensor in parts.items()}
+    if len(prefixes) > 1:
+        first, second, *_ = prefixes.values()
         raise CheckpointError(f"{first} and {second} belong to one layer, but not by their names; rename one.")
-    return next(iter(stems))
-
-
-def _check_biases(layer: int, family: Family, parts: Mapping[str, Tensor]) -> None:
-    for place in family.attention:
-        if (f"{place}.{family.key}.bias" in parts) != (f"{place}.{family.value}.bias" in parts):
-            raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
+    return next(iter(prefixes))
 
 
 def _check_layer(layer: int, layout: Layout, parts: Mapping[str, Tensor], present: set[str]) -> None:
@@ -231,7 +231,7 @@ def _check_layer(layer: int, layout: Layout, parts: Mapping[str, Tensor], presen
 
 
 def _check_heads(layer: int, heads: Heads, parts: Mapping[str, Tensor]) -> None:
-    """Check that a layer has these heads, all in one dtype."""
+    """Raise CheckpointError unless a layer has all of these heads in one dtype."""
     for part in heads.tensors:
         if part not in parts:
             raise CheckpointError(f"layer {layer} has no {part}, as others have; the checkpoint is incomplete.")

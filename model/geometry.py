@@ -1,4 +1,4 @@
-"""A model's attention geometry, from `config.json` and the tensor shapes, each checked against the other."""
+"""Read a model's attention geometry from `config.json` and the tensor shapes, and check each against the other."""
 
 import json
 import re
@@ -18,7 +18,7 @@ PACKED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that attention is made of, and where the heads lie."""
+    """The sizes of a model's attention, and the position of its heads in the tensors."""
 
     model_type: str
     n_layers: int
@@ -27,11 +27,11 @@ class Geometry:
     head_dim: int
     hidden_size: int
     attention: Attention
-    """Everything that depends on the number of K/V heads, layer by layer."""
+    """The tensor rows that depend on the number of K/V heads, layer by layer."""
     n_rotary_pairs: tuple[int, ...] | None = None
-    """How many pairs of a head's dimensions are rotated by position, layer by layer; None where it is not known how."""
+    """Number of rotated pairs of a head's dimensions, layer by layer; None if the family's rotation is not known."""
     text_config: str | None = None
-    """The key of `config.json` under which the language model's config stands; None if at the top."""
+    """The key of `config.json` that holds the language model's config; None if that is the top level."""
 
     @property
     def heads_per_group(self) -> int:
@@ -39,28 +39,28 @@ class Geometry:
 
     @property
     def legal_n_kv_heads(self) -> tuple[int, ...]:
-        """The numbers of K/V heads it can be merged to: divisors of what it has, where its class holds them."""
-        between = () if self.attention.family.only_multi_query else range(2, self.n_kv_heads)
-        return tuple(sorted({1, *(n for n in between if self.n_kv_heads % n == 0), self.n_kv_heads}))
+        """The numbers of K/V heads that the model can be merged to: divisors of its own, if its class supports them."""
+        candidates = () if self.attention.family.only_multi_query else range(2, self.n_kv_heads)
+        return tuple(sorted({1, *(n for n in candidates if self.n_kv_heads % n == 0), self.n_kv_heads}))
 
     @property
     def legal_repeats(self) -> tuple[int, ...]:
-        """The larger numbers that its K/V heads can be repeated to, up to one for each query head."""
-        beyond = () if self.attention.family.only_multi_query else range(self.n_kv_heads + 1, self.n_heads + 1)
-        return tuple(n for n in beyond if n % self.n_kv_heads == 0 and self.n_heads % n == 0)
+        """The larger numbers that the K/V heads can be repeated to, up to one per query head."""
+        candidates = () if self.attention.family.only_multi_query else range(self.n_kv_heads + 1, self.n_heads + 1)
+        return tuple(n for n in candidates if n % self.n_kv_heads == 0 and self.n_heads % n == 0)
 
     def kv_cache_bytes_per_token(self, n_kv_heads: int, bytes_per_value: int = 2) -> int:
-        """Bytes that one token takes in the KV cache of all layers, at 16 bits a value unless told otherwise."""
+        """Return the bytes of one token in the KV cache of all layers; a value has 16 bits by default."""
         return 2 * self.n_layers * n_kv_heads * self.head_dim * bytes_per_value
 
 
 def read_geometry(checkpoint: Checkpoint) -> Geometry:
     """Derive the geometry from the tensors, and check it against `config.json`.
 
-    Raises CheckpointError where the two disagree, and on layouts that are not understood in full.
+    Raises CheckpointError if the two disagree, and for a layout that is not fully known.
     """
-    found = find_family(checkpoint.config)
-    family, config = found.family, {**found.family.default_sizes, **found.config}
+    match = find_family(checkpoint.config)
+    family, config = match.family, {**match.family.default_sizes, **match.config}
     _refuse_quantised(checkpoint, config)
     _refuse_settings(config, family)
     n_layers = _positive(config, *family.keys.n_layers)
@@ -77,36 +77,36 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     attention = find_attention(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
     return Geometry(
-        found.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
-        _n_planes(config, family, head_dim, n_layers), found.text_config,
+        match.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
+        _n_rotary_pairs(config, family, head_dim, n_layers), match.text_config,
     )  # fmt: skip
 
 
-def _n_planes(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:
+def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:
     if family.rotary_fraction is None:
         return None
-    n_rotary_pairs = int(head_dim * _share_rotated(config, family)) // 2
-    return tuple(n_rotary_pairs if rotates else 0 for rotates in _rotating_layers(config, family, n_layers))
+    n_pairs = int(head_dim * _rotary_fraction(config, family)) // 2
+    return tuple(n_pairs if rotates else 0 for rotates in _rotating_layers(config, family, n_layers))
 
 
-def _share_rotated(config: Mapping[str, Any], family: Family) -> float:
+def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
     if family.rotary_fraction == 1.0:
         return 1.0
     stated = (_get(config, key) for key in ("rope_parameters.partial_rotary_factor", "partial_rotary_factor"))
-    share = next((value for value in stated if value is not None), family.rotary_fraction)
-    if not checks.is_finite(share) or not 0 < share <= 1:
+    fraction = next((value for value in stated if value is not None), family.rotary_fraction)
+    if not checks.is_finite(fraction) or not 0 < fraction <= 1:
         raise CheckpointError(
-            f"config.json has partial_rotary_factor = {checks.show(share)}; it must be between 0 and 1."
+            f"config.json has partial_rotary_factor = {checks.show(fraction)}; it must be between 0 and 1."
         )
-    return float(share)
+    return float(fraction)
 
 
 def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:
-    """Say of each layer whether its heads are rotated at all, as SmolLM3's config class does."""
+    """Return for each layer whether its heads are rotated, by the rule of SmolLM3's config class."""
     if family.no_rope_every is None:
         return [True] * n_layers
     listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", family.no_rope_every)
-    if listed is None and type(every) is int and every > 0:
+    if listed is None and checks.is_whole_number(every):
         listed = [(layer + 1) % every != 0 for layer in range(n_layers)]
     if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
         raise CheckpointError(
@@ -117,7 +117,7 @@ def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:
-    """Return what stands under a key, in which dots lead into nested objects; None if nothing does."""
+    """Return the value of a key, in which dots lead into nested objects; None if it is absent."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -125,17 +125,17 @@ def _get(config: Mapping[str, Any], key: str) -> Any:
 
 
 def set_key(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set what stands under a key, as `ConfigKeys` spells it."""
+    """Set the value of a key in the spelling of `ConfigKeys`."""
     *outer, last = key.split(".")
     for name in outer:
         if not isinstance(config.get(name), dict):
-            config[name] = {}  # absent or null, which the class takes alike
+            config[name] = {}  # absent or null; the class treats both alike
         config = config[name]
     config[last] = value
 
 
 def _name(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """Return which of several names for one size the config uses; the first where it has none."""
+    """Return the name that the config uses for a size, of several possible ones; the first if it uses none."""
     return next((key for key in keys if _get(config, key) is not None), keys[0])
 
 
@@ -152,7 +152,7 @@ def _gaps(layers: Mapping[int, object], n_layers: int) -> str:
 
 
 def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads: int, hidden_size: int) -> int:
-    """Return the size of a head: of layer 0's queries, or where those are fused, of what goes into the output."""
+    """Return the size of a head from layer 0's query projection, or from its output projection if Q, K, V are fused."""
     name, axis = (family.query, 0) if family.fused is None else (family.output, 1)
     part = f"{family.attention[0]}.{name}.weight"
     tensor = layers[0].get(part)
@@ -161,18 +161,18 @@ def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads
             f"config.json says {_name(config, family.keys.n_heads)} = {n_heads}, but layer 0's {part} "
             f"{'is missing' if tensor is None else f'has shape {tensor.shape}, not that many equal heads'}."
         )
-    found = tensor.shape[axis] // n_heads
-    says, expected = _stated_head_dim(config, family, hidden_size // n_heads)
-    if type(expected) is not int or found != expected:
+    head_dim = tensor.shape[axis] // n_heads
+    statement, stated = _stated_head_dim(config, family, hidden_size // n_heads)
+    if type(stated) is not int or head_dim != stated:
         raise CheckpointError(
-            f"config.json says {says}, but {tensor.name} has shape {tensor.shape}, which means {found}; "
+            f"config.json says {statement}, but {tensor.name} has shape {tensor.shape}, which means {head_dim}; "
             "they do not belong together."
         )
-    return found
+    return head_dim
 
 
 def _stated_head_dim(config: Mapping[str, Any], family: Family, implied: int) -> tuple[str, Any]:
-    """Return what the config says, in words, and the size it means."""
+    """Return the config's statement of the head size, in words and as a number."""
     key = family.keys.head_dim
     if config.get(key) is not None:
         return f"{key} = {config[key]}", config[key]
@@ -183,7 +183,7 @@ def _stated_head_dim(config: Mapping[str, Any], family: Family, implied: int) ->
 
 
 def _n_kv_heads(family: Family, layers: Layers, n_heads: int, head_dim: int) -> int:
-    """Return what layer 0 holds; 0 where that is missing or no whole number, which other checks refuse."""
+    """Return the number of K/V heads in layer 0; 0 if it is missing or not whole, which other checks refuse."""
     name = family.key if family.fused is None else family.fused
     tensor = layers[0].get(f"{family.attention[0]}.{name}.weight")
     if tensor is None or not tensor.shape:
@@ -192,24 +192,27 @@ def _n_kv_heads(family: Family, layers: Layers, n_heads: int, head_dim: int) -> 
     return n if family.fused is None else (n - n_heads) // 2
 
 
-def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, found: int) -> None:
-    stated, how = _stated_n_kv_heads(config, family, n_heads, found)
-    if type(stated) is not int or stated != found:
+def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, n_kv_heads: int) -> None:
+    stated, statement = _stated_n_kv_heads(config, family, n_heads, n_kv_heads)
+    if type(stated) is not int or stated != n_kv_heads:
         key = family.keys.n_kv_heads if family.switch is None else family.switch.key
         raise CheckpointError(
-            f"config.json says {how}, but the weights hold {found} K/V heads; set {key} to what is true."
+            f"config.json says {statement}, but the weights hold {n_kv_heads} K/V heads; set {key} to what is true."
         )
-    if n_heads % found:
-        raise CheckpointError(f"the weights hold {found} K/V heads, which do not divide {n_heads} query heads.")
+    if n_heads % n_kv_heads:
+        raise CheckpointError(f"the weights hold {n_kv_heads} K/V heads, which do not divide {n_heads} query heads.")
 
 
-def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, found: int) -> tuple[Any, str]:
-    """Return the number of K/V heads that the class makes of a config, and in words why."""
+def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, n_kv_heads: int) -> tuple[Any, str]:
+    """Return the number of K/V heads that the class derives from the config, and the config's statement in words.
+
+    `n_kv_heads`: the number in the weights, for messages.
+    """
     key = family.keys.n_kv_heads
     if family.switch is not None:
-        n, how = _switched(config, family.switch)
+        n, statement = _switched(config, family.switch)
         if n is not None:
-            return n_heads if n == "n_heads" else n, how
+            return n_heads if n == "n_heads" else n, statement
     if _get(config, key) is not None:
         return _get(config, key), f"{key} = {_get(config, key)}"
     is_null = key in config
@@ -217,23 +220,23 @@ def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, 
     spelt = f"{key} = null" if is_null else f"no {key}"
     if assumed == "refused":
         raise CheckpointError(
-            f"config.json says {spelt}, which the class of {family.model_type} refuses; the weights hold {found} "
-            f"K/V heads, so set {key} to {found}."
+            f"config.json says {spelt}, which the class of {family.model_type} refuses; the weights hold {n_kv_heads} "
+            f"K/V heads, so set {key} to {n_kv_heads}."
         )
     stated = n_heads if assumed == "n_heads" else assumed
     return stated, f"{spelt}, which {family.model_type} takes as {stated}"
 
 
 def _switched(config: Mapping[str, Any], switch: Switch) -> tuple[int | Assumed | None, str]:
-    """Return the number of K/V heads that a switch decides, and how it stands."""
+    """Return the number of K/V heads that a switch selects, and its setting in words."""
     value = _get(config, switch.key)
-    how = f"{switch.key} = {json.dumps(value)}" if value is not None else f"no {switch.key}"
-    value = switch.absent if value is None else value
-    for known, n in switch.values.items():
-        if type(value) is type(known) and value == known:
-            return n, how
-    possible = ", ".join(map(json.dumps, switch.values))
-    raise CheckpointError(f"config.json has {how}; it can be {possible}.")
+    setting = f"{switch.key} = {json.dumps(value)}" if value is not None else f"no {switch.key}"
+    value = switch.default if value is None else value
+    for possible, n in switch.values.items():
+        if type(value) is type(possible) and value == possible:
+            return n, setting
+    options = ", ".join(map(json.dumps, switch.values))
+    raise CheckpointError(f"config.json has {setting}; it can be {options}.")
 
 
 def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
@@ -242,9 +245,9 @@ def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
             "config.json has per_layer_config, sizes that differ from layer to layer; a conversion gives all layers "
             "the same number of K/V heads, so start from a model without."
         )
-    for key, (value, why) in family.refused.items():
+    for key, (value, reason) in family.refused.items():
         if _get(config, key) == value:
-            raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {why}")
+            raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {reason}")
 
 
 def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> None:

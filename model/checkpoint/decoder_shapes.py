@@ -1,4 +1,4 @@
-"""What a decoder without biases consists of, for formats whose every tensor is accounted for."""
+"""List the tensor shapes of a decoder without biases, for formats that are checked for completeness."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ def decoder_shapes(
 ) -> dict[str, Shape]:  # fmt: skip
     """Return the shape of every tensor, in Hugging Face's order.
 
-    `n_q` and `n_kv` are rows of all query and all K (or V) heads; `norms` are those inside a layer.
+    `n_q` and `n_kv`: rows of all query heads and of all K (or V) heads. `norms`: the norms inside a layer.
     """
     layer = {
         "self_attn.q_proj": (n_q, hidden_size), "self_attn.k_proj": (n_kv, hidden_size),

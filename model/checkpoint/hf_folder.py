@@ -1,6 +1,6 @@
-"""A Hugging Face folder, weights aside: `config.json`, and which other files belong to the model.
+"""Read a Hugging Face folder apart from its weights: `config.json`, and the list of other files of the model.
 
-Shared by every reader whose source is such a folder (reference: Hugging Face Hub's file conventions).
+Every reader of such folders uses this module (reference: the file conventions of the Hugging Face Hub).
 """
 
 import json
@@ -15,20 +15,20 @@ from model.common.read_files import CONFIG_BYTES, check_regular, leads_outside, 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-# Weights in any format, and what training leaves behind. None of it describes the converted model.
-LEFT_OUT_FILES = (
+# Weights in any format, and leftovers of training. None of them describes the converted model.
+SKIPPED_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot",
     "*.npz", "*.distcp", ".metadata", ".metadata.json", "*.index.json", "trainer_state.json",
     "events.out.tfevents*", "params.json", "checklist.chk", ".git*",
 )  # fmt: skip
-LEFT_OUT_FOLDERS = (
+SKIPPED_FOLDERS = (
     ".git", ".cache", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
 )  # fmt: skip
 
 CALIBRATION_TOKENS = "groupwise_calibration.xz"
-"""The tokens that a converted model was calibrated on (`convert.calibration.text.pack`)."""
+"""The file of the tokens that a converted model was calibrated on (`convert.calibration.text.pack`)."""
 
-# These are rewritten by the converter rather than copied.
+# The converter writes these files itself instead of copying them.
 OWN_FILES = ("config.json", "groupwise.json", CALIBRATION_TOKENS)
 
 LFS_POINTER = b"version https://git-lfs"
@@ -40,7 +40,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_mo
 
 
 def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return `config.json` as text and parsed."""
+    """Return `config.json` as bytes and parsed. Raises CheckpointError unless it is a JSON object in UTF-8."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
@@ -57,42 +57,42 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def refuse_without_weights(folder: Path) -> NoReturn:
-    """Say what a folder lacks, in which no reader found its weights."""
+    """Raise the CheckpointError for a folder that no reader matches. It states what is missing."""
     refuse_adapter(folder)
     elsewhere = _look_elsewhere(folder)
     if elsewhere:
         raise CheckpointError(f"{folder} itself holds no weights.{elsewhere}")
     read_config(folder)
-    others = sorted({f.name for pattern in WEIGHTS for f in folder.glob(pattern)})
-    for name in others:
+    names = sorted({f.name for pattern in WEIGHTS for f in folder.glob(pattern)})
+    for name in names:
         if shard := re.fullmatch(r"(.+)-\d+-of-\d+(\.safetensors|\.bin)", name):
             index = f"{shard[1]}{shard[2]}.index.json"
             raise CheckpointError(
                 f"{folder} holds {name} but no {index}, which says which tensor is in which file; fetch it from where "
                 "the model is from, or save the model again."
             )
-    if others:
+    if names:
         raise CheckpointError(
-            f"{folder} holds no weights that can be read, only {', '.join(others[:3])}; "
+            f"{folder} holds no weights that can be read, only {', '.join(names[:3])}; "
             "save the model as safetensors first."
         )
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}, nor any other format's.")
 
 
 def _look_elsewhere(folder: Path) -> str:
-    """Point to a checkpoint that is not the folder itself, but in it."""
+    """Return a sentence that names a checkpoint inside the folder; "" if there is none."""
     if gguf := sorted(folder.glob("*.gguf")):
         return f" To convert a GGUF model, name the file itself: {gguf[0]}"
     if any(folder.glob("original/consolidated.*.pth")):
         return f" To convert the model in Meta's format, name its folder: {folder / 'original'}"
-    for name in ("tensors", "model_and_optim"):  # our own runs' and OLMo-core's
+    for name in ("tensors", "model_and_optim"):  # of `uptrain` and of OLMo-core
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
     return ""
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError if a file is only git-lfs's note of where its content is, or no regular file."""
+    """Raise CheckpointError if a file is a git-lfs pointer instead of its content, or not a regular file."""
     check_regular(path)
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
@@ -101,11 +101,12 @@ def refuse_lfs_pointer(path: Path) -> None:
 
 
 def json_text(value: Any) -> bytes:
-    """Return JSON as the files of such a folder have it."""
+    """Return a value as JSON in the formatting of Hugging Face's files."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointError if a folder holds a PEFT adapter."""
     for name in ADAPTER_FILES:
         if (folder / name).exists():
             raise CheckpointError(
@@ -115,14 +116,14 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
-    """Return the files to copy (by their name relative to the folder) and the names of those left out.
+    """Return the files to copy (by their name relative to the folder) and the names of the skipped files.
 
-    Symlinks are followed where they lead to something in the folder, or, in a snapshot of the Hugging Face cache, to
-    that model's blobs. Others are left out, so that nothing else of this machine travels along, as are FIFOs, sockets
-    and devices, which are not opened; the reason follows such a name in brackets. Without `deep`, folders inside are
-    none of the model's.
+    Symlinks are followed if they lead into the folder, or, in a snapshot of the Hugging Face cache, to that model's
+    blobs. Other symlinks are skipped, so that no other file of this machine is copied. FIFOs, sockets and devices are
+    skipped without opening them. The reason follows the name of a skipped link or special file in brackets. Without
+    `deep`, subfolders are ignored.
 
-    Raises CheckpointError for a link that leads nowhere or back, for an unreadable file, and where config.json or
+    Raises CheckpointError for a dangling or circular link, for an unreadable file, and if config.json or
     groupwise.json, whose contents the output repeats, is a link out of the folder.
     """
     side_files: dict[str, Path | bytes] = {}
@@ -136,10 +137,10 @@ def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes]
         entries = [*(sorted(subfolders) if deep else []), *sorted(names)]
         subfolders.clear()
         for path in (here / name for name in entries):
-            why = _reason_to_leave(path, folder)
+            reason = _reason_to_skip(path, folder)
             relative = path.relative_to(folder).as_posix()
-            if why is not None:
-                skipped_files.append(f"{relative}{'/' * path.is_dir()}{why}")
+            if reason is not None:
+                skipped_files.append(f"{relative}{'/' * path.is_dir()}{reason}")
             elif path.is_dir():
                 subfolders.append(path.name)
             elif relative not in OWN_FILES:
@@ -148,14 +149,14 @@ def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes]
     return side_files, tuple(skipped_files)
 
 
-def _reason_to_leave(path: Path, folder: Path) -> str | None:
-    """Return None for a file to copy or a folder to look into, else what is said after the name of one left out.
+def _reason_to_skip(path: Path, folder: Path) -> str | None:
+    """Return None for a file to copy or a folder to descend into, else the text that follows the skipped name.
 
-    That is nothing where the name tells. Raises CheckpointError as `list_files`.
+    The text is empty if the name itself is the reason. Raises CheckpointError as `list_files` does.
     """
     if not path.exists():
         raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
-    if _matches(path.name, LEFT_OUT_FOLDERS if path.is_dir() else LEFT_OUT_FILES):
+    if any(fnmatch(path.name, pattern) for pattern in (SKIPPED_FOLDERS if path.is_dir() else SKIPPED_FILES)):
         return ""
     if path.relative_to(folder).as_posix() in OWN_FILES:
         refuse_outside(path, folder)
@@ -168,7 +169,3 @@ def _reason_to_leave(path: Path, folder: Path) -> str | None:
     if not os.access(path, os.R_OK):
         raise CheckpointError(f"{path} cannot be read; check its permissions, or move it away.")
     return None
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)

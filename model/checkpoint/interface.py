@@ -1,4 +1,4 @@
-"""The small interface behind which every checkpoint format looks the same."""
+"""Define the interface that the readers of all checkpoint formats implement."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from model.checkpoint.tensor import Array, Span, Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file as the source divides its tensors: file name, tensor names in file order, header metadata."""
+    """One weight file of the source: its name, its tensor names in file order, and the metadata of its header."""
 
     name: str
     tensors: tuple[str, ...]
@@ -19,45 +19,45 @@ class Shard:
 
 
 class Checkpoint(ABC):
-    """A model on disk: tensors under their Hugging Face names, `config.json`, and the files beside them.
+    """A model on disk: tensors under their Hugging Face names, `config.json`, and the other files of the model.
 
-    A reader for a new format is one file that subclasses this and one line in `model.checkpoint.READERS`.
+    A new format needs one module with a subclass, and one line in `model.checkpoint.READERS`.
     """
 
     path: Path
-    """What the user named: a folder or a file."""
+    """The folder or file that the user named."""
     format: str
     """The reader's name, for provenance."""
     tensors: dict[str, Tensor]
     shards: tuple[Shard, ...]
     config: dict[str, Any]
     config_text: bytes
-    """`config.json` as it stands in the source, or as built from the format's own metadata."""
+    """The bytes of `config.json` in the source, or a config built from the format's own metadata."""
     weight_files: tuple[Path, ...]
-    """The files the tensors are read from."""
+    """The files that hold the tensors."""
     side_files: dict[str, Path | bytes]
-    """Everything that travels along unchanged (tokenizer, licence, …): relative name to file or content."""
+    """The files that are copied unchanged (tokenizer, licence, …): relative name → file or content."""
     skipped_files: tuple[str, ...] = ()
-    """Files in the source that are not part of the model and are not copied."""
+    """Files of the source that are not part of the model, and are not copied."""
     notes: tuple[str, ...] = ()
-    """What a user should know of how it was read, in sentences: what was assumed, what is missing."""
+    """Sentences for the user about assumptions that were made and files that are missing."""
     reader_bytes: int = 0
-    """Anonymous memory that the reader takes by itself, in bytes: the libraries it needs."""
+    """Anonymous memory of the reader's libraries, in bytes."""
     keep_source_shards: bool = True
-    """Whether `shards` is a division somebody chose, to be kept, or only this format's single file."""
+    """Whether to keep the source's division into shards. False if the format's files do not correspond to shards."""
 
     @property
     def home(self) -> Path:
-        """Where `config.json` and its like are from, if that is a folder."""
+        """The folder of `config.json` and the other files, if the source is a folder."""
         return self.path
 
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> Array:
-        """Return rows `start:stop` of a tensor's first axis, in the tensor's own dtype."""
+        """Return rows `start:stop` of a tensor's first axis in the tensor's dtype."""
 
     @abstractmethod
     def span(self, name: str) -> Span | None:
-        """Return where the tensor's bytes lie verbatim, or None where the format stores them differently."""
+        """Return the file range that holds the tensor's bytes verbatim; None if the format stores them differently."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A Llama's `config.json` for the formats that have none, in the spellings of transformers 4 and of 5."""
+"""Build a Llama's `config.json` for formats without one, in the spellings of both transformers 4 and 5."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,18 +9,18 @@ TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 
 def llama_config(**settings: Any) -> dict[str, Any]:
-    """Return the settings with what makes them a Llama's."""
+    """Return a Llama's config with these settings."""
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", **settings}
 
 
 def rope_settings(theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """Return RoPE's settings: transformers 4 reads the first two, 5 the third."""
+    """Return the settings of RoPE. transformers 4 reads the first two, version 5 the third."""
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 def llama3_scaling(factor: float, low: float = 1.0, high: float = 4.0, context: int = 8192) -> dict[str, Any]:
-    """Return the RoPE scaling of Llama 3.1 and later; all released models have these defaults."""
+    """Return the RoPE scaling of Llama 3.1 and later. All released models have these defaults."""
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -31,7 +31,7 @@ def llama3_scaling(factor: float, low: float = 1.0, high: float = 4.0, context: 
 
 
 def dtype_settings(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """Return the dtype that all matrices have, or float32 where they differ: `torch_dtype` for transformers 4."""
+    """Return the dtype of all matrices, or float32 if they differ, under the key of transformers 4 and that of 5."""
     dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     name = TORCH_DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
     return {"torch_dtype": name, "dtype": name}

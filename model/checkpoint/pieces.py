@@ -1,4 +1,4 @@
-"""Tensors in pieces: blocks that lie in different files, and the whole put together from them, a few rows at a time."""
+"""Assemble tensors from blocks in different files, a few rows at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from model.checkpoint.tensor import Array
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a tensor, as a view of a mapped file."""
+    """A block of a tensor, as a view of a mapped file."""
 
     start: tuple[int, ...]
-    """The place of its first element in the whole."""
+    """Index of the block's first element in the whole tensor."""
     array: Array
 
     @property
@@ -32,7 +32,7 @@ def concatenation(arrays: Sequence[Array], axis: int) -> tuple[Block, ...]:
 
 
 def fill_exactly(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
-    """Say whether the blocks lie inside the whole, do not overlap, and leave no hole."""
+    """Return whether the blocks fill `shape`: all lie inside, none overlap, no gap remains."""
     if any(not all(0 <= a <= b <= n for a, b, n in zip(b.start, b.stop, shape, strict=True)) for b in blocks):
         return False
     filled = sum(block.array.size for block in blocks)
@@ -40,7 +40,7 @@ def fill_exactly(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
 
 
 def _any_overlap(blocks: Sequence[Block]) -> bool:
-    """Compare every two blocks: a tensor has as many as there were processes, and a few more."""
+    """Compare all pairs of blocks. A tensor has about as many blocks as there were processes, so this is cheap."""
     return any(
         all(max(a, c) < min(b, d) for a, b, c, d in zip(x.start, x.stop, y.start, y.stop, strict=True))
         for i, x in enumerate(blocks)
@@ -49,12 +49,12 @@ def _any_overlap(blocks: Sequence[Block]) -> bool:
 
 
 def extent(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Return the shape of the smallest tensor that all blocks lie in."""
-    return tuple(max(ends) for ends in zip(*(block.stop for block in blocks), strict=True))
+    """Return the shape of the smallest tensor that contains all blocks."""
+    return tuple(max(stops) for stops in zip(*(block.stop for block in blocks), strict=True))
 
 
 def whole_rows(blocks: Sequence[Block], start: int, stop: int) -> Array:
-    """Return rows `start:stop` of the tensor that the blocks fill; of one block a view, of several a copy."""
+    """Return rows `start:stop` of the tensor that the blocks fill: a view of a single block, a copy of several."""
     if len(blocks) == 1:
         return blocks[0].array[start:stop]
     out = np.empty((stop - start, *extent(blocks)[1:]), blocks[0].array.dtype)
@@ -70,7 +70,7 @@ def whole_rows(blocks: Sequence[Block], start: int, stop: int) -> Array:
 def rows_of_heads(
     stored_rows: Callable[[int, int], Array], heads: Sequence[int], head_dim: int, start: int, stop: int
 ) -> Array:  # fmt: skip
-    """Return rows `start:stop` of a tensor that consists of some of the heads of the one that `stored_rows` gives."""
+    """Return rows `start:stop` of a tensor that consists of the given heads of the tensor behind `stored_rows`."""
     pieces = []
     for i in range(start // head_dim, -(-stop // head_dim)):
         first, last = max(start - i * head_dim, 0), min(stop - i * head_dim, head_dim)

@@ -1,4 +1,4 @@
-"""One weight file, or shards and their index: how Hugging Face folders name them, whatever the weights' format."""
+"""Find the weight files of a Hugging Face folder, one file or shards with an index, and check the index."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from model.common.read_files import CONFIG_BYTES, check_regular, read_bytes_up_t
 
 @dataclass(frozen=True)
 class Naming:
-    """What a format calls its only file, its index and the end of its files' names."""
+    """A format's names: the single file, the index, and the suffix of weight files."""
 
     single: str
     index: str
     suffix: str
 
     def is_in(self, folder: Path) -> bool:
-        """Say whether a folder has weights of this kind, were they only links that lead nowhere."""
+        """Return whether a folder has weights of this format; dangling links count."""
         return any(os.path.lexists(folder / name) for name in (self.single, self.index))
 
 
@@ -30,9 +30,9 @@ PYTORCH = Naming("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin")
 
 
 def weight_file_names(folder: Path, naming: Naming) -> tuple[list[str], dict[str, str] | None]:
-    """Return the weight files' names in order, and the index's tensor → file table where there is an index.
+    """Return the names of the weight files in order, and the index's table, tensor → file, if there is an index.
 
-    Raises CheckpointError if a file is missing, or named by a path that leads elsewhere.
+    Raises CheckpointError if a file is missing, or if its name is a path.
     """
     single, index = folder / naming.single, folder / naming.index
     if not index.is_file():
@@ -59,6 +59,7 @@ def weight_file_names(folder: Path, naming: Naming) -> tuple[list[str], dict[str
 
 
 def refuse_dangling(path: Path) -> None:
+    """Raise CheckpointError if `path` is a dangling symlink."""
     if path.is_symlink() and not path.exists():
         raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
 
@@ -74,12 +75,15 @@ def _read_index(path: Path) -> dict[str, str]:
     return table
 
 
-def check_index(index: Path, found: Mapping[str, Iterable[str]], table: dict[str, str] | None) -> None:
-    """Check the index's table against the tensors that each file holds, both ways. No table, no check."""
+def check_index(index: Path, tensors: Mapping[str, Iterable[str]], table: dict[str, str] | None) -> None:
+    """Check that the index's table and the files' tensors agree. `tensors`: file → tensor names.
+
+    Raises CheckpointError if they do not agree. Without an index (`table` None) nothing is checked.
+    """
     if table is None:
         return
     file_of: dict[str, str] = {}
-    for file, names in found.items():
+    for file, names in tensors.items():
         for name in names:
             if name in file_of:
                 raise CheckpointError(

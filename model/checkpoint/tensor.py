@@ -1,6 +1,6 @@
-"""What a reader tells about a tensor: name, dtype, shape, and where its bytes lie.
+"""Describe tensors: name, dtype, shape, and the file range of their bytes.
 
-Dtypes are named as in the safetensors format (`BF16`, `F32`, …), whatever format the tensor comes from.
+Dtypes of all formats have their names in the safetensors format (`BF16`, `F32`, …).
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# Bits, because the format knows types smaller than a byte (safetensors 0.8, README "Format").
+# Bits, because the format has types smaller than a byte (safetensors 0.8, README "Format").
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -24,7 +24,7 @@ BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
-# The dtypes that weights are computed in. Everything else is only ever copied.
+# The dtypes that computations support. Tensors of other dtypes are only copied.
 FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -35,7 +35,7 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's description; `nbytes` is its size on disk."""
+    """The description of a tensor; `nbytes` is its size on disk."""
 
     name: str
     dtype: str
@@ -46,7 +46,7 @@ class Tensor:
         return (prod(self.shape) * BITS[self.dtype] + 7) // 8
 
     def row_blocks(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of rows that are at most about `nbytes` together, one row at least."""
+        """Yield (start, stop) of row ranges of about `nbytes` at most, but at least one row."""
         n_rows = self.shape[0]
         step = max(1, nbytes * n_rows // max(self.nbytes, 1))
         for start in range(0, n_rows, step):
@@ -55,7 +55,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Span:
-    """A run of bytes in a file, ready to be copied as it is."""
+    """A range of bytes in a file that can be copied verbatim."""
 
     path: Path
     offset: int

@@ -1,7 +1,7 @@
-"""Output heads that are the embedding.
+"""Drop output heads that equal the embedding.
 
-Where `config.json` ties the two, a safetensors folder has the embedding only, but formats that save a module's state
-dict as it stands have both.
+If `config.json` ties the two, a safetensors folder holds only the embedding. Formats that save a module's state dict
+hold both.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from model.checkpoint.interface import Checkpoint
 from model.checkpoint.tensor import Tensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What may be equal, as the families call it.
+# The pairs of tensors that may be equal, in the names of all families.
 NAMES = (
     (EMBEDDING, HEAD),
     ("gpt_neox.embed_in.weight", "embed_out.weight"),
@@ -24,9 +24,9 @@ _PIECE = 8 << 20
 
 
 def without_tied_head(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors without the head, if its config ties it and it is the embedding, byte for byte.
+    """Return a checkpoint's tensors without the head, if the config ties it and its bytes equal the embedding's.
 
-    A head that differs stays: the model may have been trained so, and transformers then does not tie either.
+    A head that differs is kept: the model may have been trained so, and transformers then does not tie it either.
     """
     if checkpoint.config.get("tie_word_embeddings") is not True:
         return checkpoint.tensors

@@ -1,9 +1,9 @@
-"""Files that `torch.save` wrote: what is in them, and where. Nothing in them is run, and no tensor is loaded.
+"""Locate the tensors in files that `torch.save` wrote, without running code or loading a tensor.
 
 Since torch 1.6 such a file is a zip archive without compression: `NAME/data.pkl` describes the tensors, and the files
-`NAME/data/0`, `NAME/data/1`, … hold their storages' bytes. torch reads the description (`weights_only=True`, so that a
-pickle cannot run anything); the archive's directory says where each storage lies. Both together give every tensor as a
-view of the mapped file, and mostly as a run of bytes to copy.
+`NAME/data/0`, `NAME/data/1`, … hold the bytes of their storages. torch reads the description (`weights_only=True`, so
+that the pickle cannot run code); the directory of the archive gives the position of each storage. Together they give
+every tensor as a view of the mapped file, and most tensors as a contiguous range of bytes.
 """
 
 import io
@@ -33,18 +33,18 @@ DTYPES = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-"""torch's names of dtypes, and the safetensors format's. Complex and quantised ones are not supported."""
+"""torch's names of dtypes → the safetensors format's. Complex and quantised dtypes are not supported."""
 
 TORCH_BYTES = 150_000_000
-"""Anonymous memory that importing torch takes (measured with torch 2.13: 130 MB)."""
+"""Anonymous memory of the imported torch (measured with torch 2.13: 130 MB)."""
 
 _ZIP_ERRORS = (
     zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error,
 )  # fmt: skip
-"""What zipfile raises at a damaged archive."""
+"""The errors that zipfile raises for a damaged archive."""
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
-"""How an archive begins, and what torch wrote before: pickles of protocol 2."""
+"""The first bytes of an archive, and of the format before: a pickle of protocol 2."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Stored:
 
     dtype: str
     array: Array
-    """A view of the mapped file. Dtypes that numpy does not compute in stand as unsigned integers of their size."""
+    """A view of the mapped file. Dtypes that numpy lacks are viewed as unsigned integers of the same size."""
     span: Span | None
-    """Where its bytes lie in order; None for a transposed or otherwise strided tensor."""
+    """The contiguous range of the tensor's bytes; None for a transposed or otherwise strided tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,9 +63,9 @@ class Stored:
 
 
 def read_tensors(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file that holds a `dict` of them, by name.
+    """Return the tensors of a file that holds a `dict` of tensors by name.
 
-    Raises CheckpointError if it holds anything else, is damaged, or if torch is not installed.
+    Raises CheckpointError if the file holds anything else or is damaged, or if torch is not installed.
     """
     size = path.stat().st_size
     _check_start(path)
@@ -80,9 +80,9 @@ def read_tensors(path: Path) -> dict[str, Stored]:
 
 
 def read_piece(path: Path, data: Array, offset: int, length: int) -> Stored:
-    """Return the one tensor that `torch.save` wrote into `length` bytes of a mapped file.
+    """Return the single tensor that `torch.save` wrote into `length` bytes of a mapped file.
 
-    Raises CheckpointError if they hold anything else.
+    Raises CheckpointError if the bytes hold anything else.
     """
     window = _Window(data[offset : offset + length])
     if len(window.data) < length:
@@ -96,7 +96,7 @@ def read_piece(path: Path, data: Array, offset: int, length: int) -> Stored:
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a mapped file, as a file."""
+    """A range of a mapped file with the interface of a file."""
 
     def __init__(self, data: Array) -> None:
         self.data = data.data
@@ -138,9 +138,9 @@ def _check_start(path: Path) -> None:
 
 
 def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str, tuple[int, int]]:
-    """Return where the storages of an archive lie, each as (offset, size), by their number.
+    """Return the position of each storage in an archive as (offset, size), by the storage's number.
 
-    Raises CheckpointError if it is truncated, damaged or no archive of `torch.save`.
+    Raises CheckpointError if the archive is truncated, damaged or not from `torch.save`.
     """
     try:
         entries = zipfile.ZipFile(file).infolist()
@@ -161,7 +161,7 @@ def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str,
 
 
 def _data_offset(file: io.BufferedIOBase | io.RawIOBase, entry: zipfile.ZipInfo) -> int:
-    """Return where a file of the archive begins: after its local header, whose last two numbers are lengths."""
+    """Return the offset of an archived file's data: after its local header, whose last two numbers are lengths."""
     file.seek(max(entry.header_offset, 0))
     header = file.read(30)
     if header is None or len(header) < 30 or header[:4] != _ZIP:
@@ -170,13 +170,13 @@ def _data_offset(file: io.BufferedIOBase | io.RawIOBase, entry: zipfile.ZipInfo)
 
 
 def damaged(path: Path, error: Exception | str) -> CheckpointError:
-    """Return the error that says a file cannot be understood."""
+    """Return the CheckpointError for a damaged file."""
     reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
     return CheckpointError(f"{path} is truncated or damaged, or not a file that torch.save wrote: {reason}.")
 
 
 def load(path: Path, source: Any, **options: Any) -> Any:
-    """Call `torch.load(source, weights_only=True)`; `path` is only for messages."""
+    """Call `torch.load(source, weights_only=True)`, with errors as CheckpointError; `path` is only for messages."""
     import warnings
 
     try:
@@ -185,22 +185,22 @@ def load(path: Path, source: Any, **options: Any) -> Any:
         raise CheckpointError(f"{path} can be read with torch only; install it: pip install torch.") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is odd about a file is told by the error that follows
+            warnings.simplefilter("ignore")  # a bad file also raises an error
             return torch.load(source, weights_only=True, **options)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        if not found:
+        global_name = re.search(r"GLOBAL (\S+)", str(error))
+        if not global_name:
             raise damaged(path, str(error).rpartition("WeightsUnpickler error: ")[2]) from error
         raise CheckpointError(
-            f"{path} holds {found[1]}, which is code or an object and not a tensor; nothing "
+            f"{path} holds {global_name[1]}, which is code or an object and not a tensor; nothing "
             "of it was run. Ask for the model as safetensors, or save only its state dict."
         ) from error
-    except Exception as error:  # torch raises all kinds at a damaged file, down to KeyError and AssertionError
+    except Exception as error:  # for a damaged file torch raises any error, even KeyError and AssertionError
         raise damaged(path, error) from error
 
 
 def _named_tensors(path: Path, content: Any) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yield the tensors of a loaded file. Raises CheckpointError at the first thing that is none."""
+    """Yield the tensors of a loaded file. Raises CheckpointError at the first value that is not a tensor."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors by name.")
     for name, value in content.items():
@@ -209,13 +209,13 @@ def _named_tensors(path: Path, content: Any) -> Iterator[tuple[str, "torch.Tenso
 
 
 def check_name(path: Path, name: Any) -> None:
-    """Raise CheckpointError for a name that no safetensors file can hold."""
+    """Raise CheckpointError for a name that a safetensors file cannot hold."""
     if not isinstance(name, str) or name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
         raise CheckpointError(f"{path} holds {name!r}, which cannot be the name of a tensor.")
 
 
 def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
-    """Return `value` if it is a tensor that can be viewed in its file. Raises CheckpointError if not."""
+    """Return `value` if it is a tensor that can be viewed in its file. Raises CheckpointError otherwise."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -238,22 +238,23 @@ def dtype_name(tensor: "torch.Tensor") -> str:
 def _storage_offsets(
     path: Path, tensors: Mapping[str, "torch.Tensor"], places: Mapping[str, tuple[int, int]]
 ) -> dict[int, int]:
-    """Return where each storage lies in the file, by its address in the map of the file that torch made.
+    """Return the file offset of each storage, by its address in torch's mapping of the file.
 
-    torch does not tell the map's own address; it follows from the order, and must then hold for every storage.
+    torch does not expose the address of the mapping. Addresses and offsets are paired in sorted order; their
+    difference must then be the same for every storage.
     """
     storages = {(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors.values()) if s.nbytes()}
     addresses, offsets = sorted(storages), sorted(place for place in places.values() if place[1])
     if [size for _, size in addresses] != [size for _, size in offsets]:
         raise damaged(path, "its tensors do not fill the data it holds")
-    found = {address: offset for (address, _), (offset, _) in zip(addresses, offsets, strict=True)}
-    if len({address - offset for address, offset in found.items()}) > 1:
+    offset_of = {address: offset for (address, _), (offset, _) in zip(addresses, offsets, strict=True)}
+    if len({address - offset for address, offset in offset_of.items()}) > 1:
         raise damaged(path, "its tensors lie elsewhere than its directory says")
-    return found
+    return offset_of
 
 
 def _view(path: Path, tensor: "torch.Tensor", data: Array, storage: int) -> Stored:
-    """Return the tensor whose storage begins at byte `storage` of a mapped file."""
+    """Return a view of the tensor whose storage begins at byte `storage` of a mapped file."""
     dtype = DTYPES[dtype_name(tensor)]
     kind = numpy_dtype(dtype)
     if not tensor.numel():
@@ -262,7 +263,7 @@ def _view(path: Path, tensor: "torch.Tensor", data: Array, storage: int) -> Stor
     strides = tuple(n * kind.itemsize for n in tensor.stride())
     try:
         array: Array = np.ndarray(tuple(tensor.shape), kind, data, start, strides)
-    except ValueError as error:  # numpy does not let a view leave its buffer
+    except ValueError as error:  # raised by numpy if the view would leave its buffer
         raise damaged(path, error) from error
     return Stored(dtype, array, Span(path, start, array.nbytes) if array.flags.c_contiguous else None)
 

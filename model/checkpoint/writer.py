@@ -1,7 +1,7 @@
-"""The one way out: safetensors shards, written piece by piece, in any order, by several workers at once.
+"""Write safetensors shards in pieces, in any order, from several threads at once.
 
-A shard's header is written first; it fixes where every tensor goes, so that spans of the source can be copied straight
-to their place inside the kernel and computed tensors can be streamed a few rows at a time.
+A shard's header is written first and fixes the position of every tensor. Spans of the source are then copied to their
+position inside the kernel, and computed tensors are written a few rows at a time.
 """
 
 import errno
@@ -18,13 +18,13 @@ from model.checkpoint.interface import Shard
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.common.errors import CheckpointError
 
-# What copy_file_range answers where it cannot do the job (other file system, old kernel, sandbox): copy by hand then.
+# Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
 _PIECE = 8 << 20
 
 
 def header_bytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the file's beginning, up to the data. `format: pt` is always there: transformers 4 insists on it."""
+    """Return the bytes of a shard before its data. Metadata always has `format: pt`, which transformers 4 requires."""
     header: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
     position = 0
     for tensor in tensors:
@@ -35,12 +35,12 @@ def header_bytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> byte
         }
         position += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8, so that readers may map it
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8, so that readers can map it
     return len(text).to_bytes(8, "little") + text
 
 
 class ShardFile:
-    """An output shard. Methods may be called from several threads; each tensor's place is known from the start."""
+    """An output shard. The position of each tensor is fixed, so several threads can call the methods."""
 
     def __init__(self, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:
         start = header_bytes(tensors, metadata)
@@ -53,15 +53,16 @@ class ShardFile:
         _write_all(self._descriptor, start, 0)
 
     def copy(self, name: str, start: int, span: Span) -> None:
-        """Copy `span` to byte `start` of the tensor `name`; it may run on into the tensors after it."""
+        """Copy `span` to byte `start` of the tensor `name`. It may extend into the tensors that follow."""
         copy_span(span, self._descriptor, self._offsets[name] + start)
 
     def write_rows(self, name: str, row: int, rows: Array) -> None:
-        """Write `rows` as the tensor's rows from `row` on."""
+        """Write `rows` into the tensor, starting at row `row`."""
         offset = self._offsets[name] + row * (rows.nbytes // max(len(rows), 1))
         _write_all(self._descriptor, np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, offset)
 
     def finish(self) -> None:
+        """Flush the shard to the disk, and close it."""
         os.fsync(self._descriptor)
         self.close()
 
@@ -79,7 +80,7 @@ def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def copy_span(span: Span, target: int, offset: int) -> None:
-    """Copy a span into an open file, in the kernel where it can (which shares blocks on Btrfs, XFS and the like)."""
+    """Copy a span into an open file, inside the kernel if possible (Btrfs, XFS and others then share the blocks)."""
     source = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         done, in_kernel = 0, hasattr(os, "copy_file_range")
@@ -99,7 +100,7 @@ def copy_span(span: Span, target: int, offset: int) -> None:
 
 
 def _kernel_copy(source: int, target: int, count: int, source_offset: int, offset: int) -> tuple[int, bool]:
-    """Return the bytes copied, and whether it is worth asking the kernel again."""
+    """Return the number of bytes copied, and whether to call the kernel again."""
     try:
         n = os.copy_file_range(source, target, count, source_offset, offset)
     except OSError as error:
@@ -110,7 +111,7 @@ def _kernel_copy(source: int, target: int, count: int, source_offset: int, offse
 
 
 def divide(tensors: Iterable[Tensor], max_shard_size: int) -> list[list[Tensor]]:
-    """Divide tensors over shards of at most `max_shard_size` bytes of data, in order; a larger tensor stands alone."""
+    """Divide tensors, in order, into shards of at most `max_shard_size` bytes. A larger tensor gets its own shard."""
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -123,14 +124,14 @@ def divide(tensors: Iterable[Tensor], max_shard_size: int) -> list[list[Tensor]]
 
 
 def name_shards(groups: Sequence[Sequence[Tensor]], metadata: Mapping[str, str]) -> tuple[Shard, ...]:
-    """Name shards as transformers does: `model.safetensors`, or `model-00001-of-00003.safetensors`."""
+    """Return shards with transformers' names: `model.safetensors`, or `model-00001-of-00003.safetensors`."""
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     return tuple(Shard(name, tuple(t.name for t in group), metadata) for name, group in zip(names, groups, strict=True))
 
 
 def index_text(shards: Sequence[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
-    """Return `model.safetensors.index.json`, or None for a single `model.safetensors`, which must not have one."""
+    """Return `model.safetensors.index.json`, or None for a single `model.safetensors`, which must not have an index."""
     if [shard.name for shard in shards] == [SINGLE]:
         return None
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}

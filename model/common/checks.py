@@ -1,6 +1,6 @@
-"""Checks of single values that others wrote: a wrong type or an impossible value is one line that names the key.
+"""Check single values from files and options. A wrong type or an impossible value gives one line that names the key.
 
-Each takes the value, and its name as the message begins with it: `config.json has hidden_size`.
+Each function takes the value and its name as the message begins with it, such as `config.json has hidden_size`.
 """
 
 import sys
@@ -11,26 +11,31 @@ import click
 from model.common.errors import CheckpointError
 
 LARGEST_SIZE = 1 << 28
-"""Of what a model's shapes are made of: the bytes of a matrix of two such sizes still fit into 64 bits."""
+"""Largest size in a model's shapes: the bytes of a matrix of two such sizes fit into 64 bits."""
 LARGEST_COUNT = 1 << 60
-"""Of anything else: it fits into 64 bits with room for sums."""
+"""Largest value of any other count: it fits into 64 bits with room for sums."""
 _SHOWN = 60
 
 
 def show(value: object) -> str:
-    """Return a value on one line, cut to a length that can be read."""
+    """Return a value on one line, cut to a readable length."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def is_finite(value: object) -> TypeGuard[int | float]:
-    """Say whether a value is a number that a float can hold. True and False are none."""
+    """Return whether a value is a number that a float can hold. True and False are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
+    """Return whether a value is a whole number of at least `least`. True and 8.0 are not whole numbers."""
+    return type(value) is int and value >= least
+
+
 def whole_number(value: object, name: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
-    """Return a whole number of the range. True and 8.0 are none. Raises CheckpointError."""
-    if type(value) is not int or value < least:
+    """Return a whole number of the range. Raises CheckpointError otherwise; True and 8.0 are not whole numbers."""
+    if not is_whole_number(value, least):
         kind = "a positive whole number" if least == 1 else f"a whole number from {least} on"
         raise CheckpointError(f"{name} = {show(value)}; it must be {kind}.")
     if value > most:
@@ -39,12 +44,12 @@ def whole_number(value: object, name: str, least: int = 1, most: int = LARGEST_C
 
 
 def size(value: object, name: str) -> int:
-    """Return a size that a model's shapes are made of. Raises CheckpointError."""
+    """Return a size in a model's shapes. Raises CheckpointError unless it is a whole number from 1 to LARGEST_SIZE."""
     return whole_number(value, name, most=LARGEST_SIZE)
 
 
 def number(value: object, name: str, above: float | None = None) -> float:
-    """Return a finite number greater than `above`, or, where that is None, not below 0. Raises CheckpointError."""
+    """Return a finite number above `above`, or from 0 on if `above` is None. Raises CheckpointError otherwise."""
     if not is_finite(value) or (value < 0 if above is None else value <= above):
         kinds = {None: "a finite number from 0 on", 0.0: "a finite, positive number"}
         kind = kinds.get(above, f"a finite number above {above}")
@@ -53,23 +58,23 @@ def number(value: object, name: str, above: float | None = None) -> float:
 
 
 def flag(value: object, name: str) -> bool:
-    """Return true or false; null is false. Raises CheckpointError."""
+    """Return a boolean; null is false. Raises CheckpointError for anything else."""
     if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"{name} = {show(value)}; it must be true or false.")
     return bool(value)
 
 
 def table(value: object, name: str) -> dict[str, Any]:
-    """Return a copy of an object; null is an empty one. Raises CheckpointError."""
+    """Return a copy of a JSON object; null is an empty one. Raises CheckpointError for anything else."""
     if value is not None and not isinstance(value, dict):
         raise CheckpointError(f"{name} = {show(value)}; it must be an object.")
     return dict(value or {})
 
 
 class FiniteFloat(click.FloatRange):
-    """A float option of a range, outside of which are NaN, which `click.FloatRange` lets pass, and infinity."""
+    """A float option of a range. NaN, which `click.FloatRange` accepts, and infinity are refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not is_finite(found := super().convert(value, param, ctx)):
+        if not is_finite(number := super().convert(value, param, ctx)):
             self.fail(f"{value} is not a finite number.", param, ctx)
-        return found
+        return number

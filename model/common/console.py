@@ -1,6 +1,6 @@
-"""What the command lines of `convert` and `uptrain` share: errors as one line, progress bars, tables, JSON.
+"""Print errors, progress bars, tables and JSON for the command lines of `convert` and `uptrain`.
 
-Exit codes: 0 success; 1 it failed midway (the same command continues); 2 the input is not acceptable.
+Exit codes: 0 success; 1 a failure midway (the same command resumes); 2 unacceptable input.
 """
 
 import errno
@@ -32,18 +32,18 @@ from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
 EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib")
-"""What `pip install 'groupwise[torch]'` brings, by the names of imports."""
+"""The packages of `pip install 'groupwise[torch]'`, by their import names."""
 
 
 class OrderedGroup(click.Group):
-    """A group of commands that lists them in the order in which they were added."""
+    """A group of commands listed in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
 
 def run(cli: click.Command) -> None:
-    """Run a command line; errors are one line on stderr and an exit code, never a traceback."""
+    """Run a command line. Errors become one line on stderr and an exit code, without a traceback."""
     try:
         sys.exit(cli.main(standalone_mode=False))
     except click.exceptions.Exit as stop:
@@ -70,33 +70,34 @@ def run(cli: click.Command) -> None:
 
 
 def _fail(message: str, code: int, alone: bool = False) -> None:
-    # Of many processes, which mostly meet the same error, one says it on each machine.
+    # All processes usually raise the same error, so one on each machine prints it.
     if alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         echo_line(f"Error: {message}")
     sys.exit(code)
 
 
 def warn(message: str) -> None:
-    """Say on stderr what does not stop the work."""
+    """Print a warning on stderr."""
     echo_line(f"Warning: {message}")
 
 
 def echo(text: str, err: bool = False, nl: bool = True) -> None:
-    """Print text on stdout, or on stderr. Control characters in it, as names of files may have, are spelt out."""
+    """Print text on stdout or stderr. Control characters, which file names may contain, are escaped."""
     click.echo(printable(text), err=err, nl=nl)
 
 
 def echo_line(text: str) -> None:
-    """Print one line on stderr, whatever line breaks the names in it hold."""
+    """Print text on stderr as one line, even if names in it contain line breaks."""
     click.echo(one_line(text), err=True)
 
 
 def print_json(result: Any) -> None:
+    """Print a value as indented JSON, non-finite numbers as null."""
     click.echo(printable_json(json.dumps(null_non_finite(result), indent=2, ensure_ascii=False, allow_nan=False)))
 
 
 def null_non_finite(value: Any) -> Any:
-    """Return a value with None for every number in it that is not finite, as JSON knows none."""
+    """Replace every non-finite number in a value by None, because JSON has no non-finite numbers."""
     if isinstance(value, dict):
         return {name: null_non_finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -105,7 +106,7 @@ def null_non_finite(value: Any) -> Any:
 
 
 def size(n: float) -> str:
-    """Write a number of bytes in decimal units, as disks and the hub do."""
+    """Format a number of bytes in decimal units, as disks and the hub do."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
@@ -114,27 +115,27 @@ def size(n: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time as people say it."""
+    """Format a duration in seconds, minutes or hours."""
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 class _Console(Console):
-    """Prints every string, also those in tables, without control characters."""
+    """A console that escapes control characters in every string, also in tables."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
 
 def console(stderr: bool = False) -> Console:
-    """Return where tables are printed: names in [brackets] are names, not rich's markup."""
+    """Return a console for tables. It prints [brackets] as they are instead of reading them as rich's markup."""
     return _Console(stderr=stderr, markup=False, emoji=False)
 
 
 @contextmanager
 def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Callable[[float], None]]:
-    """Show a bar on stderr; nothing where that is no terminal, or when `quiet`."""
+    """Show a progress bar on stderr, unless stderr is not a terminal or `quiet` is set."""
     screen = console(stderr=True)
     if quiet or not screen.is_terminal:
         yield lambda n: None
@@ -147,6 +148,7 @@ def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> 
 
 
 def print_key_values(title: str, rows: list[tuple[str, str]]) -> None:
+    """Print a table of keys and values under a title."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -1,8 +1,8 @@
-"""Errors that a user can put right."""
+"""Define the errors that the command line prints as one line."""
 
 
 class InputError(ValueError):
-    """What was given is not acceptable.
+    """The input is not acceptable.
 
     The message is one line for the user: what was found, what is possible, what to do. The command line prints it
     without a traceback and exits with code 2.
@@ -10,12 +10,12 @@ class InputError(ValueError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint, or what was asked of it, is not acceptable."""
+    """A checkpoint, or an operation requested on it, is not acceptable."""
 
 
 class RunError(Exception):
-    """Work stopped midway, for a reason that the message tells in one line. The command line exits with code 1."""
+    """Work stopped midway; the message states the reason in one line. The command line exits with code 1."""
 
 
 class RankError(RunError):
-    """One of many processes stopped, for a reason that the others do not know: it must say so itself."""
+    """One of many processes stopped for a reason of its own, so this process prints the message itself."""

@@ -16,17 +16,17 @@ from typing import Self
 from model.common.errors import InputError
 
 MAX_NAME = 255
-"""Bytes that Linux and macOS file systems allow in the name of a file."""
+"""Largest number of bytes in a file name on Linux and macOS file systems."""
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file, and make the folders above it."""
+    """Write a file, and create its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers, and a kill or a full disk at any moment, leave the old or the new content."""
+    """Replace a file atomically. A kill or a full disk leaves the old or the new content, never a mixture."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)
@@ -38,7 +38,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def copy_file(source: Path | bytes, target: Path) -> None:
-    """Copy a file, or write a content, in bounded memory, and make the folders above it.
+    """Copy a file in bounded memory, or write bytes, and create the parent folders.
 
     The copy has the permissions of a new file, not those of the source.
     """
@@ -50,7 +50,7 @@ def copy_file(source: Path | bytes, target: Path) -> None:
 
 
 def has_content(path: Path, expected: Path | bytes) -> bool:
-    """Compare a file with another one, or with a content, in bounded memory."""
+    """Return whether a file equals another file or the given bytes. Memory is bounded."""
     if isinstance(expected, Path):
         return filecmp.cmp(path, expected, shallow=False)
     return path.stat().st_size == len(expected) and path.read_bytes() == expected
@@ -63,7 +63,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, where the file system can (CIFS and some FUSE mounts cannot)."""
+    """Flush a folder's entries to the disk, if the file system supports it (CIFS and some FUSE mounts do not)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,13 +75,13 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush everything in a folder to the disk, and the folder itself."""
+    """Flush a folder and everything in it to the disk."""
     for path in (*folder.rglob("*"), folder):
         (sync_folder if path.is_dir() else sync_file)(path)
 
 
 def check_name(path: Path, what: str, longest: int = MAX_NAME) -> None:
-    """Raise InputError if a path is not UTF-8, as JSON must be, or its last part has more than so many bytes."""
+    """Raise InputError if a path is not UTF-8, which JSON requires, or its last part has more than `longest` bytes."""
     shown = os.fsencode(path).decode(errors="backslashreplace")
     try:
         str(path).encode()
@@ -92,21 +92,22 @@ def check_name(path: Path, what: str, longest: int = MAX_NAME) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Say whether something can be the name of a file in a folder, and leads nowhere else."""
+    """Return whether a name can be that of a file directly in a folder: not a path, not too long."""
     is_path = not name or "\0" in name or name in (".", "..") or Path(name).name != name
     return not is_path and len(name.encode(errors="replace")) <= MAX_NAME
 
 
 class LockedError(Exception):
-    """Another process has the lock; the message names it."""
+    """Another process holds the lock; the message names it."""
 
 
 class FileLock:
-    """An exclusive lock on a file, which is made for it; a context manager. It ends with the process that has it.
+    """An exclusive lock on a file created for it; a context manager. The lock ends with the process that holds it.
 
-    It is flock(2). NFS makes that a lock of the server, for files that are open for writing. Where a file system has
-    no flock (Lustre without `-o flock`, some FUSE mounts), a file PATH.owner stands for the lock. That one outlives a
-    killed process: on the same machine the next process notices and takes it over, on others it must be removed.
+    It uses flock(2). NFS turns this into a lock on the server, for files that are open for writing. If a file system
+    has no flock (Lustre without `-o flock`, some FUSE mounts), a file PATH.owner represents the lock. That file
+    outlives a killed process: the next process on the same machine detects this and takes the lock over; on other
+    machines the file must be removed by hand.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,12 +118,12 @@ class FileLock:
         self._identity = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)})
 
     def __enter__(self) -> Self:
-        """Take the lock. Raises LockedError if another process has it, and OSError where no file can be made."""
+        """Acquire the lock. Raises LockedError if another process holds it, and OSError if no file can be created."""
         while not self._is_held:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 self._lock()
-                self._is_held = self._is_in_place()  # unless its last holder has removed the file since it was opened
+                self._is_held = self._is_in_place()  # False if the last holder removed the file since it was opened
             finally:
                 if not self._is_held:
                     self.release()
@@ -132,7 +133,7 @@ class FileLock:
         self.release()
 
     def release(self) -> None:
-        """Remove the file, and end the lock, if there is one."""
+        """Remove the file and release the lock, if it is held."""
         if self._is_held:
             self.path.unlink(missing_ok=True)
         if self._owns_file:
@@ -150,7 +151,7 @@ class FileLock:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:  # NFS may answer either
+        except (BlockingIOError, PermissionError) as error:  # NFS may raise either
             raise LockedError(_describe(_read(self.path))) from error
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
@@ -158,7 +159,7 @@ class FileLock:
             self._create_owner_file()
 
     def _is_in_place(self) -> bool:
-        """Whether the path still leads to the locked file. (Inode numbers tell that not on every file system.)"""
+        """Return whether the path still leads to the locked file. (Some file systems have unreliable inode numbers.)"""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self._identity.encode(), 0)
         return _read(self.path) == self._identity
@@ -171,7 +172,7 @@ class FileLock:
             self._owner_path.unlink(missing_ok=True)
             if not self._try_to_create():
                 raise LockedError(_describe(_read(self._owner_path)))
-            time.sleep(0.2)  # for a process that has met the same file of an ended one, and removes ours in its place
+            time.sleep(0.2)  # another process may have read the same stale owner file, and remove ours instead
             if _read(self._owner_path) != self._identity:
                 raise LockedError(_describe(_read(self._owner_path)))
         self._owns_file = True
@@ -193,7 +194,7 @@ def _read(path: Path) -> str:
 
 
 def _parse(owner: str) -> tuple[str, int]:
-    """Return a lock owner's machine and process number; "" and 0 where the text does not tell."""
+    """Return a lock owner's host name and process id; "" and 0 if the text does not contain them."""
     match = re.match(r'\{"host": "([\w.-]*)", "pid": (\d{1,9}),', owner)
     return (match[1], int(match[2])) if match else ("", 0)
 
@@ -204,7 +205,7 @@ def _describe(owner: str) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether the process was one of this machine, and is no more."""
+    """Return whether the owner was a process of this machine that no longer exists."""
     host, pid = _parse(owner)
     if not pid or host != socket.gethostname():
         return False

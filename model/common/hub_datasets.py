@@ -1,7 +1,4 @@
-"""Datasets of the Hugging Face hub, through the `datasets` library.
-
-hub:NAME[:[CONFIG:]SPLIT] names one.
-"""
+"""Read datasets of the Hugging Face hub, named hub:NAME[:[CONFIG:]SPLIT], through the `datasets` library."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +10,9 @@ HUB = "hub:"
 
 
 def hub_files(text: str) -> tuple[str, ...]:
-    """Return the Arrow files that `datasets` keeps of hub:NAME…, fetching them if they are not there yet.
+    """Return the Arrow files that `datasets` caches for hub:NAME…, and download them if needed.
 
-    Raises InputError, with how to fetch them, where that is not possible.
+    Raises InputError, with a command that fetches them, if this fails.
     """
     datasets = _library()
     name, *rest = text.removeprefix(HUB).split(":")
@@ -23,9 +20,9 @@ def hub_files(text: str) -> tuple[str, ...]:
         raise InputError(f"{text} is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")
     config, split = (None, *rest)[-2:] if rest else (None, None)
     try:
-        # Version 3 asks on the terminal whether to run a dataset's script unless told not to; 4 and later run none.
+        # By default version 3 prompts on the terminal to run a dataset's script. Versions 4 and later run none.
         loaded: Any = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
-    except Exception as error:  # the library's readers of a dozen formats raise errors of all kinds
+    except Exception as error:  # the library's readers of a dozen formats raise any kind of error
         if _has_script(name):
             raise InputError(
                 f"{text} is loaded by a script of its own, which is never run; give its data files themselves."
@@ -37,14 +34,14 @@ def hub_files(text: str) -> tuple[str, ...]:
     if isinstance(loaded, dict):
         if len(loaded) > 1:
             named = ":".join(part for part in (name, config) if part)
-            one = " or ".join(f"{HUB}{named}:{found}" for found in loaded)
+            one = " or ".join(f"{HUB}{named}:{split_name}" for split_name in loaded)
             raise InputError(f"{text} has {len(loaded)} splits; name one: {one}.")
         (loaded,) = loaded.values()
     return tuple(entry["filename"] for entry in loaded.cache_files)
 
 
 def hub_texts(text: str) -> Iterator[str]:
-    """Yield the column `text` of a dataset. Raises InputError where it is not there, or holds no text."""
+    """Yield the column `text` of a dataset. Raises InputError if it is missing or holds no text."""
     datasets = _library()
     for file in hub_files(text):
         rows: Any = datasets.Dataset.from_file(file)
@@ -54,7 +51,7 @@ def hub_texts(text: str) -> Iterator[str]:
 
 
 def _has_script(name: str) -> bool:
-    """Say whether a dataset on this machine is a script, or a folder with one of its own name."""
+    """Return whether a dataset on this machine is a script, or a folder with a script of the folder's name."""
     path = Path(name)
     return path.suffix == ".py" or (path / f"{path.resolve().name}.py").is_file()
 

@@ -1,4 +1,4 @@
-"""Read the files of checkpoints, which come from elsewhere: their sizes and their links are not trusted."""
+"""Read files of checkpoints without trusting their sizes and links."""
 
 import json
 import stat
@@ -8,13 +8,13 @@ from typing import Any
 from model.common.errors import CheckpointError
 
 CONFIG_BYTES = 100_000_000
-"""The largest config.json, index or other JSON file that is read whole. Real ones have up to about 10 MB."""
+"""Size limit of config.json, an index or another JSON file, which are read whole. Real ones have up to about 10 MB."""
 TOKENIZER_BYTES = 1_000_000_000
-"""The largest tokenizer.json or vocabulary that is read whole. Real ones have up to about 40 MB."""
+"""Size limit of tokenizer.json and vocabularies, which are read whole. Real ones have up to about 40 MB."""
 
 
 def check_size(path: Path, limit: int) -> None:
-    """Raise CheckpointError unless `path` is a regular file of at most `limit` bytes. Opens nothing."""
+    """Raise CheckpointError unless `path` is a regular file of at most `limit` bytes. The file is not opened."""
     check_regular(path)
     size = path.stat().st_size
     if size > limit:
@@ -22,7 +22,7 @@ def check_size(path: Path, limit: int) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Raise CheckpointError if `path` is a folder, FIFO, socket or device; opening some of these waits forever."""
+    """Raise CheckpointError if `path` is a folder, FIFO, socket or device; opening some of these blocks forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is not a regular file; put the file itself there.")
 
@@ -44,10 +44,10 @@ def read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
 
 
 def leads_outside(path: Path, folder: Path) -> bool:
-    """Say whether `path`, which is in `folder` or below it, leads out of the folder through a symlink.
+    """Return whether `path`, in `folder` or below it, is a symlink to a place outside the folder.
 
-    A snapshot in the Hugging Face cache (`models--X--Y/snapshots/REVISION`) consists of links into the `blobs` of its
-    model; those count as inside.
+    A snapshot in the Hugging Face cache (`models--X--Y/snapshots/REVISION`) consists of links into the `blobs` folder
+    of its model; those count as inside.
     """
     home, target = folder.resolve(), path.resolve()
     if target.is_relative_to(home):
@@ -57,7 +57,7 @@ def leads_outside(path: Path, folder: Path) -> bool:
 
 
 def refuse_outside(path: Path, folder: Path) -> None:
-    """Raise CheckpointError if `path`, whose content is copied, leads out of `folder` through a symlink."""
+    """Raise CheckpointError if `path`, whose content is copied, is a symlink out of `folder`."""
     if leads_outside(path, folder):
         raise CheckpointError(
             f"{path} is a symlink out of its folder, to {path.resolve()}; what is copied into the output must lie in "

@@ -1,4 +1,4 @@
-"""Atomic, resumable output folders: a folder beside OUT, a journal of what is finished, one rename at the end.
+"""Write output folders atomically and resumably: a staging area beside OUT, a journal, and one rename at the end.
 
     .OUT.groupwise/             removed once OUT is complete
         lock                    see `model.common.files.FileLock`
@@ -7,8 +7,8 @@
         scratch/                intermediate results
         replaced/               the folder that --overwrite replaces, until the new one is in its place
 
-A killed run leaves this behind. The same command continues from its journal; any other starts afresh. Both first put
-back what a run took away and did not replace.
+A killed run leaves the staging area behind. The same command resumes from its journal; any other command starts anew.
+Both first restore a folder that the killed run moved away and did not replace.
 """
 
 import json
@@ -28,19 +28,19 @@ from model.common.files import MAX_NAME, FileLock, LockedError, check_name, repl
 
 _PREFIX, _SUFFIX = ".", ".groupwise"
 _LONGEST_NAME = MAX_NAME - len(_PREFIX + _SUFFIX) - len("-01234567.owner")
-"""Of OUT, in bytes: the names of the staging area and of its lock are made of it."""
+"""Longest name of OUT in bytes: the names of the staging area and of its lock contain it."""
 
 
 def check_out(out: Path) -> None:
-    """Raise InputError if OUT has a name that no output can have."""
+    """Raise InputError if the name of OUT is not UTF-8 or too long."""
     check_name(out, "OUT", _LONGEST_NAME)
 
 
 class Staging:
-    """The staging area of one OUT; a context manager that holds its lock."""
+    """The staging area of one OUT; a context manager that holds the area's lock."""
 
     def __init__(self, out: Path, may_replace: Callable[[Path], bool] | None = None) -> None:
-        """`may_replace` tells whether what is at OUT may be replaced; without it, nothing may."""
+        """`may_replace`: returns whether the folder at OUT may be replaced. By default nothing may be replaced."""
         check_out(out)
         self.out = out
         self.root = out.parent / f"{_PREFIX}{out.name}{_SUFFIX}"
@@ -50,11 +50,11 @@ class Staging:
         self._journal = self.root / "journal.jsonl"
         self._replaced = self.root / "replaced"
         self.finished: dict[str, Any] = {}
-        """What the journal says is done: name → what was recorded with it."""
+        """The finished pieces in the journal: name → record."""
         self._writing = threading.Lock()
 
     def __enter__(self) -> Self:
-        """Take the lock. Raises CheckpointError if another process has it, or OUT is there and may not be replaced."""
+        """Acquire the lock. Raises CheckpointError if another process holds it, or if OUT may not be replaced."""
         self._take_lock()
         try:
             self._recover()
@@ -74,7 +74,7 @@ class Staging:
                 return
             except LockedError as error:
                 raise CheckpointError(f"{self.out} is being written by {error}; wait for it or stop it.") from error
-            except FileNotFoundError:  # the process that had the lock has just removed the folder
+            except FileNotFoundError:  # the process that held the lock has just removed the folder
                 continue
             except OSError as error:
                 raise CheckpointError(
@@ -86,7 +86,7 @@ class Staging:
         self._release()
 
     def _release(self) -> None:
-        """Let go of the lock; remove the folder if it holds nothing else."""
+        """Release the lock; remove the staging area if it holds nothing else."""
         if self.root.is_dir() and not {path.name for path in self.root.iterdir()} - {"lock", "lock.owner"}:
             self._remove_root()
         self._lock.release()
@@ -95,11 +95,11 @@ class Staging:
         return self._may_replace is not None and self._may_replace(self.out)
 
     def _recover(self) -> None:
-        """Put back what a killed run took away and did not replace; remove what it has no more use for."""
+        """Restore the folder that a killed run moved away and did not replace; remove its leftovers."""
         if self._replaced.exists() and not os.path.lexists(self.out):
             self._replaced.rename(self.out)
             sync_folder(self.out.parent)
-        if not self.folder.exists():  # it has become OUT
+        if not self.folder.exists():  # it was renamed to OUT
             _remove(self._replaced)
             _remove(self.scratch)
             self._journal.unlink(missing_ok=True)
@@ -108,17 +108,17 @@ class Staging:
                 f"{self.out} exists, and so does what a killed run moved from there to {self._replaced}; "
                 "move one of them to another place."
             )
-        ours = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
+        stale_lock = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
         for path in self.out.parent.iterdir():
-            if ours.fullmatch(path.name):  # a lock whose folder was removed just before the kill
+            if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill
                 path.unlink(missing_ok=True)
 
     def open(self, fingerprint: str) -> None:
-        """Continue the run with this fingerprint if there is one, else start with an empty folder."""
+        """Resume the run with this fingerprint if there is one, else start with an empty folder."""
         begun_with, finished, size = _read_journal(self._journal)
         if begun_with == fingerprint and self.folder.is_dir():
             self.finished = finished
-            os.truncate(self._journal, size)  # a line that a kill has cut
+            os.truncate(self._journal, size)  # drop a line that was cut off by a kill
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -127,36 +127,35 @@ class Staging:
 
     @property
     def begun_with(self) -> str | None:
-        """The fingerprint of the run that was killed here; None if there is none."""
+        """The fingerprint of the killed run in this staging area; None if there is none."""
         return _read_journal(self._journal)[0]
 
     def record(self, name: str, record: Any) -> None:
-        """Add to the journal. Should a power cut lose the line, the piece is made again."""
+        """Append a finished piece to the journal. (If a power failure loses the line, the piece is rebuilt.)"""
         with self._writing:
             with self._journal.open("a") as file:
                 file.write(json.dumps({"name": name, "record": record}) + "\n")
             self.finished[name] = record
 
     def record_file(self, name: str, record: Any) -> None:
-        """Add a finished file of the folder to the journal. Its content must be on the disk already."""
+        """Append a finished file of the folder to the journal. The caller has flushed its content to the disk."""
         sync_folder(self.folder)
         self.record(name, record)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Remove every file from the folder but these, which are named relative to it; also empty folders."""
+        """Remove every other file from the folder, and empty folders. `names` are relative to the folder."""
         kept = {self.folder / name for name in names}
-        for path in sorted(self.folder.rglob("*"), reverse=True):  # what a folder holds comes before it
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # a folder comes after its content
             if path.is_dir() and not path.is_symlink():
                 with suppress(OSError):
-                    path.rmdir()  # fails where something is left in it
+                    path.rmdir()  # fails if the folder is not empty
             elif path not in kept:
                 path.unlink()
 
     def publish(self) -> None:
-        """Make the finished folder OUT.
+        """Rename the finished folder to OUT.
 
-        Raises FileExistsError, with all that is finished kept, if something has appeared there that may not be
-        replaced.
+        Raises FileExistsError if OUT has appeared meanwhile and may not be replaced. All finished work is kept.
         """
         sync_folder(self.folder)
         if os.path.lexists(self.out):
@@ -164,7 +163,7 @@ class Staging:
                 raise FileExistsError(f"{self.out} has appeared meanwhile; move it to another place")
             self.out.rename(self._replaced)
         try:
-            self.folder.rename(self.out)  # fails, by POSIX, where there is anything but an empty folder
+            self.folder.rename(self.out)  # by POSIX it fails unless OUT is absent or an empty folder
         except OSError:
             if self._replaced.exists():
                 self._replaced.rename(self.out)
@@ -172,11 +171,11 @@ class Staging:
         sync_folder(self.out.parent)
         try:
             self.discard()
-        except OSError as error:  # OUT is complete all the same
+        except OSError as error:  # OUT is complete nevertheless
             console.warn(f"{self.root} could not be removed ({error}); it is of no more use.")
 
     def discard(self) -> None:
-        """Remove the staging area. What a killed run took away and did not replace goes back to its place."""
+        """Remove the staging area. A folder that a killed run moved away and did not replace is restored first."""
         self._recover()
         for path in (self.folder, self.scratch):
             _remove(path)
@@ -184,19 +183,19 @@ class Staging:
         self._remove_root()
 
     def _remove_root(self) -> None:
-        """Remove the folder while the lock is held.
+        """Remove the staging area while the lock is held.
 
-        The locked file leaves it first: on NFS, a file that is removed while it is open stays under another name.
+        The locked file is moved out first: on NFS, a file that is removed while open stays under another name.
         """
         aside = self.out.parent / f"{self.root.name}-{secrets.token_hex(4)}"
         self._lock.move(aside)
-        with suppress(OSError):  # another process may have begun in it already
+        with suppress(OSError):  # another process may already use the folder
             self.root.rmdir()
         self._lock.release()
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that is of no more use. Where that fails, the work itself is done all the same."""
+    """Remove a folder that is no longer needed. A failure is only a warning, because the work itself is done."""
     try:
         if folder.exists():
             shutil.rmtree(folder)
@@ -205,7 +204,7 @@ def _remove(folder: Path) -> None:
 
 
 def _read_journal(path: Path) -> tuple[str | None, dict[str, Any], int]:
-    """Return the fingerprint, the records by name, and the bytes of the file up to the first broken line."""
+    """Return the fingerprint, the records by name, and the number of bytes before the first broken line."""
     fingerprint, finished, size = None, {}, 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:

@@ -1,6 +1,6 @@
-"""Compressed files, read a bounded piece at a time: a small file may hold more than any memory.
+"""Read compressed files in pieces of bounded size, because a small file may decompress to more than the memory.
 
-Where the data is damaged or cut off, the file is refused.
+Damaged and truncated files are refused.
 """
 
 import importlib
@@ -16,21 +16,21 @@ from model.common.errors import InputError
 BLOCK_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
-"""What is decompressed at a time, at most."""
+"""Largest number of decompressed bytes per step."""
 MAX_LINE_BYTES = 256 << 20
-"""A line or a text file beyond this is no document that could be tokenised."""
+"""Size limit of a line or a text file; a larger one cannot be a document to tokenise."""
 MAX_WINDOW_BYTES = 256 << 20
-"""What a file may make its decompressor keep. The presets of xz need 65 MiB; zstd without --long needs 8 MiB."""
+"""Limit of the decompressor's window, which the file chooses. The presets of xz need 65 MiB; zstd without --long 8."""
 ZSTD_STEP_BYTES = 1 << 10
-"""What zstandard is given at a time, since it cannot bound what it returns: 4 bytes give 128 KiB at most, so 32 MiB."""
+"""Input bytes per step of zstandard, which cannot bound its output: 4 bytes give 128 KiB at most, so 32 MiB a step."""
 
 
 class _Gzip:
-    """One member of a gzip file: `decompress` returns at most PIECE_BYTES, and keeps what it has not used yet."""
+    """One member of a gzip file. `decompress` returns at most PIECE_BYTES, and keeps the unused input."""
 
     error: type[Exception] = zlib.error
     padding = 1
-    """Zero bytes may follow a member, in multiples of this."""
+    """Zero bytes may follow a member in multiples of this number; 0: none may."""
 
     def __init__(self) -> None:
         self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -113,13 +113,13 @@ def _zstandard() -> Any:
 
 
 KINDS: dict[str, Callable[[], "_Gzip | _Xz | _Zstd"]] = {".gz": _Gzip, ".xz": _Xz, ".zst": _Zstd}
-"""By suffix: what makes a decompressor of one member of the file."""
+"""Suffix → the class that decompresses one member of the file."""
 
 SUFFIXES = tuple(KINDS)
 
 
 def check(path: str) -> None:
-    """Raise InputError if the file's kind needs a package that is not installed."""
+    """Raise InputError if the file's format needs a package that is not installed."""
     KINDS[Path(path).suffix]()
 
 
@@ -128,12 +128,12 @@ def is_compressed(path: str) -> bool:
 
 
 def open_compressed(raw: BinaryIO, path: str) -> io.BufferedReader:
-    """Return the content of an open compressed file. Reading raises EOFError where that is damaged or ends early."""
+    """Return the content of an open compressed file. Reading raises EOFError if it is damaged or truncated."""
     return io.BufferedReader(_Decompressed(raw, path), BUFFER_BYTES)
 
 
 def lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield how many bytes of the file have been read, and the next line. Raises InputError for a line too long."""
+    """Yield the number of bytes read from the file, and the next line. Raises InputError for a line too long."""
     n_lines = 0
     with Path(path).open("rb") as raw, open_compressed(raw, path) as stream:
         try:
@@ -154,9 +154,9 @@ def refuse_long_line(path: str, number: int) -> NoReturn:
 
 
 class _Decompressed(io.RawIOBase):
-    """The content of a compressed file, of one member or several. Raises EOFError where that is damaged or ends early.
+    """The content of a compressed file of one or several members. Raises EOFError if it is damaged or truncated.
 
-    (What `gzip` and `zstandard` have for this takes some damaged files for complete ones.)
+    (The readers of the `gzip` and `zstandard` packages accept some damaged files as complete.)
     """
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
@@ -180,7 +180,7 @@ class _Decompressed(io.RawIOBase):
         return n
 
     def _step(self, block: bytes = b"") -> bytes:
-        """Decompress the given beginning of a member, or else what follows. What comes of it may be empty."""
+        """Decompress `block`, the first bytes of a member, or else the next bytes. The result may be empty."""
         is_at_end = False
         if not block and self._member.needs_input:
             block = self._raw.read(BLOCK_BYTES)
@@ -194,7 +194,7 @@ class _Decompressed(io.RawIOBase):
         return content
 
     def _begin_next(self) -> bool:
-        """Begin the next member, behind zeros that fill up a block of a tape or disk; return whether there is one."""
+        """Skip the zeros that pad a tape or disk block, begin the next member, and return whether there is one."""
         block, n_zeros = self._member.unused_data, 0
         while True:
             rest = block.lstrip(b"\0") if self._member.padding else block

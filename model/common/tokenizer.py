@@ -1,4 +1,4 @@
-"""Open a folder's tokenizer with transformers, without ever running code that comes with the folder."""
+"""Open a folder's tokenizer with transformers, without running code from the folder."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json
 
 WHOLE = "tokenizer.json"
-"""Holds a fast tokenizer entirely; where it is, the vocabularies of slow ones beside it are not read."""
+"""The file of a complete fast tokenizer. If it exists, the vocabularies of slow tokenizers are not read."""
 VOCABULARIES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
     "added_tokens.json",
@@ -16,11 +16,11 @@ CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder, from the folder's own files alone.
+    """Return transformers' tokenizer of a folder, from the folder's files only.
 
-    Where the folder names code of its own (`auto_map`), that code is not run, and transformers is asked for a class of
-    its own; where it has none, tokenizer.json is opened as it is. Raises CheckpointError if there is no such file
-    either, or if transformers cannot read what there is.
+    Custom code named by the folder (`auto_map`) is not run. transformers' own class is used instead; if it has none,
+    tokenizer.json is opened directly. Raises CheckpointError if that file is missing too, or if transformers cannot
+    read the files.
     """
     check_sizes(folder)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -29,22 +29,23 @@ def open_tokenizer(folder: Path) -> Any:
     openers: list[Any] = [AutoTokenizer]
     if code and (folder / WHOLE).is_file():
         openers.append(PreTrainedTokenizerFast)
-    why: Exception | None = None
+    failure: Exception | None = None
     for opener in openers:
         try:
             return opener.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # what transformers and tokenizers raise for damaged files is of all kinds
-            why = error
+        except Exception as error:  # transformers and tokenizers raise any kind of error for damaged files
+            failure = error
     if code and len(openers) == 1:
         raise CheckpointError(
             f"the tokenizer of {folder} needs code of its own ({code}), which is never run; put a {WHOLE} there (save "
             "the tokenizer as a fast one with transformers), or give a folder that has one."
-        ) from why
-    raise CheckpointError(f"transformers cannot load the tokenizer of {folder}: {_one_line(why, folder)}") from why
+        ) from failure
+    message = _one_line(failure, folder)
+    raise CheckpointError(f"transformers cannot load the tokenizer of {folder}: {message}") from failure
 
 
 def check_sizes(folder: Path) -> None:
-    """Raise CheckpointError if a file that transformers reads whole is no regular file, or enormous."""
+    """Raise CheckpointError if a file that transformers reads whole is not a regular file, or too large."""
     limits = dict.fromkeys((WHOLE, *VOCABULARIES), TOKENIZER_BYTES)
     limits |= dict.fromkeys((*CONFIGS, "config.json", "chat_template.jinja", "chat_template.json"), CONFIG_BYTES)
     for name, limit in limits.items():
@@ -53,20 +54,21 @@ def check_sizes(folder: Path) -> None:
 
 
 def _own_code(folder: Path) -> str:
-    """Return what the folder's configs name as the code of its tokenizer, such as `tokenization_x.XTokenizer`."""
+    """Return the custom tokenizer code that the folder's configs name, such as `tokenization_x.XTokenizer`, or ""."""
     for name in ("tokenizer_config.json", "config.json"):
         config = read_json(folder / name) if (folder / name).exists() else None
         table = config.get("auto_map") if isinstance(config, dict) else None
-        named = table.get("AutoTokenizer") if isinstance(table, dict) else table
-        found = next((part for part in named if part), None) if isinstance(named, list) else named
-        if found:
-            return str(found)
+        code = table.get("AutoTokenizer") if isinstance(table, dict) else table
+        if isinstance(code, list):  # of a slow and a fast tokenizer
+            code = next((part for part in code if part), None)
+        if code:
+            return str(code)
     return ""
 
 
 def _one_line(error: Exception | None, folder: Path) -> str:
-    """Say what transformers stopped at. Without these packages it asks for a third, which does not help."""
-    why = " ".join(str(error).split())
+    """Return transformers' error on one line. Without sentencepiece it names another package, which does not help."""
+    message = " ".join(str(error).split())
     if (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file():
-        return f"there is no {WHOLE}, and tokenizer.model needs `pip install sentencepiece protobuf` ({why})"
-    return why
+        return f"there is no {WHOLE}, and tokenizer.model needs `pip install sentencepiece protobuf` ({message})"
+    return message

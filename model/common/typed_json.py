@@ -1,7 +1,7 @@
-"""JSON that the program wrote itself, read back: every key is there, and each value is of its type.
+"""Read back JSON that the program wrote itself, and check that every key exists and every value has its type.
 
-Types are written as Python's: str, int, float (a finite one, or a whole number), bool, None, tuple[…, ...] for a list,
-dict[str, …], dataclasses, and unions of these. Booleans are no numbers.
+Types are Python's: str, int, float (a finite one, or a whole number), bool, None, tuple[…, ...] for a list,
+dict[str, …], dataclasses, and unions of these. A boolean is not a number.
 """
 
 import json
@@ -17,34 +17,34 @@ T = TypeVar("T")
 
 
 def parse_object(text: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object. Raises InputError where the text is none."""
+    """Parse a JSON object. Raises InputError if the text is not one."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{show(found)} where a JSON object belongs")
-    return found
+    if not isinstance(parsed, dict):
+        raise InputError(f"{show(parsed)} where a JSON object belongs")
+    return parsed
 
 
 def make(kind: type[T], values: Mapping[str, Any], name: str = "") -> T:
-    """Make a dataclass of an object. Raises InputError for a missing, unknown or mistyped key; `name` leads to it."""
-    given = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    if unknown := values.keys() - given.keys():
+    """Build a dataclass from an object, which messages call `name`. Raises InputError for a missing or wrong key."""
+    by_name = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    if unknown := values.keys() - by_name.keys():
         raise InputError(f"the unknown key {show(_join(name, min(unknown)))}")
-    required = [n for n, f in given.items() if f.default is MISSING and f.default_factory is MISSING]
+    required = [n for n, f in by_name.items() if f.default is MISSING and f.default_factory is MISSING]
     types = {key: hint for key, hint in get_type_hints(kind).items() if key in values or key in required}
     return kind(**check_types(values, types, name))
 
 
 def check_types(values: Mapping[str, Any], types: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return the values of these keys. Raises InputError where one is missing or of another type."""
-    found = {}
+    """Return the values of the keys in `types`. Raises InputError if one is missing or of another type."""
+    checked = {}
     for key, wanted in types.items():
         if key not in values:
             raise InputError(f"no {_join(name, key)}")
-        found[key] = _fit(values[key], wanted, _join(name, key))
-    return found
+        checked[key] = _fit(values[key], wanted, _join(name, key))
+    return checked
 
 
 def _join(name: str, key: object) -> str:
@@ -52,7 +52,7 @@ def _join(name: str, key: object) -> str:
 
 
 def _fit(value: Any, wanted: Any, name: str) -> Any:
-    """Return a value as a type has it."""
+    """Return a value converted to a type. Raises InputError if it does not fit."""
     origin, inner = get_origin(wanted), get_args(wanted)
     for option in inner if origin in (Union, UnionType) else (wanted,):
         if _is(value, option):
@@ -61,7 +61,7 @@ def _fit(value: Any, wanted: Any, name: str) -> Any:
 
 
 def _is(value: Any, wanted: Any) -> bool:
-    """Say whether a value is of a type, what it contains aside."""
+    """Return whether a value is of a type, regardless of its elements."""
     if wanted is float:
         return is_finite(value)
     if wanted is int:

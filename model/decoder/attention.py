@@ -1,12 +1,12 @@
-r"""Attention over grouped heads: MHA, GQA and MQA are one computation.
+r"""Compute attention over grouped heads: MHA, GQA and MQA are one computation.
 
     MHA, n_kv_heads = n_heads       GQA, two groups          MQA, one group
       q0  q1  q2  q3                 q0  q1  q2  q3           q0  q1  q2  q3
       |   |   |   |                    \ /     \ /               \  \ /  /
       k0  k1  k2  k3                   k0      k1                   k0
 
-Query head h reads K/V head h // heads_per_group. Letters: B batch, T query tokens, S key tokens (more than T beside a
-cache), H query heads, G groups (= K/V heads), K heads in a group, D head_dim.
+Query head h reads K/V head h // heads_per_group. Letters: B batch, T query tokens, S key tokens (with a KV cache more
+than T), H query heads, G groups (= K/V heads), K query heads in a group, D head_dim.
 """
 
 import inspect
@@ -21,20 +21,21 @@ from model.decoder.linear import matmul_dtype
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees. With nothing set: itself and all before it (one new token beside a cache: all)."""
+    """The keys that each query attends to. With nothing set: causal (one new token with a KV cache: all keys)."""
 
     segments: tuple[tuple[int, int, int], ...] | None = None
-    """(row, start, stop) of every document, where rows hold several and each is attended to by itself."""
+    """(row, start, stop) of every document, if rows hold several documents that must not attend to each other."""
     boundaries: Tensor | None = None
-    """The same for packed attention: where documents begin in the batch laid end to end, and its length (int32)."""
+    """The same for packed attention: the starts of all documents in the flattened batch, and its length (int32)."""
     allowed_B1TS: Tensor | None = None
-    """True where seen, for what has no cheaper form: padding, windows, a text that goes on beside its cache."""
+    """True where a query attends to a key. For masks without a cheaper form: padding, windows, several new tokens with
+    a KV cache."""
     window: int | None = None
-    """With `boundaries`: how many tokens back a query sees, itself included."""
+    """With `boundaries`: number of tokens that a query attends to, itself included."""
 
 
 def attend(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Tensor:
-    """Return softmax(q kᵀ / √D) v of every head, [B, T, H, D]."""
+    """Return softmax(q kᵀ / √D) v for every head, [B, T, H, D]."""
     if mask.boundaries is not None:
         return _variable_length(q_BTHD, k_BSGD, v_BSGD, mask.boundaries, mask.window)
     if mask.segments is not None:
@@ -45,7 +46,7 @@ def attend(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Tensor
 
 
 def has_packed_attention(x: Tensor, head_dim: int) -> bool:
-    """Say whether heads computed from x can go to flash attention for texts laid end to end (newer torch)."""
+    """Return whether heads computed from x can use flash attention on packed documents (it needs a recent torch)."""
     if not has_flash_attention(x, head_dim):
         return False
     try:
@@ -56,9 +57,10 @@ def has_packed_attention(x: Tensor, head_dim: int) -> bool:
 
 
 def has_flash_attention(x: Tensor, head_dim: int) -> bool:
-    """Say whether heads computed from x can go to flash attention.
+    """Return whether heads computed from x can use flash attention.
 
-    It is CUDA's, for half precision and Ampere or newer; for heads of a multiple of 8 up to 256, others it would pad.
+    It needs CUDA, half precision, an Ampere GPU or newer, and a head_dim that is a multiple of 8 (others would be
+    padded) and at most 256.
     """
     if not x.is_cuda or matmul_dtype(x) not in (torch.float16, torch.bfloat16):
         return False
@@ -68,7 +70,7 @@ def has_flash_attention(x: Tensor, head_dim: int) -> bool:
 def _all_tokens(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B1TS: Tensor | None) -> Tensor:
     q_BHTD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGD))
     heads_per_group = q_BHTD.shape[1] // k_BGSD.shape[1]
-    # Without flash, or with a mask, `enable_gqa` falls to the kernel with S² memory (pytorch issues 139586, 181528).
+    # Without flash, or with a mask, `enable_gqa` selects the kernel with S² memory (pytorch issues 139586, 181528).
     grouped = heads_per_group > 1 and allowed_B1TS is None and has_flash_attention(q_BHTD, q_BHTD.shape[3])
     if heads_per_group > 1 and not grouped:
         k_BGSD, v_BGSD = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_BGSD, v_BGSD))
@@ -79,12 +81,12 @@ def _all_tokens(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B1TS: Te
 
 
 def _one_token(q_B1HD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B11S: Tensor | None) -> Tensor:
-    """Decode: the heads of a group stand where tokens would, so that each K/V head is read once and never repeated."""
+    """Attend with one query token. The heads of a group take the token axis, so each K/V head is read once."""
     batch, _, n_heads, head_dim = q_B1HD.shape
     out_BGKD: Tensor
     q_BGKD = q_B1HD.view(batch, k_BSGD.shape[2], -1, head_dim)
     k_BGSD, v_BGSD = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
-    if q_B1HD.is_cpu:  # torch's kernel for this copies all keys to scale them
+    if q_B1HD.is_cpu:  # torch's kernel copies all keys to scale them
         scores_BGKS = (q_BGKD * head_dim**-0.5) @ k_BGSD.mT
         if allowed_B11S is not None:
             scores_BGKS = scores_BGKS.masked_fill(~allowed_B11S, float("-inf"))
@@ -95,16 +97,16 @@ def _one_token(q_B1HD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B11S: Ten
 
 
 def by_segment(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, segments: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """Attend document by document: exact, and Σ length² work instead of T²."""
-    places = [(slice(row, row + 1), slice(start, stop)) for row, start, stop in segments]
-    out = [_all_tokens(q_BTHD[place], k_BSGD[place], v_BSGD[place], None)[0] for place in places]
+    """Attend document by document: exact, with Σ length² work instead of T²."""
+    slices = [(slice(row, row + 1), slice(start, stop)) for row, start, stop in segments]
+    out = [_all_tokens(q_BTHD[part], k_BSGD[part], v_BSGD[part], None)[0] for part in slices]
     return torch.cat(out).view(q_BTHD.shape)
 
 
 def _variable_length(
     q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, boundaries: Tensor, window: int | None
 ) -> Tensor:  # fmt: skip
-    """Attend document by document in one kernel (flash attention for variable lengths)."""
+    """Attend document by document in one kernel (variable-length flash attention)."""
     from torch.nn.attention.varlen import varlen_attn
 
     longest = q_BTHD.shape[1]

@@ -1,4 +1,4 @@
-"""What the Llama code needs to know of a checkpoint, read from `config.json`. What it does not implement is refused."""
+"""Read the native decoder's settings from `config.json`. Settings that it does not implement are refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from model.families import FAMILIES
 from model.families.family import Family
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
-MOST_LAYERS = 10_000
-"""More are taken for a mistake: each would be built before a weight is read."""
-ABSENT_WINDOW = 4096
-"""What the config classes of Mistral and Qwen2 take an absent `sliding_window` for (transformers 5.23)."""
+MAX_LAYERS = 10_000
+"""Limit of the number of layers. Every layer is built before a weight is read, so a wrong number would take hours."""
+DEFAULT_WINDOW = 4096
+"""The default of an absent `sliding_window` in the config classes of Mistral and Qwen2 (transformers 5.23)."""
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama-like decoder."""
+    """The sizes and settings of a Llama-like decoder."""
 
     model_type: str
     vocab_size: int
@@ -34,14 +34,14 @@ class LlamaConfig:
     o_bias: bool
     mlp_bias: bool
     tied: bool
-    """Whether the output head is the embedding."""
+    """Whether the embedding is also the output head."""
     windows: tuple[int | None, ...]
-    """Per layer, how many tokens back (itself included) a token sees; None for all."""
+    """Per layer, the number of tokens that a token attends to, itself included; None for all."""
     rope: Rope
 
 
 def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read `config.json`. Raises CheckpointError for what the code does not implement, by name."""
+    """Return the settings in `config.json`. Raises CheckpointError for a setting that is not implemented."""
     model_type = config.get("model_type")
     if model_type not in NATIVE_FAMILIES:
         raise CheckpointError(
@@ -54,9 +54,9 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     if activation != "silu":
         raise CheckpointError(f"the activation {checks.show(activation)} is not implemented; silu (SwiGLU) is.")
     n_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    n_layers = checks.whole_number(config["num_hidden_layers"], "config.json has num_hidden_layers", most=MOST_LAYERS)
+    n_layers = checks.whole_number(config["num_hidden_layers"], "config.json has num_hidden_layers", most=MAX_LAYERS)
     head_dim = hidden_size // n_heads if config.get("head_dim") is None else _size(config, "head_dim")
-    biased, mlp_biased = _flag(config, "attention_bias"), _flag(config, "mlp_bias")
+    attention_bias, mlp_bias = _flag(config, "attention_bias"), _flag(config, "mlp_bias")
     return LlamaConfig(
         model_type=str(model_type),
         vocab_size=_size(config, "vocab_size"),
@@ -67,9 +67,9 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         n_kv_heads=_n_kv_heads(config, family, n_heads),
         head_dim=head_dim,
         rms_norm_eps=checks.number(config.get("rms_norm_eps", 1e-6), "config.json has rms_norm_eps"),
-        qkv_bias=model_type == "qwen2" or (biased and model_type == "llama"),
-        o_bias=biased and model_type == "llama",
-        mlp_bias=mlp_biased and model_type == "llama",
+        qkv_bias=model_type == "qwen2" or (attention_bias and model_type == "llama"),
+        o_bias=attention_bias and model_type == "llama",
+        mlp_bias=mlp_bias and model_type == "llama",
         tied=_flag(config, "tie_word_embeddings"),
         windows=_windows(config, n_layers),
         rope=read_rope(config, head_dim),
@@ -85,7 +85,7 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int) -> int:
-    """Return the number that the family's config class makes of the key, of its absence, or of null."""
+    """Return the number of K/V heads as the family's config class does, also for an absent or null key."""
     key = family.keys.n_kv_heads
     assumed = family.null_n_kv_heads if key in config else family.default_n_kv_heads
     if config.get(key) is None and assumed != "refused":
@@ -97,15 +97,16 @@ def _n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int) -> int:
 
 
 def _windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's sliding window as transformers' classes read it.
+    """Return the sliding window of each layer, by the rules of transformers' classes.
 
-    Mistral: `sliding_window` for all layers. Qwen2: only with `use_sliding_window`, from layer `max_window_layers`
-    on, or as `layer_types` says. Of both, null means none, and an absent key 4096. Llama has none.
+    Mistral: `sliding_window` for all layers. Qwen2: only with `use_sliding_window`, in the layers from
+    `max_window_layers` on or those that `layer_types` names. For both, null means no window, and an absent key 4096.
+    Llama has none.
     """
     everywhere = (None,) * n_layers
     if config["model_type"] == "llama":
         return everywhere
-    window: int | None = config.get("sliding_window", ABSENT_WINDOW)
+    window: int | None = config.get("sliding_window", DEFAULT_WINDOW)
     if window is not None:
         window = checks.whole_number(window, "config.json has sliding_window")
     if config["model_type"] == "mistral":
@@ -122,15 +123,15 @@ def _windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]
 
 
 def _sliding_layers(config: Mapping[str, Any], n_layers: int) -> list[bool]:
-    """Return which layers of a Qwen2 have the window, where there is one."""
+    """Return for each layer of a Qwen2 whether it has the window, if the model has one."""
     kinds = config.get("layer_types")
     if kinds is None:
         first = checks.whole_number(config.get("max_window_layers", 28), "config.json has max_window_layers", least=0)
         return [layer >= first for layer in range(n_layers)]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != n_layers or not all(kind in known for kind in kinds):
+    supported = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != n_layers or not all(kind in supported for kind in kinds):
         raise CheckpointError(
             f"config.json has layer_types = {checks.show(kinds)}; it must say of each of {n_layers} layers "
-            f"{' or '.join(known)}."
+            f"{' or '.join(supported)}."
         )
     return [kind == "sliding_attention" for kind in kinds]

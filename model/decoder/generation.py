@@ -1,4 +1,4 @@
-"""Generate text: prefill the cache with the prompts, then decode a token at a time.
+"""Generate text: prefill the KV cache with the prompts, then decode one token at a time.
 
 python -m model.decoder.generation FOLDER --prompt "Once upon a time"
 """
@@ -23,7 +23,7 @@ from model.decoder.loading import load_model
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Return prompts side by side, [B, T], and how many padding tokens begin each, or None if they are equally long."""
+    """Return left-padded prompts, [B, T], and the number of padding tokens of each, [B]; None without padding."""
     longest = max(map(len, prompts))
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts])
     ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
@@ -32,14 +32,14 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Te
 
 @torch.inference_mode()
 def prefill(model: LlamaForCausalLM, ids_BT: Tensor, cache: KVCache) -> Tensor:
-    """Put the prompts into the cache, and return the logits of the token after them, [B, V]."""
+    """Store the prompts in the KV cache, and return the logits of the token after them, [B, V]."""
     hidden_BTM = model.model(ids_BT, cache=cache)
     return linear(hidden_BTM[:, -1:], model.head_weight)[:, 0].float()
 
 
 @torch.inference_mode()
 def decode(model: LlamaForCausalLM, ids_B: Tensor, cache: KVCache) -> Tensor:
-    """Add one token to each text, and return the logits of the one after it, [B, V]."""
+    """Append one token to each text, and return the logits of the next one, [B, V]."""
     return prefill(model, ids_B[:, None], cache)
 
 
@@ -53,10 +53,10 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt, up to and without a stop id.
+    """Return the generated tokens of each prompt, up to a stop id, which is not included.
 
-    `stop_ids` None takes the model's own end-of-text tokens; an empty list generates all `max_new_tokens`.
-    Temperature 0 is greedy. `top_p` samples from the smallest set of tokens that holds this share of the probability
+    `stop_ids`: None uses the model's end-of-text tokens; an empty list generates all `max_new_tokens`.
+    `temperature`: 0 is greedy. `top_p`: sample from the smallest set of tokens with at least this probability
     (Holtzman et al. 2020). The same seed gives the same text.
     """
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
@@ -81,7 +81,7 @@ def stream(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[list[int]]:
-    """Yield the next token of every prompt, step by step."""
+    """Yield the next token of every prompt, one step at a time."""
     weight = model.head_weight
     ids_BT, padding_B = pad_left(prompts)
     ids_BT = ids_BT.to(weight.device)
@@ -98,7 +98,7 @@ def stream(
 
 
 def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """Choose each row's next token, [B]."""
+    """Return each row's next token, [B]."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
     p_BV = (logits_BV / temperature).softmax(dim=-1)
@@ -112,7 +112,7 @@ def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch
 
 
 def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
-    """Print the prompt's continuation as it comes, then the speed of prefill and decode and the cache's size."""
+    """Print the continuation of a prompt while it is generated, then the speeds and the size of the KV cache."""
     model, tokenizer = load_model(folder), open_tokenizer(folder)
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")
@@ -126,7 +126,7 @@ def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top
         times.append(time.perf_counter())
         if token in model.stop_ids:
             break
-        # All so far is decoded anew, since a character may take several tokens; until it is whole it ends in U+FFFD.
+        # A character may need several tokens, so all tokens are decoded again. An incomplete one ends in U+FFFD.
         out.append(token)
         longer = str(tokenizer.decode(out))
         if not longer.endswith("\ufffd"):
@@ -136,7 +136,7 @@ def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top
 
 
 def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[float]) -> str:
-    """Describe a run by the moments at which it began and each token came."""
+    """Return the speeds and the size of the KV cache, from the times of the start and of each token."""
     config, steps = model.config, len(times) - 2
     cache = KVCache(config, 1, capacity, model.head_weight.dtype, "meta")
     decoded = f"{steps / (times[-1] - times[1]):.1f} tokens/s" if steps else "no step"

@@ -1,4 +1,4 @@
-"""The KV cache: preallocated, and holding only `n_kv_heads`, which is what grouped-query attention is for.
+"""Store keys and values in a preallocated KV cache, with only `n_kv_heads` heads: the purpose of GQA.
 
 Letters: B batch, S tokens, G K/V heads, D head_dim.
 """
@@ -17,7 +17,7 @@ class LayerCache:
         self.v_BGSD = torch.zeros(shape, dtype=dtype, device=device)
 
     def store(self, start: int, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new tokens from `start` on, and return the keys and values of all so far, [B, S, G, D]."""
+        """Write new tokens at position `start`, and return the keys and values of all tokens so far, [B, S, G, D]."""
         stop = start + k_BTGD.shape[1]
         self.k_BGSD[:, :, start:stop] = k_BTGD.transpose(1, 2)
         self.v_BGSD[:, :, start:stop] = v_BTGD.transpose(1, 2)
@@ -43,7 +43,7 @@ class KVCache:
         self.layers = [LayerCache(shape, dtype, device) for _ in range(config.n_layers)]
         self.capacity = capacity
         self.padding_B = padding_B
-        """How many tokens at the beginning of each row are padding; None where none are."""
+        """Number of padding tokens at the beginning of each row; None without padding."""
         self.length = 0
         """Tokens stored so far, padding included."""
 
@@ -52,6 +52,7 @@ class KVCache:
         return sum(layer.k_BGSD.nbytes + layer.v_BGSD.nbytes for layer in self.layers)
 
     def check_room(self, new: int) -> None:
+        """Raise ValueError if `new` more tokens exceed the capacity."""
         if self.length + new > self.capacity:
             raise ValueError(
                 f"the text grows to {self.length + new} tokens, but the cache holds {self.capacity}; make it larger."

@@ -1,6 +1,6 @@
-"""The Llama decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+"""Define the Llama decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 
-Modules are named as Hugging Face names them, so that the state dict is the checkpoint file. Letters of tensor names:
+Modules have Hugging Face's names, so that the state dict has the tensor names of a checkpoint. Letters of tensor names:
 B batch, T tokens, M hidden_size, H query heads, G K/V heads (groups), D head_dim, V vocabulary.
 """
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from model.decoder.attention import Mask, attend, has_packed_attention
 from model.decoder.config import LlamaConfig
-from model.decoder.cross_entropy import IGNORED, chunked_cross_entropy
 from model.decoder.kv_cache import KVCache, LayerCache
 from model.decoder.linear import Linear, linear, matmul_dtype
+from model.decoder.losses import IGNORED, chunked_cross_entropy
 from model.decoder.masks import document_lengths, document_mask, document_positions, text_mask
 from model.decoder.rope import rotate, rotations
 
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed x in the dtype the next matrix product wants, so that it is cast once for all of them."""
+        """Return the normalised x in the dtype of the next matrix products, so that it is cast only once."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(matmul_dtype(x))
 
 
@@ -73,7 +73,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each normalised before and added to the stream."""
+    """One layer: attention, then the MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and last norm: everything but the head."""
+    """The decoder without its head: embedding, layers and last norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, ids_BT: Tensor, documents_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """Return the hidden states [B, T, M]. With a cache, the ids go on from what it holds, and are added to it."""
+        """Return the hidden states [B, T, M]. With a KV cache, the ids continue its texts, and are stored in it."""
         if cache is not None:
             cache.check_room(ids_BT.shape[1])
         start = cache.length if cache else 0
@@ -109,8 +109,8 @@ class Decoder(nn.Module):
         rotation = self._rotation(ids_BT, documents_BT, cache, x_BTM.dtype)
         masks = {window: self._mask(ids_BT, documents_BT, cache, window) for window in set(self.config.windows)}
         for index, layer in enumerate(self.layers):
-            slot = cache.layers[index] if cache else None
-            x_BTM = layer(x_BTM, rotation, masks[self.config.windows[index]], slot, start)
+            layer_cache = cache.layers[index] if cache else None
+            x_BTM = layer(x_BTM, rotation, masks[self.config.windows[index]], layer_cache, start)
         if cache is not None:
             cache.length += ids_BT.shape[1]
         hidden_BTM: Tensor = self.norm(x_BTM)
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         positions_BT = torch.arange(old, old + ids_BT.shape[1], device=ids_BT.device)[None]
         if cache is not None and cache.padding_B is not None:
             positions_BT = (positions_BT - cache.padding_B[:, None]).clamp(min=0)
-        # The last token's position tells the length of a row's text; padding is on the left.
+        # The last token's position gives the length of a row's text, because padding is on the left.
         return rotations(rope, positions_BT, positions_BT[:, -1:] + 1 if rope.needs_lengths else None, dtype)
 
     def _mask(self, ids_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None, window: int | None) -> Mask:
@@ -139,23 +139,23 @@ class Decoder(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The decoder and its head, which predicts the next token."""
+    """The decoder and the head that predicts the next token."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.stop_ids: tuple[int, ...] = ()
-        """The end-of-text tokens, at which `generate` stops; of a model that is read from a checkpoint, its own."""
+        """The end-of-text tokens at which `generate` stops; `load_model` reads them from the checkpoint."""
         self.model = Decoder(config)
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix, [V, M]; the embedding's where they are tied."""
+        """The head's matrix, [V, M]; the embedding's if they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the hidden states that the head reads, [B, T, M]."""
+        """Return the hidden states before the head, [B, T, M]."""
         hidden_BTM: Tensor = self.model(ids_BT, documents_BT)
         return hidden_BTM
 
@@ -166,10 +166,10 @@ class LlamaForCausalLM(nn.Module):
         documents_BT: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return float32 logits [B, T, V]; with labels, the sum of their losses (nats, float32) and how many count.
+        """Return float32 logits [B, T, V]; with labels, the sum of their losses (nats, float32) and their number.
 
-        Labels are the ids themselves: they are shifted here, and −100 counts for nothing. `documents_BT` numbers the
-        documents of packed rows: tokens see, and predict, only tokens of their own, and positions begin anew.
+        Labels are the ids themselves; they are shifted here, and −100 is ignored. `documents_BT` numbers the documents
+        of packed rows: tokens attend to, and predict, only tokens of their own document, and positions restart at 0.
         """
         _check_ids(ids_BT, self.config.vocab_size)
         hidden_BTM = self.model(ids_BT, documents_BT, cache)
@@ -182,7 +182,7 @@ class LlamaForCausalLM(nn.Module):
 
 
 def _check_ids(ids_BT: Tensor, vocab_size: int) -> None:
-    """Raise ValueError for ids outside the vocabulary. (On CUDA the embedding's own assertion catches them.)"""
+    """Raise ValueError for ids outside the vocabulary. (On CUDA an assertion of the embedding catches them.)"""
     if ids_BT.is_cuda or ids_BT.numel() == 0:
         return
     low, high = (int(x) for x in ids_BT.aminmax())

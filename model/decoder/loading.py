@@ -1,6 +1,6 @@
-"""From a checkpoint folder to a model in memory, with one copy of the weights.
+"""Load a checkpoint folder into a model in memory, with one copy of the weights.
 
-The model is built without memory (on the meta device), and every parameter is read straight into its place.
+The model is built on the meta device, without memory, and every parameter is then read from the file.
 """
 
 import functools
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
 from model.checkpoint import Tensor as Stored
+from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import checks
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
@@ -22,17 +23,15 @@ from model.decoder.llama import Block, LlamaForCausalLM, RMSNorm
 from model.decoder.transformers_model import TransformersModel, load_foreign
 from model.geometry import read_geometry
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
 
 def load_model(
     folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> LlamaForCausalLM | TransformersModel:
-    """Load a checkpoint (a Hugging Face folder or a .gguf file) for use; call `.train()` to train it.
+    """Load a checkpoint (any format that `open_checkpoint` reads) in evaluation mode; call `.train()` to train it.
 
-    `dtype` None keeps the tensors' own; all are widened where matrices differ. Families without native code are opened
-    by transformers, behind the same interface. Raises CheckpointError for a config that is not implemented, and for
-    missing, unexpected or misshapen tensors, by name.
+    `dtype` None keeps the tensors' dtype, or widens all to the widest if the matrices differ. Families without native
+    code are opened by transformers, with the same interface. Raises CheckpointError for a config that is not
+    implemented, and for a missing, unexpected or misshapen tensor, which it names.
     """
     with open_checkpoint(Path(folder)) as checkpoint:
         if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
@@ -44,11 +43,11 @@ def load_model(
 
 
 def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the end-of-text tokens of `generation_config.json`, or else of `config.json`, as transformers takes them.
+    """Return the end-of-text tokens of `generation_config.json`, or else of `config.json`, as transformers does.
 
-    Raises CheckpointError where what stands there is neither a token's id nor a list of them.
+    Raises CheckpointError if the value is neither a token's id nor a list of ids.
     """
-    found, path = checkpoint.config, checkpoint.home / "config.json"
+    config, path = checkpoint.config, checkpoint.home / "config.json"
     content = checkpoint.side_files.get("generation_config.json")
     if content is not None:
         name = checkpoint.home / "generation_config.json"
@@ -59,14 +58,14 @@ def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         except InputError as error:
             raise CheckpointError(f"{name} cannot be read: {error}; fetch it anew.") from error
         if generation.get("eos_token_id") is not None:
-            found, path = generation, name
-    ids = found.get("eos_token_id")
+            config, path = generation, name
+    ids = config.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     return tuple(checks.whole_number(token, f"{path} has an eos_token_id", least=0) for token in ids)
 
 
 def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -> LlamaForCausalLM:
-    """Load an open checkpoint into the native code."""
+    """Load an open checkpoint into the native model."""
     model, names = build_meta(checkpoint)
     dtype = dtype or _common_dtype(checkpoint, names)
     for name, parameter in list(model.named_parameters()):
@@ -75,9 +74,9 @@ def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -
 
 
 def build_meta(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]]:
-    """Return the native model of an open checkpoint, without memory, and for each parameter the tensor it is read from.
+    """Return the native model on the meta device, and a table: parameter name → tensor name.
 
-    Raises CheckpointError as `load_model`, but for shapes.
+    Raises CheckpointError as `load_model` does, except for shapes, which are not checked.
     """
     read_geometry(checkpoint)
     with torch.device("meta"):
@@ -86,14 +85,14 @@ def build_meta(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]
 
 
 def check_runnable(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where tensors are of a dtype that the model cannot be run in; buffers aside."""
+    """Raise CheckpointError if a tensor, buffers aside, has a dtype in which the model cannot run."""
     for name in checkpoint.tensors:
         if not name.endswith("rotary_emb.inv_freq"):
             _check_readable(checkpoint, name)
 
 
 def _check_readable(checkpoint: Checkpoint, name: str) -> Stored:
-    """Return a stored tensor's description. Raises CheckpointError where it is missing, a scalar, or not of floats."""
+    """Return a tensor's description. Raises CheckpointError if it is missing, a scalar, or not of floats."""
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {name}.")
@@ -106,13 +105,13 @@ def _check_readable(checkpoint: Checkpoint, name: str) -> Stored:
 
 
 def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype | None:
-    """Return the widest dtype of the matrices, which are multiplied with one another; None where all have one."""
+    """Return the widest dtype of the matrices, because they are multiplied with each other; None if all are equal."""
     matrices = [name for name in names.values() if len(checkpoint.tensors[name].shape) == 2]
     one_of_each = {checkpoint.tensors[name].dtype: name for name in matrices}
     if len(one_of_each) == 1:
         return None
-    found = (_read(checkpoint, name, None, "cpu").dtype for name in one_of_each.values())
-    return functools.reduce(torch.promote_types, found)
+    dtypes = (_read(checkpoint, name, None, "cpu").dtype for name in one_of_each.values())
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block:
@@ -126,12 +125,12 @@ def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block
 
 
 def load_embedding(checkpoint: Checkpoint) -> Tensor:
-    """Load the embedding of an open checkpoint in its own dtype, [V, M]."""
+    """Load the embedding of an open checkpoint in the tensor's dtype, [V, M]."""
     return _read(checkpoint, embedding_name(checkpoint), None, "cpu")
 
 
 def embedding_name(checkpoint: Checkpoint) -> str:
-    """Return the name of the embedding's tensor, which may be missing."""
+    """Return the name of the embedding's tensor. The tensor itself may be missing."""
     return f"{_prefix(checkpoint)}embed_tokens.weight"
 
 
@@ -144,28 +143,31 @@ def load_last_norm(checkpoint: Checkpoint, config: LlamaConfig) -> RMSNorm:
 
 
 def load_head(checkpoint: Checkpoint, config: LlamaConfig) -> Tensor:
-    """Load the head's matrix of an open checkpoint in its own dtype, [V, M]; the embedding where they are tied."""
+    """Load the head's matrix of an open checkpoint in the tensor's dtype, [V, M]; the embedding if they are tied."""
     return load_embedding(checkpoint) if config.tied else _read(checkpoint, HEAD, None, "cpu")
 
 
 def _prefix(checkpoint: Checkpoint) -> str:
-    """Return what stands before names of the decoder: nothing where a base model was saved."""
+    """Return the prefix of the decoder's tensor names: "model.", or "" for a saved base model."""
     return "model." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
 
 
 def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, str]:
-    """Return parameter name → tensor name. Nothing may be missing or left over, rotary buffers aside."""
-    found = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
+    """Return a table, parameter name → tensor name.
+
+    Raises CheckpointError if a tensor is missing or left over, rotary buffers aside.
+    """
+    stored = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
     bare = not _prefix(checkpoint)
     names = {name: name.removeprefix("model.") if bare else name for name, _ in model.named_parameters()}
     embedding = names[EMBEDDING]
-    if model.lm_head is None and HEAD in found:
-        if embedding in found:
+    if model.lm_head is None and HEAD in stored:
+        if embedding in stored:
             _check_tied(checkpoint, embedding)
-            found.remove(HEAD)
+            stored.remove(HEAD)
         else:
             names[EMBEDDING] = HEAD
-    missing, unexpected = sorted(set(names.values()) - found), sorted(found - set(names.values()))
+    missing, unexpected = sorted(set(names.values()) - stored), sorted(stored - set(names.values()))
     if missing:
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {missing[0]}{_and_more(missing)}.")
     if unexpected:
@@ -180,7 +182,7 @@ def _and_more(names: list[str]) -> str:
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: str) -> None:
-    """Old files hold a tied head too. It must then be the embedding."""
+    """Raise CheckpointError unless a tied head, which old files hold, equals the embedding."""
     head, embedded = (_check_readable(checkpoint, name) for name in (HEAD, embedding))
     rows = embedded.shape[0]
     if head.shape != embedded.shape or not np.array_equal(
@@ -197,7 +199,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 def _read_checked(
     checkpoint: Checkpoint, name: str, parameter: Tensor, dtype: torch.dtype | None, device: str
 ) -> Tensor:  # fmt: skip
-    """Read the tensor that a parameter is to hold. Raises CheckpointError where it is missing or of another shape."""
+    """Read a parameter's tensor. Raises CheckpointError if it is missing or of another shape."""
     tensor = _read(checkpoint, name, dtype, device)
     if tensor.shape != parameter.shape:
         raise CheckpointError(
@@ -209,9 +211,9 @@ def _read_checked(
 
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str) -> Tensor:
     n_rows = _check_readable(checkpoint, name).shape[0]
-    # A view of a mapped file would be a parameter that cannot be trained.
+    # A view of a mapped file would not be writable, so it could not be trained.
     rows = np.require(checkpoint.rows(name, 0, n_rows), requirements=["C", "W"])
-    if rows.dtype.name == "bfloat16":  # numpy and torch do not share this type; the bits are the same
+    if rows.dtype.name == "bfloat16":  # numpy and torch have separate bfloat16 types with the same bits
         tensor = torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(rows)

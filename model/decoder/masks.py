@@ -1,6 +1,6 @@
-"""Who sees whom: causal, document by document in packed rows, within a window, beside padding and a cache.
+"""Build attention masks: causal, per document in packed rows, with windows, padding and a KV cache.
 
-Letters: B batch, T new tokens, S all tokens (those in the cache and the new ones).
+Letters: B batch, T new tokens, S all tokens (those in the KV cache and the new ones).
 """
 
 import torch
@@ -24,20 +24,20 @@ def document_lengths(documents_BT: Tensor) -> Tensor:
 
 
 def _runs(documents_BT: Tensor) -> Tensor:
-    """Number the documents of each row 0, 1, …, in order, [B, T]. The given numbers may repeat."""
+    """Return each token's document, numbered 0, 1, … within its row, [B, T]. Numbers in `documents_BT` may repeat."""
     return _begins(documents_BT).cumsum(dim=1) - 1
 
 
 def _begins(documents_BT: Tensor) -> Tensor:
-    """Return True where a document begins."""
+    """Return a mask that is True at the first token of every document, [B, T]."""
     changes = documents_BT[:, 1:] != documents_BT[:, :-1]
     return torch.cat((torch.ones_like(documents_BT[:, :1], dtype=torch.bool), changes), dim=1)
 
 
 def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False, dense: bool = False) -> Mask:
-    """Return the mask of packed rows, in the best form there is; `packed` where there is attention for it.
+    """Return the mask of packed rows in its cheapest form. `packed`: packed attention is available.
 
-    `dense` asks for the T x T mask; windows without packed attention need it too.
+    `dense` forces the T x T mask, which windows without packed attention need too.
     """
     begins_BT = _begins(documents_BT)
     if packed:
@@ -49,7 +49,7 @@ def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False
         same_B1TT = (runs_BT[:, :, None] == runs_BT[:, None, :])[:, None]
         return Mask(allowed_B1TS=same_B1TT & _band(positions_BT, positions_BT, window))
     if not begins_BT[:, 1:].any():
-        return Mask()  # each row is one document: all rows at once are faster
+        return Mask()  # each row is one document; one causal mask for all rows is faster
     n_tokens = documents_BT.shape[1]
     segments = []
     for row, begins_T in enumerate(begins_BT):
@@ -61,7 +61,7 @@ def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False
 def text_mask(
     batch: int, old: int, new: int, window: int | None, padding_B: Tensor | None, device: torch.device
 ) -> Mask:
-    """Return the mask of `new` tokens after `old` ones in a cache, of which the first `padding_B` are padding."""
+    """Return the mask of `new` tokens after `old` ones in a KV cache. The first `padding_B` of each row are padding."""
     total = old + new
     unbounded = window is None or total <= window
     if padding_B is None and unbounded and (old == 0 or new == 1):
@@ -71,13 +71,13 @@ def text_mask(
     allowed_B1TS = _band(queries_T[None], keys_S[None], window)
     if padding_B is not None:
         allowed_B1TS = allowed_B1TS & (keys_S >= padding_B[:, None])[:, None, None]
-        # Padding sees itself, so that its softmax is not empty; nothing else sees it.
+        # Padding attends to itself, so that its softmax is not empty. No other token attends to it.
         allowed_B1TS = allowed_B1TS | (queries_T[:, None] == keys_S)
     return Mask(allowed_B1TS=allowed_B1TS.expand(batch, 1, new, total))
 
 
 def _band(queries_BT: Tensor, keys_BS: Tensor, window: int | None) -> Tensor:
-    """Return [B, 1, T, S]: True where a key comes no later than the query, and within its window."""
+    """Return [B, 1, T, S]: True if a key is not after the query, and within its window."""
     distance_B1TS = (queries_BT[:, :, None] - keys_BS[:, None, :])[:, None]
-    seen = distance_B1TS >= 0
-    return seen if window is None else seen & (distance_B1TS < window)
+    allowed_B1TS = distance_B1TS >= 0
+    return allowed_B1TS if window is None else allowed_B1TS & (distance_B1TS < window)

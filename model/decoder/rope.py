@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al. 2021), with every scaling that Llama-1, 2 and 3 checkpoints use.
+"""Compute rotary position embeddings (Su et al. 2021), with every scaling of Llama 1, 2 and 3 checkpoints.
 
-Letters: B batch, T tokens, H heads, D head_dim; F = D/2 frequencies. Two numbers of a head, d and d + D/2, form a pair
-(Hugging Face's half-split layout), and pair f of a token at position p is turned by the angle p · frequency_f.
+Letters: B batch, T tokens, H heads, D head_dim; F = D/2 frequencies. Dimensions d and d + D/2 of a head form a pair
+(Hugging Face's half-split layout). Pair f of a token at position p is rotated by the angle p · frequency_f.
 """
 
 import math
@@ -39,7 +39,7 @@ SCALINGS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
         {},
     ),
 }  # fmt: skip
-"""For each type that is implemented, its parameters: those it needs and those it may have, and how each is checked."""
+"""Implemented type → its required and its optional parameters, each with its check."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,23 @@ class Rope:
     theta: float
     head_dim: int
     max_positions: int
-    """`max_position_embeddings`: where dynamic scaling begins."""
+    """`max_position_embeddings`: the length from which dynamic scaling applies."""
     scaling: Mapping[str, Any]
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether the angles depend on how long a text is, and not on the position alone."""
+        """Whether the angles depend on the length of the text besides the position."""
         return self.kind == "dynamic"
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
-    """Read the rotary embedding from `config.json`, in transformers 4's spelling or 5's.
+    """Read the rotary embedding from `config.json`, in the spelling of transformers 4 or 5.
 
     Version 4: `rope_theta`, and `rope_scaling` with `rope_type` (older: `type`); version 5: all in `rope_parameters`.
-    Raises CheckpointError for a type or a partial rotation that is not implemented, and for impossible values, by name.
+    Raises CheckpointError for a type or a partial rotation that is not implemented, and for an impossible value.
     """
     new, old = (checks.table(config.get(key), f"config.json has {key}") for key in ("rope_parameters", "rope_scaling"))
-    if new and old and _apart(new, old):
+    if new and old and _contradict(new, old):
         raise CheckpointError(
             f"config.json has both rope_parameters ({new}) and rope_scaling ({old}), and readers differ in which they "
             "heed; make them say the same, or remove one."
@@ -95,7 +95,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
 
 
 def _parameters(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that a type of scaling heeds, checked. Null is absent."""
+    """Return the checked parameters of a type of scaling. Null means absent."""
     needed, optional = SCALINGS[kind]
     for key in needed:
         if scaling.get(key) is None:
@@ -108,7 +108,7 @@ def _parameters(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(rope: Rope) -> None:
-    """Refuse what the formulas would divide by zero for, or turn no whole pairs."""
+    """Raise CheckpointError for values for which a formula divides by zero, or a head has no whole pairs."""
     least = 4 if rope.kind == "dynamic" else 2
     if rope.head_dim % 2 or rope.head_dim < least:
         raise CheckpointError(
@@ -131,18 +131,18 @@ def _kind(scaling: Mapping[str, Any]) -> Any:
     return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
-def _apart(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-    """Say whether two spellings contradict each other. (Base and partial rotation stand elsewhere in the old one.)"""
+def _contradict(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Return whether the two spellings disagree. (The old one has base and partial rotation under other keys.)"""
     elsewhere = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     rest_of_new, rest_of_old = ({key: each[key] for key in each.keys() - elsewhere} for each in (new, old))
     return bool(_kind(new) != _kind(old) or rest_of_new != rest_of_old)
 
 
 def inverse_frequencies(rope: Rope, lengths_BT: Tensor | None = None) -> tuple[Tensor, float]:
-    """Return the frequencies in float32 and the factor on cosines and sines.
+    """Return the frequencies in float32, and the factor on cosines and sines.
 
-    Frequencies are [F], for `dynamic` [B, T, F]: those depend on the length of each token's own text, `lengths_BT`,
-    which the other kinds ignore. Sources: linear, Chen et al. 2023; dynamic NTK, bloc97 and emozilla 2023; yarn, Peng
+    Frequencies are [F], for `dynamic` [B, T, F]: these depend on the length of each token's text, `lengths_BT`, which
+    the other types ignore. Sources: linear, Chen et al. 2023; dynamic NTK, bloc97 and emozilla 2023; yarn, Peng
     et al. 2023; llama3, Meta's `llama-models`, `apply_scaling`.
     """
     dims_F = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
@@ -158,7 +158,7 @@ def inverse_frequencies(rope: Rope, lengths_BT: Tensor | None = None) -> tuple[T
 
 
 def _dynamic(rope: Rope, dims_F: Tensor, lengths_BT: Tensor) -> Tensor:
-    """Stretch all waves by how far a text is beyond the original context; a text within it keeps the plain ones."""
+    """Lower the frequencies of texts longer than the original context; shorter texts keep the unscaled ones."""
     beyond_BT = (lengths_BT - rope.max_positions).clamp(min=0) / rope.max_positions
     stretch_BT = (1 + rope.scaling["factor"] * beyond_BT) ** (rope.head_dim / (rope.head_dim - 2))
     frequencies_BTF: Tensor = 1.0 / (rope.theta * stretch_BT[..., None]) ** dims_F
@@ -166,31 +166,31 @@ def _dynamic(rope: Rope, dims_F: Tensor, lengths_BT: Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, plain_F: Tensor) -> Tensor:
-    """Slow down long waves by `factor`, keep short ones, and go over smoothly between."""
-    s = rope.scaling
-    low, high, context = s["low_freq_factor"], s["high_freq_factor"], s["original_max_position_embeddings"]
-    turns_F = context * plain_F / (2 * math.pi)  # how often a wave turns in the original context
-    keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
-    slowed_F: Tensor = (1 - keep_F) * plain_F / s["factor"] + keep_F * plain_F
-    return slowed_F
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
+    scaling = rope.scaling
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    rotations_F = scaling["original_max_position_embeddings"] * plain_F / (2 * math.pi)  # in the original context
+    keep_F = ((rotations_F - low) / (high - low)).clamp(0, 1)
+    scaled_F: Tensor = (1 - keep_F) * plain_F / scaling["factor"] + keep_F * plain_F
+    return scaled_F
 
 
 def _yarn(rope: Rope, dims_F: Tensor) -> tuple[Tensor, float]:
-    """Interpolate waves that turn less than `beta_slow` times in the original context, keep those above `beta_fast`."""
-    s, d = rope.scaling, rope.head_dim
-    factor, context = s["factor"], s.get("original_max_position_embeddings") or rope.max_positions
+    """Interpolate pairs with less than `beta_slow` rotations in the original context; keep those above `beta_fast`."""
+    scaling, head_dim = rope.scaling, rope.head_dim
+    factor, context = scaling["factor"], scaling.get("original_max_position_embeddings") or rope.max_positions
 
-    def pair_that_turns(times: float) -> float:
-        return d * math.log(context / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_that_rotates(n_times: float) -> float:
+        return head_dim * math.log(context / (n_times * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    first, last = pair_that_turns(s.get("beta_fast") or 32), pair_that_turns(s.get("beta_slow") or 1)
-    if s.get("truncate", True):
+    first, last = pair_that_rotates(scaling.get("beta_fast") or 32), pair_that_rotates(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, d - 1)
+    first, last = max(first, 0), min(last, head_dim - 1)
     last += 0.001 * (first == last)
-    interpolate_F = ((torch.arange(d // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    interpolate_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     plain_F = 1.0 / rope.theta**dims_F
-    return plain_F / factor * interpolate_F + plain_F * (1 - interpolate_F), _yarn_attention_factor(s, factor)
+    return plain_F / factor * interpolate_F + plain_F * (1 - interpolate_F), _yarn_attention_factor(scaling, factor)
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
@@ -205,11 +205,11 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def rotations(rope: Rope, positions_BT: Tensor, lengths_BT: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [B, T, 1, D] for these positions, computed in float32 and given in `dtype`.
+    """Return cosines and sines [B, T, 1, D] for these positions, computed in float32 and returned in `dtype`.
 
-    `lengths_BT` is the length so far of each token's text (1 for B or T where all are equal); None where `rope` does
-    not depend on it (`needs_lengths`). With `dynamic`, a text that outgrows the original context turns its new tokens
-    more slowly than its old ones: what a cache holds stays as it was, as in transformers.
+    `lengths_BT`: the length so far of each token's text (B or T is 1 if all are equal); None if `rope` does not
+    depend on it (`needs_lengths`). With `dynamic`, new tokens beyond the original context are rotated by lower
+    frequencies than the old tokens. Keys in a KV cache are not rotated again, as in transformers.
     """
     frequencies, scale = inverse_frequencies(rope, lengths_BT)
     angles_BTF = positions_BT[..., None].float() * frequencies.to(positions_BT.device)
@@ -218,10 +218,10 @@ def rotations(rope: Rope, positions_BT: Tensor, lengths_BT: Tensor | None, dtype
 
 
 def rotate(x_BTHD: Tensor, cos_BT1D: Tensor, sin_BT1D: Tensor) -> Tensor:
-    """Turn every pair of every head by its token's angles, and return x in its own dtype.
+    """Rotate every pair of every head by its token's angles. The result has x's dtype.
 
-    Under autocast the angles are float32 and x is not; flash attention's kernel wants all that it reads in one dtype.
+    Under autocast the angles are float32 and x is not, but flash attention needs queries, keys and values in one dtype.
     """
     half = x_BTHD.shape[-1] // 2
-    turned_BTHD = torch.cat((-x_BTHD[..., half:], x_BTHD[..., :half]), dim=-1)
-    return (x_BTHD * cos_BT1D + turned_BTHD * sin_BT1D).to(x_BTHD.dtype)
+    rotated_BTHD = torch.cat((-x_BTHD[..., half:], x_BTHD[..., :half]), dim=-1)  # by 90°
+    return (x_BTHD * cos_BT1D + rotated_BTHD * sin_BT1D).to(x_BTHD.dtype)

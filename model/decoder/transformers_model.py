@@ -1,6 +1,6 @@
-"""Run other families through transformers' own classes, behind the interface of `model.decoder.llama`.
+"""Wrap transformers' own classes in the interface of `model.decoder.llama`, for families without native code.
 
-What only needs logits and losses (calibration, evaluation, a teacher) need not ask which of the two it holds.
+Code that needs only logits and losses (calibration, evaluation, a teacher) works with both.
 """
 
 import logging
@@ -17,13 +17,13 @@ from model.checkpoint.hf_folder import read_config
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, check_size
-from model.decoder.config import MOST_LAYERS
-from model.decoder.cross_entropy import IGNORED
+from model.decoder.config import MAX_LAYERS
+from model.decoder.losses import IGNORED
 from model.decoder.masks import document_mask, document_positions
 
 
 class TransformersModel(nn.Module):
-    """A causal language model of transformers, called as ours are."""
+    """A causal language model of transformers with the interface of `LlamaForCausalLM`."""
 
     def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class TransformersModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` does as they do."""
+        """The head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` includes that."""
         weight = self.theirs.get_output_embeddings().weight  # type: ignore[operator]
         assert isinstance(weight, Tensor)
         return weight
 
     def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the hidden states that the head reads, [B, T, M]."""
+        """Return the hidden states before the head, [B, T, M]."""
         body = self.theirs.base_model
         hidden_BTM: Tensor = body(ids_BT, use_cache=False, **self._packing(documents_BT)).last_hidden_state  # type: ignore[operator]
         return hidden_BTM
@@ -45,7 +45,7 @@ class TransformersModel(nn.Module):
     def forward(
         self, ids_BT: Tensor, labels_BT: Tensor | None = None, documents_BT: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits, or the sum of losses and their number: see `model.decoder.llama.LlamaForCausalLM.forward`."""
+        """Return logits, or the sum of losses and their number, as `LlamaForCausalLM.forward` does."""
         logits_BTV: Tensor = self.theirs(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
         if labels_BT is None:
             return logits_BTV
@@ -58,11 +58,11 @@ class TransformersModel(nn.Module):
         return loss, (targets_BT != IGNORED).sum()
 
     def check_packing(self, seq_len: int) -> None:
-        """Raise CheckpointError where documents packed into rows of so many tokens cannot be kept apart.
+        """Raise CheckpointError if documents packed into rows of `seq_len` tokens cannot be separated.
 
-        That takes a mask, and some families make their own of it: where keys are seen up to some distance only, or
-        where scores depend on distance (ALiBi). Nor can they where transformers chooses the rotary frequencies of all
-        documents by the longest.
+        Separation needs a mask. Some families change it: those with sliding windows, and those whose scores depend on
+        distance (ALiBi). Separation is also impossible if transformers chooses the rotary frequencies of all documents
+        by the longest one.
         """
         config: Any = self.theirs.config
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
@@ -79,7 +79,7 @@ class TransformersModel(nn.Module):
                 f"model_type {config.model_type!r} cannot be trained or evaluated here: its attention counts distances "
                 "(ALiBi) across the documents of a row."
             )
-        for context in _contexts_of_lengthening_rope(config):
+        for context in _length_dependent_contexts(config):
             if seq_len > context:
                 raise CheckpointError(
                     f"model_type {config.model_type!r} cannot be trained or evaluated on rows of {seq_len} tokens "
@@ -88,7 +88,7 @@ class TransformersModel(nn.Module):
                 )
 
     def _packing(self, documents_BT: Tensor | None) -> dict[str, Tensor]:
-        """Return the arguments that make transformers keep packed documents apart."""
+        """Return the arguments that make transformers separate packed documents."""
         if documents_BT is None:
             return {}
         self.check_packing(documents_BT.shape[1])
@@ -102,8 +102,8 @@ class TransformersModel(nn.Module):
         }
 
 
-def _contexts_of_lengthening_rope(config: Any) -> Iterator[int]:
-    """Yield the length from which on the frequencies depend on a text's length, for each rotary embedding of the kind.
+def _length_dependent_contexts(config: Any) -> Iterator[int]:
+    """Yield, for each rotary embedding with length-dependent frequencies, the length from which they change.
 
     (transformers, `modeling_rope_utils.dynamic_rope_update`.)
     """
@@ -116,16 +116,16 @@ def _contexts_of_lengthening_rope(config: Any) -> Iterator[int]:
 
 
 def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device: str) -> TransformersModel:
-    """Open a folder with transformers' auto class; its tensors hold `n_stored` numbers.
+    """Open a folder with transformers' auto class. `n_stored`: how many numbers its tensors hold.
 
-    Raises CheckpointError where that makes no model of config.json, or tensors are missing, left over or misshapen.
+    Raises CheckpointError if transformers cannot build the model, or tensors are missing, left over or misshapen.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        build_meta = build_foreign(folder, dtype)
-    n_parameters = sum(parameter.numel() for parameter in build_meta.parameters())
-    if n_parameters > 2 * n_stored:  # transformers would first make room for all; a tied head may count twice
+        meta_model = build_foreign(folder, dtype)
+    n_parameters = sum(parameter.numel() for parameter in meta_model.parameters())
+    if n_parameters > 2 * n_stored:  # transformers would first allocate all; a tied head may count twice
         raise CheckpointError(
             f"{folder}: config.json describes a model of {n_parameters:,} parameters, but the files hold "
             f"{n_stored:,}; they do not belong together."
@@ -150,7 +150,7 @@ def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device:
 def build_foreign(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Return transformers' model of a folder's config.json, without the folder's weights.
 
-    Raises CheckpointError where transformers knows no such model, or stops.
+    Raises CheckpointError if transformers has no such model, or cannot build it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +161,7 @@ def build_foreign(folder: Path, dtype: torch.dtype | None) -> nn.Module:
 
 
 def layer_class_names(folder: Path) -> tuple[str, ...]:
-    """Return what transformers calls the layers of a folder's model. Raises as `build_foreign`."""
+    """Return transformers' class names of the layers of a folder's model. Raises as `build_foreign` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_read_config(folder))]
@@ -169,9 +169,10 @@ def layer_class_names(folder: Path) -> tuple[str, ...]:
 
 
 def _read_config(folder: Path) -> Any:
-    """Return a folder's config as transformers reads it.
+    """Return transformers' config of a folder.
 
-    No code in the folder is run: what we ship with converted models (`model.remote_code`) is here already.
+    Code in the folder is not run: the code that is copied into converted models is registered from
+    `model.remote_code`.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -198,7 +199,7 @@ def _read_config(folder: Path) -> Any:
 def _refuse_kernels(folder: Path, config: Any) -> None:
     """Raise CheckpointError if config.json names a kernel of the hub, such as `attn_implementation: org/kernel`.
 
-    transformers would fetch it and run its code (`PreTrainedModel._check_and_adjust_attn_implementation`).
+    transformers would download and run it (`PreTrainedModel._check_and_adjust_attn_implementation`).
     """
     pairs = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
     for key, value in pairs:
@@ -210,22 +211,22 @@ def _refuse_kernels(folder: Path, config: Any) -> None:
 
 
 def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a number of layers that transformers would build one by one for hours."""
+    """Raise CheckpointError for a number of layers that transformers would need hours to build."""
     for key, value in config.items():
         if isinstance(value, dict):
             _check_layers(folder, value)
-        elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > MOST_LAYERS:
+        elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
             raise CheckpointError(
-                f"{folder}/config.json has {key} = {checks.show(value)}; it must be at most {MOST_LAYERS}."
+                f"{folder}/config.json has {key} = {checks.show(value)}; it must be at most {MAX_LAYERS}."
             )
 
 
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """Say in one line what of a folder transformers stops at.
+    """Turn transformers' errors about a folder into a CheckpointError of one line.
 
-    What is caught is broad, because a value of a wrong type or size makes its classes stop by whatever it breaks;
-    nothing but config.json and the weights goes in.
+    Many classes of errors are caught, because a value of a wrong type or size can raise any of them inside
+    transformers. The only inputs are config.json and the weights.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -236,21 +237,21 @@ def _refusing(folder: Path) -> Iterator[None]:
         StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
         MemoryError, OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"transformers can build no model from {folder}/config.json: {what[:400]}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"transformers can build no model from {folder}/config.json: {message[:400]}") from error
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keep transformers from reporting in many lines what we report in one, and from bars of its own."""
-    from transformers.utils import logging as transformers_logging
+    """Silence transformers' warnings and progress bars; errors are reported by `_refusing`."""
+    from transformers.utils import logging as hf_logging
 
-    verbosity, had_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    verbosity, had_bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        hf_logging.set_verbosity(verbosity)
         if had_bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Falcon-RW 1B and 7B, which have a K/V head for each query head: to multi-query, the other layout their class knows.
+"""Define Falcon-RW 1B and 7B, which are multi-head. Their class supports one other layout: multi-query.
 
 Falcon 7B is multi-query already. 40B and 180B are grouped already, in a class with other norms.
 """
@@ -17,7 +17,7 @@ FAMILY = Family(
     output="dense",
     fused="query_key_value",
     fused_by="group",
-    switch=Switch("multi_query", absent=True, values={True: 1, False: "n_heads"}, merged=True),
+    switch=Switch("multi_query", default=True, values={True: 1, False: "n_heads"}, merged=True),
     only_multi_query=True,
     refused={
         "new_decoder_architecture": (True, "that is falcon-40b or 180b, which is grouped already; use it as it is.")

@@ -1,4 +1,4 @@
-"""GPT-NeoX: Pythia, GPT-NeoX-20B, Dolly, RedPajama. Fewer K/V heads need code, which the output brings along."""
+"""Define GPT-NeoX: Pythia, GPT-NeoX-20B, Dolly, RedPajama. Fewer K/V heads need custom code, copied to the output."""
 
 from dataclasses import replace
 
@@ -32,4 +32,4 @@ FAMILY = Family(
     custom_code=CODE,
 )
 GQA_FAMILY = replace(FAMILY, model_type="gpt_neox_gqa")
-"""The same with grouped heads, as our own conversion writes it."""
+"""The family with grouped heads, as `convert` writes it."""

@@ -1,4 +1,4 @@
-"""MPT, with the code of llm-foundry that its checkpoints bring (`attn_config.kv_n_heads`)."""
+"""Define MPT, whose checkpoints contain the code of llm-foundry (`attn_config.kv_n_heads`)."""
 
 from model.families.family import ConfigKeys, Family, HeadNorms, Switch
 
@@ -16,7 +16,7 @@ FAMILY = Family(
     head_norms=HeadNorms("q_ln", "k_ln", "flat"),
     switch=Switch(
         "attn_config.attn_type",
-        absent="multihead_attention",
+        default="multihead_attention",
         values={"multihead_attention": "n_heads", "multiquery_attention": 1, "grouped_query_attention": None},
         merged="grouped_query_attention",
     ),

@@ -1,12 +1,12 @@
-"""Families that differ from Llama in names, sizes and norms alone: one entry each.
+"""Define the families that differ from Llama only in names, sizes and norms, one entry each.
 
-A family with a layout of its own has a file of its own.
+A family with another layout has its own file.
 """
 
 from model.families.family import Family, HeadNorms
 
 SHARED_NORMS = ("q_norm.weight", "k_norm.weight")
-"""A norm of queries and one of keys, each shared by all heads."""
+"""A norm of queries and a norm of keys, each shared by all heads."""
 FLAT_NORMS = HeadNorms("q_norm", "k_norm", "flat")
 """Norms over all heads together."""
 
@@ -49,7 +49,7 @@ STANDARD = (
         default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
         rotary_fraction=1.0,
     ),
-    # Gemma 3 1B, and the language model of the other_towers: Gemma's layout, and norms that all heads share.
+    # Gemma 3 1B, and the language model of the larger ones: Gemma's layout, and norms that all heads share.
     Family(
         "gemma3_text",
         default_n_kv_heads=4,
@@ -62,7 +62,7 @@ STANDARD = (
     Family("glm", default_n_kv_heads=2, null_n_kv_heads="refused", default_head_dim=128),
     # GLM-4-0414: as GLM.
     Family("glm4", default_n_kv_heads=2, null_n_kv_heads="refused", default_head_dim=128),
-    # gpt-oss: Llama's layout with biases, and a sink for each query head, which stays.
+    # gpt-oss: Llama's layout with biases, and a sink for each query head, which is copied.
     Family("gpt_oss", default_n_kv_heads=8, null_n_kv_heads="refused", default_head_dim=64, not_per_head=("sinks",)),
     # Granite: Llama's layout; its multipliers are in the config.
     Family("granite", default_n_kv_heads="n_heads", rotary_fraction=1.0),
@@ -116,9 +116,9 @@ STANDARD = (
     Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused", rotary_fraction=1.0),
     # nanochat: Llama's layout; its norms have no weights.
     Family("nanochat", default_n_kv_heads="n_heads"),
-    # Nemotron 3 and 4, Minitron: Llama's layout; the class stops where the number of K/V heads is missing.
+    # Nemotron 3 and 4, Minitron: Llama's layout; the class raises an error if the number of K/V heads is missing.
     Family("nemotron", default_n_kv_heads="refused", null_n_kv_heads="refused", rotary_fraction=0.5),
-    # OLMo: Llama's layout, norms without weights; `clip_qkv` cuts off what the merged heads give, as before.
+    # OLMo: Llama's layout, norms without weights; `clip_qkv` clips the output of merged heads as before.
     Family("olmo", default_n_kv_heads="n_heads"),
     # OLMo 2: queries and keys are normalised over all heads together.
     Family("olmo2", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),

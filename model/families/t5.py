@@ -1,7 +1,7 @@
-"""T5 1.0 and 1.1, FLAN-T5: the paper's model. Its decoder's heads are merged, in self- and cross-attention.
+"""Define T5 1.0 and 1.1 and FLAN-T5, the paper's models. The decoder's self- and cross-attention heads are merged.
 
 The encoder keeps its heads: it computes all its tokens at once, so memory bandwidth does not limit it (Ainslie et al.
-2023, section 2.2). Fewer K/V heads need code, which the output brings along.
+2023, section 2.2). Fewer K/V heads need custom code, which is copied to the output.
 """
 
 from dataclasses import replace
@@ -42,4 +42,4 @@ FAMILY = Family(
     custom_code=CODE,
 )
 GQA_FAMILY = replace(FAMILY, model_type="t5_gqa")
-"""The same with grouped heads, as our own conversion writes it."""
+"""The family with grouped heads, as `convert` writes it."""

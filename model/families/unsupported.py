@@ -1,8 +1,8 @@
-"""The model types that cannot be converted, and why. (Surveyed over the classes of transformers 5.23.)"""
+"""List the model types that cannot be converted, with the reasons. (A survey of the classes of transformers 5.23.)"""
 
 _PARENT = "start from a model of a supported family instead."
 
-# Why, in a sentence that ends with what to do → the model types.
+# The reason, in a sentence that ends with advice → the model types.
 REFUSED: dict[str, tuple[str, ...]] = {
     "its attention is multi-head latent attention (MLA), which caches one small vector for all heads: there are no K/V "
     "heads to merge, and the cache is compressed already; use it as it is.": (
@@ -51,4 +51,4 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 def reason(model_type: object) -> str | None:
     """Return why a model type cannot be converted; None for one that is not listed."""
-    return next((why for why, types in REFUSED.items() if model_type in types), None)
+    return next((text for text, types in REFUSED.items() if model_type in types), None)

@@ -1,9 +1,9 @@
-"""Models around a language model of one of the families, one entry each: only the language model's heads are merged."""
+"""Define the models that contain a language model of a family, one entry each. Only that model's heads are merged."""
 
 from model.families.family import Wrapper
 
 LLAVA_PREFIX = r"language_model\.(?:model\.)?|model\.language_model\."
-"""The second since transformers 4.52."""
+"""Two spellings; the second since transformers 4.52."""
 VISION_TOWER = r"(?:model\.)?vision_tower\."
 
 WRAPPERS = (

@@ -1,1 +1,1 @@
-"""Benchmarks: converting, training and decoding, measured against their peers. Figures: docs/benchmarks.md."""
+"""Benchmarks of converting, training and decoding against their peers. The results are in docs/benchmarks.md."""

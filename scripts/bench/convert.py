@@ -1,15 +1,15 @@
-"""How fast converting is, and how much memory it takes, beside what else one would do.
+"""Measure the speed and memory of a conversion against copying and against transformers.
 
-Makes a synthetic sharded bf16 Llama checkpoint of each size asked for and measures, in one run and in turns:
+Writes a synthetic sharded bf16 Llama checkpoint of each requested size, and measures alternately in one run:
 
     ours         convert mha-to-gqa, a quarter of the K/V heads (a whole process, with start-up, fsync and SHA-256)
-    no-digest    the same without the SHA-256 of the source files: what provenance costs
+    no-digest    the same without the SHA-256 of the source files, to show the cost of provenance
     cp           cp -r of the folder
-    cp+sha256    cp -r and sha256sum of the source: the same service done with the usual tools
+    cp+sha256    cp -r and sha256sum of the source: the same result with standard tools
     usual        from_pretrained, mean-pool the K/V projections, save_pretrained (transformers)
 
-Times are the best of --rounds, after one warm-up round, in an order that changes each round. Memory is the peak of one
-process: RSS, and RssAnon (anonymous memory: what a mapped or cached file does not count towards), sampled from /proc.
+Times are the best of --rounds after one warm-up round, in an order that changes each round. Memory is the peak of one
+process: RSS, and RssAnon (anonymous memory, without mapped and cached files), sampled from /proc.
 
     python -m scripts.bench.convert --gb 2 4 8 --json docs/bench/convert.json
 """
@@ -56,7 +56,7 @@ model.save_pretrained(out, max_shard_size="1GB")
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> int:
-    """Write a Llama of about this size, a few layers per shard; return the bytes written."""
+    """Write a Llama of about this size, with a few layers per shard, and return the bytes written."""
     n_layers = max(1, round((gigabytes * 1e9 - 4 * VOCAB * HIDDEN) / LAYER_BYTES))
     shards = [list(range(i, min(i + LAYER_SHARD, n_layers))) for i in range(0, n_layers, LAYER_SHARD)]
     folder.mkdir(parents=True)
@@ -104,7 +104,7 @@ def save_bf16(tensors: dict[str, np.ndarray], path: Path) -> None:
 
 
 def measure(command: list[str]) -> dict[str, float]:
-    """Run a command; return seconds and peak memory in MB."""
+    """Run a command, and return its seconds and its peak anonymous memory in MB."""
     started = time.perf_counter()
     anonymous = 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
@@ -119,7 +119,7 @@ def measure(command: list[str]) -> dict[str, float]:
 
 
 def peak_rss_mb(command: list[str]) -> float:
-    """Return the kernel's own peak RSS of a command's largest process."""
+    """Return the kernel's peak RSS of a command's largest process."""
     code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
     code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     return int(subprocess.check_output([sys.executable, "-c", code, *command])) / 1e3

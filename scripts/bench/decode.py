@@ -1,9 +1,9 @@
-"""Decoding speed and cache size against the number of K/V heads: ours and transformers', in one run.
+"""Measure decoding speed and KV cache size against the number of K/V heads, ours and transformers', in one run.
 
-For each number of K/V heads a random model of one shape; for each batch and context length a cache filled by a prefill,
-then --steps greedy steps, timed one by one: ours and transformers' in turns, and all numbers of heads in turns of a few
-steps, since a machine is not as fast at all times. Medians are compared. Writes a table (JSON and Markdown) and a
-figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
+Each number of K/V heads has a random model of the same shape. For each batch and context length, a prefill fills the
+KV cache, then --steps greedy steps are timed one by one. Ours and transformers' alternate, and the numbers of heads
+alternate every few steps, because a machine's speed varies. Medians are compared. Writes a table (JSON and Markdown)
+and a figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
 
     python -m scripts.bench.decode --batches 1 8 --contexts 256 1024 --out docs/bench/decode
 """
@@ -38,11 +38,11 @@ SHAPES = {
 }  # fmt: skip
 Row = dict[str, Any]
 ROUND, WARM_UP = 10, 2
-"""Steps of a turn, and those before them."""
+"""Timed steps per round, and warm-up steps before them."""
 
 
 def make_models(shape: dict[str, int], n_kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Ours, Theirs]:
-    """Return our and transformers' model with the same random weights."""
+    """Return our model and transformers' model with the same random weights."""
     config = TheirConfig(**shape, num_key_value_heads=n_kv_heads, max_position_embeddings=1 << 17)
     torch.manual_seed(0)
     theirs = Theirs(config).to(device, dtype).eval()
@@ -53,7 +53,7 @@ def make_models(shape: dict[str, int], n_kv_heads: int, dtype: torch.dtype, devi
 
 
 class Decoding:
-    """Our model and transformers', each with its cache filled, and the times of their steps."""
+    """Our model and transformers', each with a filled KV cache, and the times of their steps."""
 
     @torch.inference_mode()
     def __init__(self, ours: Ours, theirs: Theirs, batch: int, context: int, steps: int) -> None:
@@ -68,7 +68,7 @@ class Decoding:
 
     @torch.inference_mode()
     def run(self, steps: int) -> None:
-        """Time some steps of both in turns; the first of each follow on another model, and do not count."""
+        """Time alternating steps of both. The first steps follow on another model, and are not counted."""
         for step in range(WARM_UP + steps):
             for name in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
                 synchronise(self.device)
@@ -76,8 +76,8 @@ class Decoding:
                 if name == "ours":
                     self.our_ids = decode(self.ours, self.our_ids, self.cache).argmax(-1)
                 else:
-                    found = self.theirs(self.their_ids[:, None], past_key_values=self.their_cache)
-                    self.their_ids = found.logits[:, -1].argmax(-1)
+                    output = self.theirs(self.their_ids[:, None], past_key_values=self.their_cache)
+                    self.their_ids = output.logits[:, -1].argmax(-1)
                 synchronise(self.device)
                 if step >= WARM_UP:
                     self.times[name].append(time.perf_counter() - started)
@@ -147,19 +147,19 @@ def main() -> None:
     numbers = [n_heads >> i for i in range(n_heads.bit_length())]
     models = {n: make_models(shape, n, getattr(torch, options.dtype), options.device) for n in numbers}
     for batch, context in itertools.product(options.batches, options.contexts):
-        found = {n: Decoding(*models[n], batch, context, rounds * (WARM_UP + ROUND)) for n in numbers}
+        decodings = {n: Decoding(*models[n], batch, context, rounds * (WARM_UP + ROUND)) for n in numbers}
         for _ in range(rounds):
-            for decoding in found.values():
+            for decoding in decodings.values():
                 decoding.run(ROUND)
-        for n, decoding in found.items():
+        for n, decoding in decodings.items():
             rows.append({"n_heads": n_heads, "n_kv_heads": n, "batch": batch, "context": context, **decoding.row()})
             print(table(rows).splitlines()[-1], flush=True)
     rows.sort(key=lambda row: -row["n_kv_heads"])
     print(table(rows))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        what = {"device": options.device, "dtype": options.dtype, "shape": shape}
-        options.out.with_suffix(".json").write_text(json.dumps({**facts(), **what, "rows": rows}, indent=2) + "\n")
+        setup = {"device": options.device, "dtype": options.dtype, "shape": shape}
+        options.out.with_suffix(".json").write_text(json.dumps({**facts(), **setup, "rows": rows}, indent=2) + "\n")
         options.out.with_suffix(".md").write_text(table(rows) + "\n")
         draw(rows, options.out.with_suffix(".png"))
 

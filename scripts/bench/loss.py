@@ -1,9 +1,8 @@
-"""The chunked losses ÷ the plain ones over all logits: time and peak memory, forward and backward.
+"""Measure the chunked losses ÷ the plain losses over all logits: time and peak memory, forward and backward.
 
-`next-token` is cross-entropy, `distill` the KL divergence from a teacher of the same width, whose logits are made too.
+`next-token` is cross-entropy, `distill` the KL divergence from a teacher of the same width, including its logits.
 
-Times in turns (ABAB …) in this process, medians; memory is each one's peak over what its process held before, in a
-process of its own.
+Times are medians of alternating steps (ABAB …) in this process. Memory is the increase of a new process's peak.
 
     python -m scripts.bench.loss --vocab 32000 --tokens 4096
 """
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.cross_entropy import chunked_cross_entropy
+from model.decoder.losses import chunked_cross_entropy
 from scripts.bench.machine import facts
 from uptrain.training.losses.distill import chunked_kl
 
@@ -63,7 +62,7 @@ def step(loss: str, way: str, inputs: tuple[Tensor, ...], precision: str) -> flo
 
 
 def make_inputs(vocab: int, tokens: int) -> tuple[Tensor, ...]:
-    """Return hidden states and head of a student and a teacher, and labels."""
+    """Return hidden states and heads of a student and a teacher, and labels."""
     torch.manual_seed(0)
     student, taught = torch.randn(2, tokens, HIDDEN)
     weight, teacher = torch.randn(2, vocab, HIDDEN).mul_(0.02)
@@ -71,7 +70,7 @@ def make_inputs(vocab: int, tokens: int) -> tuple[Tensor, ...]:
 
 
 def peak_bytes(loss: str, way: str, vocab: int, tokens: int, precision: str) -> int:
-    """Return the peak memory of one step over what the process held before, measured in a process of its own."""
+    """Return the increase of peak memory in one step, measured in a new process."""
     command = [sys.executable, "-m", "scripts.bench.loss", "--peak-of", way, "--losses", loss, "--vocab", str(vocab)]
     command += ["--tokens", str(tokens), "--precision", precision]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -85,7 +84,7 @@ def report_peak(loss: str, way: str, vocab: int, tokens: int, precision: str) ->
 
 
 def high_water_bytes() -> int:
-    """Return this process's peak memory so far. (getrusage's ru_maxrss would include the parent's, before exec.)"""
+    """Return this process's peak memory so far. (getrusage's ru_maxrss would include the parent's before exec.)"""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(status["VmHWM"].split()[0])
 

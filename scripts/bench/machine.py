@@ -1,4 +1,4 @@
-"""Where and of which commit a measurement is, to be written beside it."""
+"""Describe the machine and the commit of a measurement."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import torch
 
 
 def facts() -> dict[str, str | int]:
-    """Return processor, its cores for us, torch's version and this checkout's commit, with a + where files differ."""
+    """Return the processor, the usable cores, torch's version and this checkout's commit, with a + if files differ."""
     cpus = (line.split(": ", 1)[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
     git = ("git", "-C", str(Path(__file__).parent))
     commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()

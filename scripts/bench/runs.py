@@ -1,4 +1,4 @@
-"""What the benchmarks of uptraining train: a Llama of 27 M parameters, random documents, one way to start a run."""
+"""Build the inputs of the uptraining benchmarks: a Llama of 27 M parameters, random documents, settings of a run."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def make_model(folder: Path) -> Path:
 
 
 def make_documents(kind: str, n_tokens: int) -> list[list[int]]:
-    """Return random documents: all a window long, or of 2 to 512 tokens."""
+    """Return random documents: `full` windows, or documents of 2 to 512 tokens."""
     rng = np.random.default_rng(0)
     mean = SEQ_LEN if kind == "full" else SEQ_LEN // 2
     lengths = [SEQ_LEN if kind == "full" else rng.integers(2, SEQ_LEN + 1) for _ in range(n_tokens // mean)]
@@ -38,7 +38,7 @@ def make_documents(kind: str, n_tokens: int) -> list[list[int]]:
 
 
 def make_cache(folder: Path, documents: list[list[int]]) -> Path:
-    """Write documents as `uptrain prepare` would."""
+    """Write documents as a token cache like that of `uptrain prepare`."""
     folder.mkdir()
     lengths = [len(d) for d in documents]
     tokens = np.concatenate([np.array(d, "<u2") for d in documents])
@@ -66,15 +66,15 @@ BUDGET = {
     "steps": 1, "tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "peak_lr": 1e-4, "alpha": None, "original": None,
     "global_batch_tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "original_tokens": None,
 }  # fmt: skip
-"""Of a step; what is measured does not depend on it."""
+"""A budget of one step; the measurements do not depend on it."""
 
 
 def reset() -> None:
-    """Let the next loop choose its own precision."""
+    """Reset accelerate's state, so that the next loop can choose its own precision."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write what was measured, with where it was."""
+    """Write measurements with the description of the machine."""
     path.write_text(json.dumps({**facts(), "rows": rows}, indent=2) + "\n")

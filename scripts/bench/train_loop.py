@@ -1,13 +1,13 @@
-"""Tokens/s of `uptrain run` ÷ of the Hugging Face Trainer: whole loops, each in a process of its own, in turns.
+"""Measure tokens/s of `uptrain run` ÷ the Hugging Face Trainer: whole loops, each in its own process.
 
     python -m scripts.bench.train_loop --json docs/bench/train_loop.json
 
-full     windows of one document: same weights, windows, micro-batch, accumulation and precision, with everything a
-         step does on either side (clipping, schedule, logging)
-short    documents of half a window on average: ours packs them, the Trainer pads to a batch's longest
+full     windows of one document: same weights, windows, micro-batch, accumulation and precision, with all work of a
+         step on both sides (clipping, schedule, logging)
+short    documents of half a window on average: ours packs them, the Trainer pads to the longest of a batch
 
-The loops take their steps in turns, and their tokens ÷ time are compared. (Not in one process: both change the state
-that accelerate keeps for all of it.)
+The steps of the two loops alternate, and their tokens ÷ time are compared. (They need two processes, because both
+change accelerate's state, which is global to a process.)
 """
 
 import argparse
@@ -46,11 +46,11 @@ from uptrain.runs.run import start
 
 
 class Turns:
-    """Lets two processes take their steps in turns, so that a slow moment of the machine meets both."""
+    """Alternates the steps of two processes, so that a slow moment of the machine affects both."""
 
     def __init__(self, context: SpawnContext) -> None:
         self.steps: Queue[tuple[str, float, int]] = context.Queue()
-        """Whose step it was, its seconds and its tokens."""
+        """The loop's name, and the seconds and tokens of the step."""
         self._may_go = {"ours": context.Semaphore(1), "theirs": context.Semaphore(0)}
         self._started, self._tokens = 0.0, 0
 
@@ -59,20 +59,20 @@ class Turns:
         self._started = time.perf_counter()
 
     def step_ended(self, who: str, tokens: int) -> None:
-        """Note a step, after which so many tokens were trained on in all, and wait for the other's."""
+        """Record a step, after which the total is `tokens`, and wait for the other loop's step."""
         self.steps.put((who, time.perf_counter() - self._started, tokens - self._tokens))
         self._tokens = tokens
         self._may_go[other(who)].release()
         self.begin(who)
 
     def end(self, who: str) -> None:
-        """Let the other one go on alone."""
+        """Allow the other loop to continue alone."""
         for _ in range(MANY):
             self._may_go[other(who)].release()
 
 
 MANY = 1_000_000
-"""More steps than a loop has."""
+"""A number above the steps of any loop."""
 
 
 def other(who: str) -> str:
@@ -90,7 +90,7 @@ def our_loop(model: Path, data: Path, steps: int, precision: str, work: Path, tu
 
 
 class Documents(Dataset[dict[str, list[int]]]):
-    """Documents as the Trainer wants them."""
+    """Documents in the form that the Trainer expects."""
 
     def __init__(self, documents: list[list[int]]) -> None:
         self.documents = documents
@@ -103,7 +103,7 @@ class Documents(Dataset[dict[str, list[int]]]):
 
 
 def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Make a batch as DataCollatorForLanguageModeling does: to the length of its longest document."""
+    """Pad a batch to its longest document, as DataCollatorForLanguageModeling does."""
     longest = max(len(row["input_ids"]) for row in rows)
     filled = {"input_ids": [], "attention_mask": [], "labels": []}
     for row in rows:
@@ -116,7 +116,7 @@ def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 class Clock(TrainerCallback):
-    """Tells when steps begin and end, and how many real tokens had been trained on."""
+    """Reports the start and the end of steps, and the number of tokens without padding."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -132,7 +132,7 @@ class Clock(TrainerCallback):
 def their_loop(
     model: Path, documents: list[list[int]], steps: int, precision: str, work: Path, turns: Turns
 ) -> None:  # fmt: skip
-    """The same by the Hugging Face Trainer."""
+    """Train with the Hugging Face Trainer."""
     clock = Clock(turns)
 
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -154,13 +154,13 @@ def their_loop(
 
 
 def speed(steps: list[tuple[float, int]]) -> float:
-    """Return tokens/s: all tokens ÷ all time, each step's time limited to three times the median."""
+    """Return tokens/s: all tokens ÷ all time, with each step's time limited to three times the median."""
     typical = statistics.median(seconds for seconds, _ in steps)
     return sum(tokens for _, tokens in steps) / sum(min(seconds, 3 * typical) for seconds, _ in steps)
 
 
 def take_part(who: str, loop: Callable[..., None], turns: Turns, *arguments: Any) -> None:
-    """Run one of the loops, in its process."""
+    """Run one of the loops in its process."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -170,7 +170,7 @@ def take_part(who: str, loop: Callable[..., None], turns: Turns, *arguments: Any
 
 
 def compare_loops(kind: str, precision: str, model: Path, work: Path, steps: int) -> Row:
-    """Train with both, a step each in turn."""
+    """Train with both loops, alternating after each step."""
     documents = make_documents(kind, SEQ_LEN * MICRO_BATCH * ACCUMULATION * 64)
     place = work / f"{kind}-{precision}"
     place.mkdir()
@@ -184,16 +184,16 @@ def compare_loops(kind: str, precision: str, model: Path, work: Path, steps: int
     ]
     for process in processes:
         process.start()
-    found: dict[str, list[tuple[float, int]]] = {"ours": [], "theirs": []}
+    timings: dict[str, list[tuple[float, int]]] = {"ours": [], "theirs": []}
     while any(process.is_alive() for process in processes) or not turns.steps.empty():
         try:
             who, seconds, tokens = turns.steps.get(timeout=1)
-            found[who].append((seconds, tokens))
+            timings[who].append((seconds, tokens))
         except Empty:
             continue
-    if any(process.exitcode for process in processes) or any(len(taken) != steps for taken in found.values()):
+    if any(process.exitcode for process in processes) or any(len(taken) != steps for taken in timings.values()):
         sys.exit("one of the loops ended with the error above.")
-    speeds = {who: speed(taken[2:]) for who, taken in found.items()}
+    speeds = {who: speed(taken[2:]) for who, taken in timings.items()}
     return {
         "documents": kind, "precision": precision, "steps": steps,
         "ours_tokens_per_s": speeds["ours"], "theirs_tokens_per_s": speeds["theirs"],

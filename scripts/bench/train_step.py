@@ -1,8 +1,8 @@
-"""Training speed: tokens/s of our Llama code ÷ a peer's, forward + backward + AdamW (fused for both).
+"""Measure training speed: tokens/s of our Llama ÷ a peer's, forward + backward + AdamW (fused for both).
 
-Both train on the same batch, in turns (ABAB …), in this process; medians are compared. The loss is next-token
-cross-entropy. The peer is transformers' LlamaForCausalLM, from the same weights and with sdpa attention, as it runs by
-default; or litgpt's GPT of the same shape, with 2 K/V heads.
+Both train on the same batch, alternating (ABAB …), in this process; medians are compared. The loss is next-token
+cross-entropy. The peer is transformers' LlamaForCausalLM with the same weights and sdpa attention, its default, or
+litgpt's GPT of the same shape with 2 K/V heads.
 
     python -m scripts.bench.train_step --sizes 7M 25M --precision fp32 bf16 --compile no yes
     pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse
@@ -36,7 +36,7 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 def make_steps(
     peer: str, size: str, precision: str, compiled: bool, batch: int, length: int, device: str
 ) -> tuple[Step, Step, int]:
-    """Return one training step of ours and one of theirs, and the number of parameters."""
+    """Return a training step of our model and one of the peer, and the number of parameters."""
     config = TheirConfig(
         **SIZES[size], num_key_value_heads=2 if peer == "litgpt" else SIZES[size]["num_attention_heads"],
         vocab_size=VOCAB[size], max_position_embeddings=length, tie_word_embeddings=False,
@@ -99,7 +99,7 @@ def make_step(model: torch.nn.Module, loss: Callable[[], torch.Tensor], precisio
 
 
 def compare(ours: Step, theirs: Step, rounds: int, largest_difference: float) -> dict[str, float]:
-    """Time the steps in turns; return medians in seconds, and the median of the pairs' ratios."""
+    """Time alternating steps, and return the medians in seconds and the median of the pairs' ratios."""
     for _ in range(2):
         first_ours, first_theirs = ours(), theirs()
     assert abs(first_ours - first_theirs) < largest_difference, (first_ours, first_theirs)
@@ -139,7 +139,7 @@ def main() -> None:
                 ours, theirs, n = make_steps(
                     options.peer, size, precision, compiled == "yes", options.batch, options.length, options.device
                 )
-                # litgpt begins with weights of its own, and both with nearly equal probabilities.
+                # litgpt has other initial weights; both begin with nearly equal probabilities.
                 row = compare(ours, theirs, options.rounds, 0.02 if options.peer == "transformers" else 0.5)
                 tokens = options.batch * options.length
                 print(

@@ -1,11 +1,11 @@
-"""Resuming late ÷ early, and saving a training checkpoint ÷ `torch.save`.
+"""Measure resuming late ÷ early, and saving a training checkpoint ÷ `torch.save`.
 
     python -m scripts.bench.training_checkpoint --json docs/bench/training_checkpoint.json
 
-resume   time to the first step's end of `uptrain resume` from step 100 000 ÷ from step 1, in fresh processes
+resume   time of `uptrain resume` to the end of its first step, from step 100 000 ÷ from step 1, in new processes
 save     time of a training checkpoint, checked and on the disk ÷ `torch.save` of the same tensors, and with fsync
 
-Ours and theirs alternate, and medians are compared.
+Both sides alternate, and medians are compared.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def compare_resume(model: Path, work: Path, rounds: int) -> Row:
 
 
 def move(run: Path, step: int) -> None:
-    """Make of a run after step 1 the same after `step`."""
+    """Edit a run after step 1 to look like the run after `step`."""
     source, target = run / "checkpoints/step-00000001", run / f"checkpoints/step-{step:08d}"
     source.rename(target)
     state = json.loads((target / "state.json").read_text()) | {"step": step, "tokens": step * SEQ_LEN}
@@ -77,7 +77,7 @@ def move(run: Path, step: int) -> None:
 
 
 def seconds_to_first_step(run: Path, copy: Path) -> float:
-    """Resume a copy of a run in a new process; return the time until it has finished one step."""
+    """Resume a copy of a run in a new process, and return the time until it has finished one step."""
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run, copy)
     size = (copy / "metrics.jsonl").stat().st_size
@@ -97,7 +97,7 @@ def seconds_to_first_step(run: Path, copy: Path) -> float:
 
 
 def has_step(path: Path, size: int) -> bool:
-    """Say whether a step was written after the line that a run is resumed."""
+    """Return whether a step was written after the line of the resume event."""
     if path.stat().st_size <= size:
         return False
     with path.open("rb") as file:
@@ -123,7 +123,7 @@ def compare_save(work: Path, rounds: int) -> Row:
     optimizer.step()
     optimizer.zero_grad()
     checkpoints = Checkpoints(work / "checkpoints", Accelerator(cpu=True), keep_last=1)
-    checkpoints.sweep()
+    checkpoints.clean_up()
     step = 0
 
     def ours() -> None:

@@ -1,1 +1,1 @@
-"""The study of merges: plans, their arms, the texts they are judged on, and the tables and figures of docs/study.md."""
+"""The study of merges: plans, their arms, the texts for evaluation, and the tables and figures of docs/study.md."""

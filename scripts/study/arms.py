@@ -1,4 +1,4 @@
-"""Converting parents, measuring and uptraining what comes out, and recording each figure as soon as it is there."""
+"""Convert parents, evaluate and uptrain the results, and record each figure as soon as it is measured."""
 
 import hashlib
 import json
@@ -17,39 +17,39 @@ from scripts.study.prepare import Place
 from scripts.study.results import Line, is_parent, read
 
 NEVER = 10**9
-"""Steps between evaluations, so that only the ends of an uptraining are measured."""
+"""Steps between evaluations: more than any uptraining has, so that only its end is measured."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A parent with what is measured and trained on."""
+    """A parent with its data and its training settings."""
 
     name: str
-    """`parent` for the plan's own, else that of the outside one."""
+    """`parent` for the plan's own parent, else the name of the outside parent."""
     folder: Path
     seed: int
     caches: Path
-    """The folder of train/ and valid/."""
+    """The folder that contains train/ and valid/."""
     tokens: str
     global_batch_tokens: int
     precision: str
 
     @property
     def registers(self) -> Path:
-        """Texts of many kinds: held-out/ to measure on, own/ to calibrate on."""
+        """Texts of many kinds: held-out/ for evaluation, own/ for calibration."""
         return self.caches / "registers"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A merge of a parent, and what is missing of its figures."""
+    """A merge of a parent, and the stages whose figures are missing."""
 
     subject: Subject
     arm: Arm
     groups: int | None
     """None for the parent itself."""
     stages: tuple[Stage | None, ...]
-    """None is the measure right after conversion."""
+    """None is the evaluation right after conversion."""
 
     @property
     def name(self) -> str:
@@ -70,21 +70,21 @@ def subjects(place: Place) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
 
 
 def missing_cases(place: Place) -> list[Case]:
-    """Return what has no line among the results yet, in the plan's order."""
-    found = {key_of_line(line) for line in read(place.results)}
+    """Return the cases without a line in the results, in the plan's order."""
+    measured = {key_of_line(line) for line in read(place.results)}
     cases = []
     for subject, arms in subjects(place):
         for arm in arms:
             for groups in (None,) if arm.is_parent else arm.groups:
                 case = Case(subject, arm, groups, (None, *arm.uptrain))
-                stages = tuple(stage for stage in case.stages if key(case, stage) not in found)
+                stages = tuple(stage for stage in case.stages if key(case, stage) not in measured)
                 if stages:
                     cases.append(Case(subject, arm, groups, stages))
     return cases
 
 
 def key(case: Case, stage: Stage | None) -> tuple[object, ...]:
-    """What makes a figure one of its own. An arm whose arguments have changed is another."""
+    """Return the identity of a figure. An arm whose arguments have changed is another arm."""
     convert = None if case.arm.convert is None else tuple(case.arm.convert)
     identity = (case.subject.name, case.subject.seed, case.arm.name, convert, case.groups)
     return (*identity, *stage_values(case, stage).values())
@@ -104,9 +104,9 @@ def stage_values(case: Case, stage: Stage | None) -> Line:
 
 
 def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
-    """Convert, and take each missing figure. What was converted and trained is deleted: figures are what is kept."""
+    """Convert, and measure each missing figure. The models are deleted; only the figures are kept."""
     folder = place.work / place.plan.name / "arms" / case.name
-    # What a killed study left may come from other arguments or other code; the uptrainings of arms are short.
+    # Leftovers of a killed study may be from other arguments or other code. The uptrainings of arms are short.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model = begin(place, case, folder / "model")
@@ -115,20 +115,20 @@ def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
         measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
         line = describe(place, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
         if place.plan.behaviour or place.plan.register_windows:
-            measured = model if stage is None else export(folder / "run")
+            final = model if stage is None else export(folder / "run")
         if place.plan.behaviour:
-            line["behaviour"] = behave(place, case, measured)
+            line["behaviour"] = behave(place, case, final)
         if place.plan.register_windows:
-            line["registers"] = on_registers(place, case, measured)
+            line["registers"] = on_registers(place, case, final)
         append(place.results, line)
-        what = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
-        tell(f"{case.name}, {what}: {measures['loss']:.4f}, {line['seconds']} s")
+        stage_name = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
+        tell(f"{case.name}, {stage_name}: {measures['loss']:.4f}, {line['seconds']} s")
         shutil.rmtree(folder / "run", ignore_errors=True)
     shutil.rmtree(folder)
 
 
 def begin(place: Place, case: Case, out: Path) -> Path:
-    """Return the model that an arm begins with; convert, if it is a merge."""
+    """Return the model that an arm starts from. If it is a merge, convert it."""
     if case.arm.convert is None:
         return place.parent(case.subject.seed, case.groups) if case.arm.from_nothing else case.subject.folder
     own = str(case.subject.registers / "own")
@@ -166,18 +166,18 @@ def export(run: Path) -> Path:
 
 def behave(place: Place, case: Case, model: Path) -> Line:
     words = (model, "--parent", case.subject.folder, "--texts", place.valid_texts)
-    found: Line = json.loads(programs.run("scripts.study.behaviour", *words))
-    return found
+    behaviour: Line = json.loads(programs.run("scripts.study.behaviour", *words))
+    return behaviour
 
 
 def on_registers(place: Place, case: Case, model: Path) -> dict[str, float]:
-    """Return the loss on each register's held-out texts; after calibration on one register, on that alone."""
+    """Return the loss on each register's held-out texts; after calibration on one register, only on that one."""
     texts = case.subject.registers / "held-out"
     if case.arm.register and (texts / f"{case.arm.register}.jsonl").exists():
         texts /= f"{case.arm.register}.jsonl"
     words = (model, "--registers", texts, "--windows", place.plan.register_windows)
-    found: dict[str, float] = json.loads(programs.run("scripts.study.on_registers", *words))
-    return found
+    losses: dict[str, float] = json.loads(programs.run("scripts.study.on_registers", *words))
+    return losses
 
 
 def describe(place: Place, case: Case, stage: Stage | None, measures: Line) -> Line:
@@ -197,7 +197,7 @@ def describe(place: Place, case: Case, stage: Stage | None, measures: Line) -> L
 
 
 def append(path: Path, line: Line) -> None:
-    """Add a line in one write, so that a kill leaves the whole of it or nothing."""
+    """Append a line in one write, so that a kill leaves the whole line or nothing."""
     with path.open("ab", buffering=0) as file:
         file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
@@ -209,15 +209,15 @@ def cache_hashes(folder: Path) -> dict[str, str]:
 
 @cache
 def weights_hash(folder: Path) -> str:
-    """Return the SHA-256 of a model's weights, which says whose figures these are."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of a model's weights, which identifies the model of a figure."""
+    digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with a + where files differ from it."""
+    """Return the commit of this checkout, with a + if files differ from it."""
     git = ("git", "-C", str(programs.ROOT))
     name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
     return name + ("+" if subprocess.check_output([*git, "status", "--porcelain"]) else "")

@@ -1,10 +1,10 @@
-"""Measure what a mean loss does not show: where in a long text a model fails, and what it writes by itself.
+"""Measure what a mean loss does not show: the loss by position in a long text, and the text a model generates.
 
     python -m scripts.study.behaviour MODEL --parent PARENT --texts valid.jsonl      prints JSON
 
-Losses are by position: quality that is lost far from the beginning is lost where the cache is large. Likelihood
-flatters converted models, so both models also go on from held-out passages, greedily: how long does a model write what
-its parent writes, and how much does it repeat itself?
+The loss by position shows quality that is lost far from the beginning, where the KV cache is large. Likelihood flatters
+converted models, so both models also continue held-out passages greedily. Measured are the number of tokens until a
+model differs from its parent, and the share of its text that repeats itself.
 """
 
 import json
@@ -23,7 +23,7 @@ from model.decoder.loading import load_model
 
 WINDOWS_PER_TEXT, BATCH = 4, 4
 PROMPT, WRITTEN = 32, 64
-"""Tokens given, and tokens written."""
+"""Tokens of a prompt, and generated tokens."""
 NGRAM = 4
 
 FOLDER = click.Path(exists=True, path_type=Path)
@@ -39,7 +39,7 @@ def main(model: Path, parent: Path, texts: Path) -> None:
     ids_NT = windows(parent, texts, context(parent))
     prompts = ids_NT[:, :PROMPT].tolist()
     own, parents = (generate(m, prompts, WRITTEN, stop_ids=()) for m in (student, teacher))
-    found = {
+    measures = {
         "positions": bounds(ids_NT.shape[1]),
         "loss_by_position": by_position(student, ids_NT),
         "parents_loss_by_position": by_position(teacher, ids_NT),
@@ -48,7 +48,7 @@ def main(model: Path, parent: Path, texts: Path) -> None:
         "repeated": sum(map(repeated, own)) / len(prompts),
         "parents_repeated": sum(map(repeated, parents)) / len(prompts),
     }
-    print(json.dumps(found))
+    print(json.dumps(measures))
 
 
 def context(folder: Path) -> int:
@@ -62,7 +62,7 @@ def load_native(folder: Path) -> LlamaForCausalLM:
 
 
 def windows(tokenizer: Path, texts: Path, length: int) -> Tensor:
-    """Return the first windows of each text, as long as the model's context, [N, T]."""
+    """Return the first windows of each text, each of `length` tokens, [N, T]."""
     encode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
     rows = []
     for text in documents(texts):
@@ -79,7 +79,7 @@ def documents(texts: Path) -> Iterator[str]:
 
 
 def bounds(length: int) -> list[int]:
-    """Return where bins of positions end: each is as long as all before it."""
+    """Return the ends of bins of positions. Each bin is as long as all bins before it together."""
     ends = [length]
     while ends[0] > 16:
         ends.insert(0, ends[0] // 2)
@@ -101,12 +101,12 @@ def by_position(model: LlamaForCausalLM, ids_NT: Tensor) -> list[float]:
 
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two texts have in common before they part."""
+    """Return the number of tokens before two texts first differ."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 def repeated(ids: Sequence[int]) -> float:
-    """Return the share of a text's n-grams that stand in it before."""
+    """Return the share of a text's n-grams that occur earlier in the text."""
     grams = list(zip(*(ids[i:] for i in range(NGRAM)), strict=False))
     return 1 - len(set(grams)) / len(grams)
 

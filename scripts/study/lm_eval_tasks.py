@@ -1,11 +1,11 @@
-"""Make tasks for EleutherAI's lm-evaluation-harness of texts that lie here, so that it needs no hub.
+"""Write tasks for EleutherAI's lm-evaluation-harness from local texts, so that it needs no hub.
 
     python -m scripts.study.lm_eval_tasks valid.jsonl TASKS
     lm_eval run --model hf --model_args pretrained=OUT --include_path TASKS --tasks last_word,prose
 
-TEXTS has JSON lines with a key `text`, or is a folder of .txt. `last_word`: what is the last word of a passage? (as
-LAMBADA asks, Paperno et al. 2016, though not of passages chosen for it). `prose`: bits per byte of short passages.
-A passage is some lines of a text, at most 800 characters long.
+TEXTS is a file of JSON lines with a key `text`, or a folder of .txt files. `last_word`: predict the last word of a
+passage (as in LAMBADA, Paperno et al. 2016, but passages are not selected for it). `prose`: bits per byte of short
+passages. A passage consists of whole sentences, at most 800 characters.
 """
 
 import json
@@ -18,7 +18,7 @@ import click
 from scripts.study.behaviour import documents
 
 LONGEST, SHORTEST = 800, 400
-"""Characters of a passage: they fit in the context of small models."""
+"""Characters of a passage, which fits in the context of small models."""
 TASK = """\
 task: {name}
 dataset_path: json
@@ -38,7 +38,7 @@ TASKS = {
     "last_word": ("loglikelihood", "{{before}}", " {{word}}", ("acc", "perplexity")),
     "prose": ("loglikelihood_rolling", "", "{{before}} {{word}}", ("bits_per_byte", "byte_perplexity")),
 }
-"""Each with what is asked of the model, what it is given, what it is to say, and what is measured."""
+"""Name → output type, prompt, target and metrics."""
 
 
 @click.command(help=__doc__)
@@ -60,14 +60,14 @@ def main(texts: Path, out: Path, passages: int) -> None:
 
 
 def split(text: str) -> Iterator[dict[str, str]]:
-    """Yield passages of whole sentences, each without its last word, and that word."""
+    """Yield passages of whole sentences, each as the text before its last word, and that word."""
     passage = ""
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
         passage = f"{passage} {sentence}".strip()
         if len(passage) > LONGEST:
             passage = sentence if len(sentence) <= LONGEST else ""
-        if len(passage) >= SHORTEST and (found := re.fullmatch(r"(.*) (\w+)[.!?]", passage)):
-            yield {"before": found[1], "word": found[2]}
+        if len(passage) >= SHORTEST and (match := re.fullmatch(r"(.*) (\w+)[.!?]", passage)):
+            yield {"before": match[1], "word": match[2]}
             passage = ""
 
 

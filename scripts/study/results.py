@@ -1,4 +1,4 @@
-"""Results of a study, read and picked from: a line is a figure of one model, with all that it depends on."""
+"""Read and select results of a study. A line is a figure of one model, with everything it depends on."""
 
 import json
 import statistics
@@ -7,11 +7,11 @@ from typing import Any
 
 Line = dict[str, Any]
 Seeds = dict[int, float]
-"""A figure of each seed."""
+"""Seed → figure."""
 Stage = tuple[float, str | None]
-"""An uptraining by its α and loss; (0, None) is right after conversion."""
+"""An uptraining as its α and loss; (0, None) is right after conversion."""
 Setting = tuple[float | None, str | None, int | None]
-"""How it was done: the peak of the learning rate, its schedule, and the tokens of a step."""
+"""The settings of an uptraining: peak learning rate, schedule, and tokens per step."""
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -19,20 +19,20 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def read(path: Path) -> list[Line]:
-    """Return the results of a file, in order; none where it is not there yet."""
+    """Return the results of a file, in order; none if it does not exist yet."""
     lines = read_lines(path) if path.exists() else []
-    # Early lines have neither of these.
+    # Early lines lack these two keys.
     return [{"schedule": "wsd" if line["loss"] else None, "from_nothing": False} | line for line in lines]
 
 
 WEAK = ("paper", "recipe", "short")
-"""The plans that uptrain the three weak parents; the first has the arms that are followed at every length."""
+"""The plans that uptrain the three weak parents. The first has the arms that are uptrained at every length."""
 BETTER = ("longer", "recipe_longer", "from_nothing")
-"""Those of the better-trained parents."""
+"""The plans that uptrain the better-trained parents."""
 
 
 def united(results: Path, plans: tuple[str, ...]) -> list[Line]:
-    """Return what several plans know of the arms of the first, with all settings that they were uptrained with."""
+    """Return the lines of several plans for the arms of the first plan, with all settings of uptraining."""
     arms = {line["arm"] for line in read(results / f"{plans[0]}.jsonl")}
     lines = [line for plan in plans for line in read(results / f"{plan}.jsonl")]
     return [line for line in lines if line["arm"] in arms or line["from_nothing"]]
@@ -69,14 +69,14 @@ def at_best_setting(lines: list[Line]) -> list[Line]:
     """Return the lines of the learning rate, schedule and batch that did best for an arm."""
 
     def rank(own: list[Line]) -> tuple[int, float]:
-        # One that not all seeds have tried yet must not win by its luck.
+        # A setting that some seeds have not tried yet must not win by chance.
         return -len(losses(own)), statistics.mean(losses(own).values())
 
     return min(by_setting(lines).values(), key=rank)
 
 
 def of_seeds(lines: list[Line], what: str) -> Seeds:
-    """Return a figure of each seed; of lines for the same, the last: it was measured again."""
+    """Return a figure for each seed. If a seed has several lines, the last is used: it was measured again."""
     return {line["seed"]: line[what] for line in lines}
 
 
@@ -85,14 +85,14 @@ def losses(lines: list[Line]) -> Seeds:
 
 
 def shares(start: list[Line], lines: list[Line]) -> Seeds:
-    """Return what is left of the gap that merging by the mean opens."""
+    """Return the remaining share of the gap of merging by the mean."""
     return left_of(start, losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]]))
 
 
 def left_of(own: list[Line], losses_then: Seeds) -> Seeds:
-    """Return the gap to the parent as a share of what it was with other losses.
+    """Return the gap to the parent as a share of the gap of other losses.
 
-    It is taken on each parent by itself, so that what parents differ in does not count.
+    It is computed for each parent separately, so that differences between parents do not count.
     """
     parent = of_seeds(own, "parent_loss")
     return {
@@ -103,7 +103,7 @@ def left_of(own: list[Line], losses_then: Seeds) -> Seeds:
 
 
 def gaps(lines: list[Line]) -> Seeds:
-    """Return the loss of each seed beyond its parent's."""
+    """Return for each seed the loss minus the parent's loss."""
     return beyond(losses(lines), of_seeds(lines, "parent_loss"))
 
 

@@ -1,7 +1,7 @@
-"""Run a study of merges: parents are trained, converted by each arm, measured, uptrained and measured again.
+"""Run a study of merges: train parents, convert them by each arm, evaluate, uptrain and evaluate again.
 
-Every figure is a line of WORK/PLAN/results.jsonl; `scripts/study/table.py` makes tables of them. What is there is not
-done again, so the same command goes on with a study that was stopped.
+Every figure is a line of WORK/PLAN/results.jsonl; `scripts/study/table.py` prints tables of them. Existing figures are
+not measured again, so the same command resumes a study.
 """
 
 import fcntl
@@ -48,7 +48,7 @@ def print_rest(place: Place) -> None:
 def run_study(place: Place, jobs: int) -> None:
     for folder in (place.home, place.results.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    # Two runners would delete each other's models.
+    # Without the lock, two runners would delete each other's models.
     with locked(place.results.parent / "lock", f"the study {place.plan.name} is running"):
         check_home(place)
         make_parents(place, jobs)
@@ -56,7 +56,7 @@ def run_study(place: Place, jobs: int) -> None:
 
 
 def make_parents(place: Place, jobs: int) -> None:
-    """Make what is missing of texts, caches and parents; plans that miss nothing run beside the one that makes it."""
+    """Build missing texts, token caches and parents. Plans for which nothing is missing do not wait for the lock."""
     if all(step.done.exists() for step in [*shared_steps(place), *parent_steps(place)]):
         return
     with locked(place.home / "making.lock", f"the parents of {place.plan.home} are being made"):
@@ -82,7 +82,7 @@ def make(step: Step) -> None:
 
 
 def side_by_side(tasks: Sequence[Callable[[], None]], jobs: int) -> None:
-    """Do all; one that fails is told at once and does not keep the others from being done."""
+    """Run all tasks in `jobs` threads. A failure is printed at once, and the other tasks continue."""
     n_failed = 0
     with ThreadPoolExecutor(jobs) as pool:
         try:

@@ -2,10 +2,9 @@
 
     python -m scripts.study.table .study/merges/results.jsonl
 
-Each number of K/V heads has its tables, with the arms from the best start to the worst. "of mean's gap" is the share of
-the loss that merging by mean costs: (the arm's loss − the parent's) / (mean's − the parent's), right after conversion.
-Where several learning rates, schedules or batches were tried for an uptraining, the one with the best mean counts, and
-is named.
+Each number of K/V heads has its own tables. Arms are ordered by their loss after conversion, best first. "of mean's
+gap" is (the arm's loss − the parent's) / (mean's − the parent's), right after conversion. If several learning rates,
+schedules or batches were tried for an uptraining, the one with the best mean is shown and named.
 """
 
 import math
@@ -39,8 +38,8 @@ PAPERS = ("mean", (0.05, "next-token"))
 START: Stage = (0, None)
 """Right after conversion."""
 FORWARDS = {"next-token": 3, "distill": 4, "calibration": 2}
-"""Forward passes that a token costs: the student's, twice that for its gradients, the teacher's; in calibration the
-parent's and the merged model's. (Solving is not counted.)"""
+"""Cost of a token in forward passes: 1 for the student, 2 for its gradients, 1 for the teacher; in calibration 1 for
+the parent and 1 for the merged model. (Solving is not counted.)"""
 
 
 @click.command(help=__doc__)
@@ -55,7 +54,7 @@ def tables(lines: list[Line]) -> Iterator[str]:
         of_parent = [line for line in lines if line["parent"] == parent]
         merged = unique(line["groups"] for line in of_parent if line["convert"] is not None)
         for groups in sorted(merged, reverse=True):
-            # The parent, which nothing has merged, is the control of every table.
+            # The parent, which is not merged, is the control of every table.
             chosen = [line for line in of_parent if is_parent(line) or line["groups"] == groups]
             whose = f"{parent}, " if len(parents) > 1 else ""
             yield f"### {plans}: {whose}merged to {kv_heads(groups)}\n\n{table(chosen)}"
@@ -73,14 +72,14 @@ def markdown(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def models(lines: list[Line]) -> list[tuple[str, Stage]]:
-    """Return the arms from the best start to the worst, each with its uptrainings from the shortest on."""
-    found = unique((line["arm"], stage_of(line)) for line in lines)
-    starts = {arm: statistics.mean(losses(at(lines, arm, START)).values()) for arm, stage in found if stage == START}
-    return sorted(found, key=lambda model: (starts.get(model[0], math.inf), *by_loss(model[1])))
+    """Return the arms, ordered by loss after conversion, each with its uptrainings, shortest first."""
+    pairs = unique((line["arm"], stage_of(line)) for line in lines)
+    starts = {arm: statistics.mean(losses(at(lines, arm, START)).values()) for arm, stage in pairs if stage == START}
+    return sorted(pairs, key=lambda model: (starts.get(model[0], math.inf), *by_loss(model[1])))
 
 
 def by_loss(stage: Stage) -> tuple[str, float]:
-    """Return by what to sort uptrainings: none, then those of each loss by their length."""
+    """Return the sort key of an uptraining: first none, then by loss and length."""
     return stage[1] or "", stage[0]
 
 
@@ -93,7 +92,7 @@ def name_of(stage: Stage) -> str:
 
 
 def table(lines: list[Line]) -> str:
-    """Return the loss of each arm, and after each uptraining."""
+    """Return the table of losses of each arm, after conversion and after each uptraining."""
     stages = sorted({stage_of(line) for line in lines if line["alpha"]}, key=by_loss)
     rows = []
     for arm in unique(arm for arm, _ in models(lines)):
@@ -105,23 +104,23 @@ def table(lines: list[Line]) -> str:
 
 
 def rates(lines: list[Line]) -> Iterator[str]:
-    """Yield, for each uptraining of which several rates were tried, what each came to, by schedule and batch."""
+    """Yield a table of losses by learning rate, schedule and batch for each uptraining with several learning rates."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
         own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
-        found = {setting: losses(tried) for setting, tried in by_setting(own).items()}
-        peaks, others = sorted({lr for lr, *_ in found}), unique((schedule, batch) for _, schedule, batch in found)
+        by_rate = {setting: losses(tried) for setting, tried in by_setting(own).items()}
+        peaks = sorted({lr for lr, *_ in by_rate})
         if len(peaks) == 1:
             continue
         rows = [
             [f"{schedule}, {batch:,} tokens a step",
-             *(show(found.get((lr, schedule, batch), {}), "{:.3f}") for lr in peaks)]
-            for schedule, batch in others
+             *(show(by_rate.get((lr, schedule, batch), {}), "{:.3f}") for lr in peaks)]
+            for schedule, batch in unique((schedule, batch) for _, schedule, batch in by_rate)
         ]  # fmt: skip
         yield markdown([f"{arm}, {name_of(stage)}; peak:", *(f"{lr:g}" for lr in peaks)], rows)
 
 
 def measures(lines: list[Line]) -> str:
-    """Return how near each model is to its parent, and to the control."""
+    """Return the table of each model's distance from its parent and from the control."""
     rows, papers = [], losses(at(lines, *PAPERS))
     for arm, stage in models(lines):
         start, own = losses(at(lines, arm, START)), at(lines, arm, stage)
@@ -142,21 +141,21 @@ def measures(lines: list[Line]) -> str:
 
 
 def control(lines: list[Line], stage: Stage) -> Seeds:
-    """Return the losses of the parent trained on for as long, or of the parent, where that is better."""
-    found = [losses(at(lines, "parent", each)) for each in (START, (stage[0], "next-token"))]
-    return min(filter(None, found), key=lambda seeds: statistics.mean(seeds.values()), default={})
+    """Return the losses of the parent trained further for as long, or of the parent itself if they are better."""
+    candidates = [losses(at(lines, "parent", each)) for each in (START, (stage[0], "next-token"))]
+    return min(filter(None, candidates), key=lambda seeds: statistics.mean(seeds.values()), default={})
 
 
 def savings(lines: list[Line], best: str) -> str:
-    """Return what our best merge needs for the quality of the paper's recipe, in tokens and in compute.
+    """Return the table of tokens and compute that our best merge needs to match the paper's recipe.
 
-    The recipe has a row with each batch that it was tried with, at the best learning rate for that; then comes what the
-    mean makes of distilling, then the best merge.
+    The recipe has one row per batch size, at the best learning rate for it. The distilled mean and the best merge
+    follow.
     """
     arm, stage = PAPERS
     recipe = [line for line in lines if (line["arm"], stage_of(line)) == PAPERS]
     heads = sorted({line["groups"] for line in recipe}, reverse=True)
-    # Whole steps of other batches make a few tokens more or less.
+    # Other batch sizes give a few tokens more or less, because steps are whole.
     papers_tokens = max(recipe, key=lambda line: int(line["global_batch_tokens"]))["tokens"]
     n_parents = len(losses(recipe))
     rows = []
@@ -169,23 +168,23 @@ def savings(lines: list[Line], best: str) -> str:
         line for line in lines if (line["arm"], line["loss"]) in ((arm, "distill"), (best, "distill"), (best, None))
     ]
     for name, own_stage in sorted(models(distilled), key=lambda model: model[0] == best):
-        found = [at(lines, name, own_stage, n) for n in heads]
-        (tokens,) = {line["tokens"] for own in found for line in own}
-        known = next(line for own in found for line in own)
-        calibration = calibration_tokens(known)
+        by_heads = [at(lines, name, own_stage, n) for n in heads]
+        (tokens,) = {line["tokens"] for own in by_heads for line in own}
+        first = next(line for own in by_heads for line in own)
+        calibration = calibration_tokens(first)
         compute = tokens * FORWARDS.get(own_stage[1] or "", 0) + FORWARDS["calibration"] * calibration
         shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
         shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
-        batch = known["global_batch_tokens"]
+        batch = first["global_batch_tokens"]
         label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
         rows.append([label, *(f"{share:.1%}" for share in shares_of_papers),
-                     *(counted(lambda own: show(losses(own)), own, n_parents) for own in found)])  # fmt: skip
+                     *(counted(lambda own: show(losses(own)), own, n_parents) for own in by_heads)])  # fmt: skip
     headings = ["", "tokens trained on", "with calibration", "compute", *map(kv_heads, heads)]
     return markdown(headings, rows)
 
 
 def counted(cell: Callable[[list[Line]], str], lines: list[Line], n_parents: int) -> str:
-    """Return a cell of the table, with a word where it is not of all parents."""
+    """Return a cell of the table, with a remark if it does not cover all parents."""
     n = len(losses(at_best_setting(lines))) if lines else n_parents
     return cell(lines) + (f" ({n} of {n_parents} parents)" if n < n_parents else "")
 
@@ -198,31 +197,31 @@ def calibration_tokens(line: Line) -> int:
 
 
 def behaviours(lines: list[Line]) -> str:
-    """Return where in a text models lose more than their parent, and what they write by themselves."""
+    """Return the table of losses beyond the parent's by position, and of the generated texts."""
     starts = [1, *(end + 1 for end in lines[0]["behaviour"]["positions"])]
     places = [f"{start}–{end}" for start, end in zip(starts, lines[0]["behaviour"]["positions"], strict=False)]
     rows = []
     for arm, stage in models(lines):
-        found = {line["seed"]: line["behaviour"] for line in at(lines, arm, stage)}.values()
-        more = [statistics.mean(b["loss_by_position"][i] - b["parents_loss_by_position"][i] for b in found)
+        by_seed = {line["seed"]: line["behaviour"] for line in at(lines, arm, stage)}.values()
+        more = [statistics.mean(b["loss_by_position"][i] - b["parents_loss_by_position"][i] for b in by_seed)
                 for i in range(len(places))]  # fmt: skip
-        part, repeated = (statistics.mean(b[key] for b in found) for key in ("tokens_until_they_part", "repeated"))
+        part, repeated = (statistics.mean(b[key] for b in by_seed) for key in ("tokens_until_they_part", "repeated"))
         rows.append([arm, name_of(stage), *(f"{x:+.3f}" for x in more), f"{part:.1f}", f"{repeated:.0%}"])
     return markdown(["arm", "uptraining", *places, "tokens until they part", "repeated"], rows)
 
 
 def registers(lines: list[Line]) -> str:
-    """Return what each arm leaves of mean's gap on texts of many kinds, and on the worst of them.
+    """Return the table of each arm's remaining share of mean's gap by register, and on the worst register.
 
-    Arms that are called by a register and a number of tokens stand in one column: each was calibrated on texts of that
-    register, and counts there alone.
+    Arms named after a register and a number of tokens share one column: each was calibrated on texts of that register,
+    and is shown only for it.
     """
-    found = {line["arm"]: line["registers"] for line in lines}
-    parent, mean = found["parent"], found["mean"]
-    own = {arm: arm.rsplit(" ", 1) for arm in found if arm.rsplit(" ", 1)[0] in parent}
-    columns: dict[str, Line] = {arm: losses for arm, losses in found.items() if arm not in ("parent", "mean", *own)}
+    by_arm = {line["arm"]: line["registers"] for line in lines}
+    parent, mean = by_arm["parent"], by_arm["mean"]
+    own = {arm: arm.rsplit(" ", 1) for arm in by_arm if arm.rsplit(" ", 1)[0] in parent}
+    columns: dict[str, Line] = {arm: losses for arm, losses in by_arm.items() if arm not in ("parent", "mean", *own)}
     for arm, (register, tokens) in own.items():
-        columns.setdefault(f"own {tokens}", {})[register] = found[arm][register]
+        columns.setdefault(f"own {tokens}", {})[register] = by_arm[arm][register]
     left = {
         name: {r: (losses[r] - parent[r]) / (mean[r] - parent[r]) for r in losses} for name, losses in columns.items()
     }

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.decoder import chunked_loss
-from model.decoder.cross_entropy import IGNORED, chunked_cross_entropy
+from model.decoder import losses
+from model.decoder.losses import IGNORED, chunked_cross_entropy
 
 
 def case(n=50, size=24, vocab=101, seed=0):
@@ -20,7 +20,7 @@ def case(n=50, size=24, vocab=101, seed=0):
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 @pytest.mark.parametrize("scale", [1.0, -0.25])
 def test_value_and_gradients(monkeypatch, chunk, scale):
-    monkeypatch.setattr(chunked_loss, "chunk_size", lambda hidden, weight: chunk)
+    monkeypatch.setattr(losses, "chunk_size", lambda hidden, weight: chunk)
     hidden, weight, labels = case()
     expected = F.cross_entropy((hidden @ weight.T).double(), labels, reduction="sum", ignore_index=IGNORED)
     expected_grads = torch.autograd.grad(expected * scale, (hidden, weight))

@@ -4,7 +4,7 @@ import caches
 import numpy as np
 import torch
 
-from model.decoder.cross_entropy import IGNORED
+from model.decoder.losses import IGNORED
 from uptrain.data.batch import Batch, micro_batches
 from uptrain.data.token_cache import Cache
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.decoder.cross_entropy import IGNORED
+from model.decoder.losses import IGNORED
 from uptrain.data.token_cache import Cache, Integers
 
 

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.chunked_loss import ChunkLogits
-from model.decoder.cross_entropy import IGNORED
 from model.decoder.llama import LlamaForCausalLM
+from model.decoder.losses import IGNORED, ChunkLogits
 from uptrain.data.batch import Batch
 from uptrain.training.language_model import LanguageModel
 

@@ -1,4 +1,4 @@
-"""`pytorch_model.bin`: Hugging Face folders from before safetensors, of one file or of shards with an index."""
+"""Read Hugging Face folders with `pytorch_model.bin`, the format before safetensors: one file, or shards and index."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Safetensors: the file's header, and Hugging Face folders of one file or of shards with an index.
+"""Read safetensors headers, and Hugging Face folders with one safetensors file or shards and an index.
 
 The format (safetensors README, "Format"): 8 bytes little-endian header length N, N bytes of JSON that map each tensor
 name to `{"dtype", "shape", "data_offsets": [begin, end]}` (offsets from the end of the header), then the data, without
-holes. We parse it ourselves because the library does not tell where a tensor's bytes lie, and copying needs that.
+gaps. The header is parsed here because the library does not expose the byte ranges, which copying needs.
 """
 
 import json
@@ -18,6 +18,7 @@ from model.checkpoint import hf_folder
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.shard_index import SAFETENSORS, check_index, weight_file_names
 from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span, Tensor
+from model.common import checks
 from model.common.errors import CheckpointError
 
 MAX_HEADER = 100_000_000
@@ -25,7 +26,7 @@ MAX_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Header:
-    """A parsed header: tensors with the byte offset of each in the file, in file order."""
+    """A parsed header: the tensors in file order, and the byte offset of each in the file."""
 
     tensors: dict[str, Tensor]
     offsets: dict[str, int]
@@ -33,7 +34,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check a safetensors header. Raises CheckpointError on anything the format does not allow."""
+    """Read and check a safetensors header. Raises CheckpointError for anything that the format does not allow."""
     hf_folder.refuse_lfs_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -51,8 +52,8 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path} has a damaged safetensors header: {error}.") from error
     end = max((header.offsets[n] + t.nbytes for n, t in header.tensors.items()), default=8 + length)
     if end != size:
-        what = "truncated" if size < end else "followed by bytes that belong to no tensor"
-        raise CheckpointError(f"{path} is {what}: its header describes {end:,} bytes, the file has {size:,}.")
+        fault = "truncated" if size < end else "followed by bytes that belong to no tensor"
+        raise CheckpointError(f"{path} is {fault}: its header describes {end:,} bytes, the file has {size:,}.")
     return header
 
 
@@ -72,12 +73,12 @@ def _parse(entries: dict[str, Any], metadata: dict[str, str], data_start: int) -
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         if dtype not in BITS:
             raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
-        if not all(type(n) is int and n >= 0 for n in shape):
+        if not all(checks.is_whole_number(n, least=0) for n in shape):
             raise ValueError(f"tensor {name!r} has the impossible shape {shape}")
         tensor = Tensor(name, dtype, shape)
         if type(begin) is not int or type(end) is not int:
             raise ValueError(f"tensor {name!r} has offsets that are not whole numbers")
-        name.encode()  # refuses names that no file can hold
+        name.encode()  # raises for names that a file cannot hold
         if begin != position or end - begin != tensor.nbytes or prod(shape) * BITS[dtype] % 8:
             raise ValueError(
                 f"tensor {name!r} lies at bytes {begin} to {end}, which does not fit its shape or neighbours"
@@ -133,7 +134,7 @@ class SafetensorsFolder(Checkpoint):
 
 
 def read_exactly(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill `buffer` from `offset`; raises OSError if the file ends before."""
+    """Fill `buffer` from byte `offset` of a file. Raises OSError if the file ends too early."""
     done = 0
     while done < len(buffer):
         n = os.preadv(descriptor, [buffer[done:]], offset + done)

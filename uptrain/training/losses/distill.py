@@ -1,7 +1,7 @@
 """Distillation: the forward KL divergence from the teacher's distribution of the next token to the student's.
 
 At temperature 1 and over the whole vocabulary (Hinton et al. 2015; the top k alone would be a biased teacher, Anshumann
-et al. 2025). Logits are computed a chunk at a time (`model.decoder.chunked_loss`). Families run through transformers
+et al. 2025). Logits are computed a chunk at a time (`model.decoder.losses`). Families run through transformers
 may scale, cap or bias their logits, so all of these come from their forward pass.
 
 Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.chunked_loss import ChunkLogits, chunk_size, chunked_loss
-from model.decoder.cross_entropy import IGNORED
+from model.decoder.losses import IGNORED, ChunkLogits, chunk_size, chunked_loss
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
 from uptrain.training.language_model import LanguageModel

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.cross_entropy import IGNORED, chunked_cross_entropy
+from model.decoder.losses import IGNORED, chunked_cross_entropy
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
 from uptrain.training.language_model import LanguageModel

@@ -1,4 +1,4 @@
-"""The folder with config.json that belongs to a torch.distributed.checkpoint, which holds tensors only."""
+"""Find the folder with the config.json of a torch.distributed.checkpoint, which itself holds only tensors."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from model.common.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Where the model's other files are, its config, and what to tell of it."""
+    """The folder of the model's other files, the model's config, and notes for the user."""
 
     folder: Path
     config_text: bytes
@@ -22,23 +22,24 @@ class ConfigSource:
     notes: tuple[str, ...] = ()
 
 
-def find_home(path: Path, naming: Naming | None, tensors: Iterable[Tensor]) -> ConfigSource:
-    """Return the nearest folder with config.json: the checkpoint's, the one above, or RUN/model of our own runs.
+def find_config_source(path: Path, naming: Naming | None, tensors: Iterable[Tensor]) -> ConfigSource:
+    """Return the nearest folder with config.json: the checkpoint's, its parent, or RUN/model of an uptraining run.
 
-    OLMo-core's own config.json is read where there is no Hugging Face one. Raises CheckpointError if there is neither.
+    OLMo-core's own config.json is read if there is no Hugging Face one. Raises CheckpointError if there is neither.
     """
     above = path.absolute().parents
     places = [path, above[0], *(parent / "model" for parent in above[2:3])]
-    own = []
+    olmo_core = []
     for place in places:
         if (place / "config.json").is_file():
-            home = ConfigSource(place, *hf_folder.read_config(place))
-            if not is_olmo_core(home.config):
-                return home
-            own.append(home)
-    if own and naming and naming.writes_config:
-        config, notes = olmo2_config(own[0].folder / "config.json", own[0].config, tensors)
-        return ConfigSource(own[0].folder, hf_folder.json_text(config), config, notes)
+            source = ConfigSource(place, *hf_folder.read_config(place))
+            if not is_olmo_core(source.config):
+                return source
+            olmo_core.append(source)
+    if olmo_core and naming and naming.writes_config:
+        folder, run = olmo_core[0].folder, olmo_core[0].config
+        config, notes = olmo2_config(folder / "config.json", run, tensors)
+        return ConfigSource(folder, hf_folder.json_text(config), config, notes)
     kind = f"is {naming.title}'s" if naming else "is a torch.distributed.checkpoint"
     which = f" (Hugging Face's, of model_type {' or '.join(naming.model_types)})" if naming else ""
     raise CheckpointError(

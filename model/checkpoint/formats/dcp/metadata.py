@@ -1,7 +1,7 @@
-"""`.metadata` of a torch.distributed.checkpoint: which tensors there are, and which bytes of which file hold them.
+"""Read `.metadata` of a torch.distributed.checkpoint: the list of its tensors, and the file ranges that hold them.
 
-The file is a pickle, which could run anything when opened as such. Here the few classes that torch writes are stood for
-by plain records, and every other name in it is refused before it is looked up.
+The file is a pickle, which could run any code when loaded. Here the few classes that torch writes are replaced by
+plain records, and every other name in the pickle is refused before it is looked up.
 """
 
 import pickle
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.torch_file import DTYPES
+from model.common import checks
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
 
@@ -19,7 +20,7 @@ FILE = ".metadata"
 
 @dataclass(frozen=True)
 class Place:
-    """Bytes of a file, in which `torch.save` wrote something."""
+    """A range of bytes in a file that `torch.save` wrote."""
 
     file: str
     offset: int
@@ -28,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a tensor: where it belongs, and where it is stored."""
+    """A block of a tensor: its start index and shape in the tensor, and the file range that stores it."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -37,7 +38,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the checkpoint; `dtype` in torch's words."""
+    """A tensor of the checkpoint; `dtype` is torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,15 +47,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds, by name."""
+    """The content of a checkpoint, by name."""
 
     tensors: dict[str, Entry]
     others: dict[str, Place]
-    """Anything else, as the numbers of an optimizer's parameter groups."""
+    """Entries that are not tensors, such as the numbers of an optimizer's parameter groups."""
 
 
 class _Record:
-    """Stands for an object of torch's: keeps what it is made of, and does nothing."""
+    """A replacement for a torch object. It stores the object's constructor arguments and state."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -67,7 +68,7 @@ class _Record:
 
 
 class _TensorEntry(_Record):
-    """Stands for TensorStorageMetadata."""
+    """A replacement for TensorStorageMetadata."""
 
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
@@ -80,12 +81,12 @@ _KNOWN: dict[tuple[str, str], Any] = {
         )
     },
     (_CHECKPOINT, "TensorStorageMetadata"): _TensorEntry,
-    # Where torch before 2.3 has them:
+    # In torch before 2.3:
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Record,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch.serialization", "_get_layout"): _Record,
-    # How Python 3.11.0 to 3.11.3 name a member of an enum; nothing is looked up here.
+    # Python 3.11.0 to 3.11.3 pickle a member of an enum by this name. Nothing is looked up here.
     ("builtins", "getattr"): _Record,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
@@ -103,13 +104,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _UnknownNameError(Exception):
-    """A pickle names something that no such file needs."""
+    """A pickle contains a name that such a file does not need."""
 
 
 def read_metadata(path: Path) -> Contents:
-    """Return what a checkpoint holds, and where.
+    """Return the content of a checkpoint.
 
-    Raises CheckpointError if the file is damaged, or is a pickle of anything else.
+    Raises CheckpointError if the file is damaged, or a pickle of anything else.
     """
     try:
         with path.open("rb") as file:
@@ -122,7 +123,7 @@ def read_metadata(path: Path) -> Contents:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError:
         raise
-    except Exception as error:  # a damaged pickle is met with all kinds of errors
+    except Exception as error:  # a damaged pickle can raise any kind of error
         raise CheckpointError(
             f"{path} is damaged, or not a torch.distributed.checkpoint's: {type(error).__name__}."
         ) from error
@@ -167,5 +168,5 @@ def _place(name: str, info: Any) -> Place:
 
 
 def _check_numbers(*numbers: Any) -> None:
-    if not all(type(n) is int and n >= 0 for n in numbers):
+    if not all(checks.is_whole_number(n, least=0) for n in numbers):
         raise ValueError("what should count something does not")

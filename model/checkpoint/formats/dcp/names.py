@@ -1,10 +1,10 @@
-"""What training frameworks call the tensors of a decoder, where that is not Hugging Face's names.
+"""Translate the tensor names of training frameworks into Hugging Face's.
 
-The names of torchtitan are those of Meta's Llama, and so is the rotary order of its Q and K rows (pytorch/torchtitan,
-`models/llama3/state_dict_adapter.py`). Since version 0.5 q, k and v lie in `attention.qkv_linear`, possibly fused, and
-the head is `lm_head` (`protocols/state_dict_adapter.py`). The buffer `freqs_cis` was saved for a time
-(`components/checkpoint.py`). OLMo-core's models have Hugging Face's rotary order; its names are those of OLMo 2 and 3
-where the norms follow attention and MLP (allenai/OLMo-core, `nn/hf/convert.py`).
+torchtitan has the names of Meta's Llama, and the same rotary order of Q and K rows (pytorch/torchtitan,
+`models/llama3/state_dict_adapter.py`). Since version 0.5 q, k and v are in `attention.qkv_linear`, possibly fused, and
+the head is `lm_head` (`protocols/state_dict_adapter.py`). Some versions saved the buffer `freqs_cis`
+(`components/checkpoint.py`). OLMo-core's models have Hugging Face's rotary order. Its names are known for OLMo 2 and 3,
+whose norms follow attention and MLP (allenai/OLMo-core, `nn/hf/convert.py`).
 """
 
 import re
@@ -17,41 +17,40 @@ from model.checkpoint.formats.meta_llama.model_parallel import FUSED_PARTS, LAYE
 from model.checkpoint.tied import EMBEDDING, EMBEDDINGS
 from model.common.errors import CheckpointError
 
-# What training saves beside the model.
+# Entries that training saves beside the model.
 OTHERS = re.compile(r"(?:^|\.)(?:optim|optimizers?|(?:lr_)?schedulers?|data_?loader|train_state|rng|rng_state)\.")
-
 
 FUSED = tuple(LAYER[part][0] for part in FUSED_PARTS)
 
 
 @dataclass(frozen=True)
 class Naming:
-    """A framework's names of modules, and Hugging Face's. All tensors are weights; there are no biases."""
+    """A framework's module names → Hugging Face's. All tensors are weights; there are no biases."""
 
     title: str
     model_types: tuple[str, ...]
-    """The models that have these names. Others may share them and mean something else."""
+    """The models for which these names are known. In other models the same names can have another meaning."""
     top: Mapping[str, str]
     layers: str
-    """What comes before the number of a layer."""
+    """The name before the number of a layer."""
     layer: Mapping[str, str]
     fused: str = ""
-    """A module of a layer that holds, for each K/V head, the query heads of its group, then its K, then its V."""
+    """The module of a layer that holds, for each K/V head, the query heads of its group, then K, then V."""
     pairs: tuple[str, ...] = ()
-    """Hugging Face's modules whose rows are in Meta's rotary order here."""
+    """Hugging Face's names of modules whose rows the framework stores in Meta's rotary order."""
     buffers: tuple[str, ...] = ()
-    """Tables that follow from config.json."""
+    """Tables that can be computed from config.json."""
     writes_config: bool = False
-    """Whether the framework's own config.json stands beside its checkpoints."""
+    """Whether the framework writes its own config.json beside its checkpoints."""
 
     @property
     def landmarks(self) -> tuple[str, str]:
-        """The names that tell the scheme: the embedding, and a norm of the first layer."""
+        """Two tensor names that identify the framework: the embedding, and a norm of the first layer."""
         embedding = next(name for name, hf_name in self.top.items() if f"{hf_name}.weight" == EMBEDDING)
         return f"{embedding}.weight", f"{self.layers}.0.attention_norm.weight"
 
     def rename(self, name: str) -> list[str]:
-        """Return the Hugging Face name; of a fused tensor those of Q, K and V; of an unknown one none."""
+        """Return the Hugging Face name; for a fused tensor those of Q, K and V; for an unknown tensor none."""
         match = re.fullmatch(rf"(?:{self.layers}\.(?P<layer>0|[1-9]\d*)\.)?(?P<part>.+)\.weight", name)
         layer, part = match.group("layer", "part") if match else (None, "")
         if layer is None:
@@ -60,7 +59,7 @@ class Naming:
         return [f"model.layers.{layer}.{part}.weight" for part in parts]
 
 
-# The two spellings of what has been renamed.
+# torchtitan's spelling since version 0.5 → the spelling before.
 _QKV = {f"attention.qkv_linear.{part}": f"attention.{part}" for part in ("wq", "wk", "wv")}
 
 TORCHTITAN = Naming(
@@ -103,25 +102,25 @@ def layer_norms(model_type: str, hidden_size: int, n_q: int, n_kv: int) -> dict[
 
 
 def find_naming(path: Path, names: Iterable[str]) -> tuple[Naming | None, str]:
-    """Return how the tensors are named, None for Hugging Face's names, and the prefix of the model's.
+    """Return the naming of the tensors (None for Hugging Face's) and the prefix of the model's tensors.
 
-    Raises CheckpointError if that is not certain.
+    Raises CheckpointError if they are not unambiguous.
     """
     names = {name for name in names if not OTHERS.search(name)}
-    found: list[tuple[Naming | None, str]] = [
+    candidates: list[tuple[Naming | None, str]] = [
         (None, p) for embedding in EMBEDDINGS for p in _prefixes(names, embedding)
     ]
     for naming in NAMINGS:
         embedding, norm = naming.landmarks
-        found += [(naming, prefix) for prefix in _prefixes(names, embedding) if prefix + norm in names]
-    if len(found) != 1:
-        prefixes = [repr(prefix) for _, prefix in found]
-        told = ", ".join(prefixes) if prefixes else f"names like {', '.join(sorted(names)[:3])}"
+        candidates += [(naming, prefix) for prefix in _prefixes(names, embedding) if prefix + norm in names]
+    if len(candidates) != 1:
+        prefixes = [repr(prefix) for _, prefix in candidates]
+        listing = ", ".join(prefixes) if prefixes else f"names like {', '.join(sorted(names)[:3])}"
         raise CheckpointError(
-            f"{path}: a model has one tensor {EMBEDDING}, after some prefix; here are {len(found)} ({told}). "
+            f"{path}: a model has one tensor {EMBEDDING}, after some prefix; here are {len(candidates)} ({listing}). "
             "Save one model under its Hugging Face names, as torchtitan names a Llama, or as OLMo-core names an OLMo 2."
         )
-    return found[0]
+    return candidates[0]
 
 
 def _prefixes(names: Iterable[str], last: str) -> list[str]:

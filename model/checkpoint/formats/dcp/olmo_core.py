@@ -1,8 +1,8 @@
-"""OLMo-core's own `config.json`, and the config of the OLMo 2 that it describes, where that follows with certainty.
+"""Derive the Hugging Face config of an OLMo 2 from OLMo-core's own `config.json`.
 
-The file is a training run's: `model` says what is built, class by class, all defaults written out and settings that are
-None left out (allenai/OLMo-core, `config.py`; `nn/transformer/config.py`, `nn/attention`, `nn/feed_forward.py`,
-`nn/layer_norm.py`, `nn/rope.py`). Which of it makes an OLMo 2 is in its `nn/hf/config.py`.
+That file describes a training run. Its entry `model` lists the settings class by class, with defaults and without
+settings that are None (allenai/OLMo-core, `config.py`; `nn/transformer/config.py`, `nn/attention`,
+`nn/feed_forward.py`, `nn/layer_norm.py`, `nn/rope.py`). Its `nn/hf/config.py` defines which settings make an OLMo 2.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 from model.checkpoint.llama_config import dtype_settings, rope_settings
 from model.checkpoint.tensor import Tensor
-from model.common.checks import is_finite
+from model.common import checks
 from model.common.errors import CheckpointError
 
 _RMS = ("rms", "fused_rms")
 _NORM = {"name": _RMS, "bias": (False,), "elementwise_affine": (True, None), "full_precision": (True, None)}
 
-# By the place of a part: the settings that must have one of these values for the model to be an OLMo 2.
+# Per part: the settings that must have one of these values for the model to be an OLMo 2.
 REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {"name": ("default", None)},
     "model.block": {"name": ("reordered_norm",)},
@@ -32,7 +32,7 @@ REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
     "model.lm_head.layer_norm": _NORM,
 }  # fmt: skip
 
-# The settings that are read below, and those that do not change what a trained model computes.
+# READ: the settings that are read below. FREE: the settings that do not change the output of a trained model.
 READ = {
     "model": {"d_model", "vocab_size", "n_layers", "tie_word_embeddings"},
     "model.block.attention": {"n_heads", "n_kv_heads"},
@@ -47,16 +47,16 @@ FREE = {
 
 
 def is_olmo_core(config: Mapping[str, Any]) -> bool:
-    """Say whether a `config.json` is OLMo-core's rather than Hugging Face's."""
+    """Return whether a `config.json` is OLMo-core's rather than Hugging Face's."""
     return "model_type" not in config and isinstance(config.get("model"), dict) and "d_model" in config["model"]
 
 
 def olmo2_config(
     path: Path, run: Mapping[str, Any], tensors: Iterable[Tensor]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:  # fmt: skip
-    """Return the Hugging Face config of the model of a run, and what to tell the user.
+    """Return the Hugging Face config of a run's model, and notes for the user.
 
-    Raises CheckpointError unless it is known of every setting what it means.
+    Raises CheckpointError if the meaning of any setting is unknown.
     """
     parts = _parts(path, run)
     model, attention = parts["model"], parts["model.block.attention"]
@@ -64,8 +64,8 @@ def olmo2_config(
     if len(set(eps)) > 1:
         _refuse(path, "eps", eps)
     n_heads = _positive(path, attention, "n_heads")
-    length, said = _trained_length(path, run)
-    words = _table(_table(run, "dataset"), "tokenizer")
+    length, length_key = _trained_length(path, run)
+    tokenizer = _table(_table(run, "dataset"), "tokenizer")
     config = {
         "architectures": ["Olmo2ForCausalLM"],
         "model_type": "olmo2",
@@ -81,37 +81,39 @@ def olmo2_config(
         "attention_bias": False,
         "tie_word_embeddings": model.get("tie_word_embeddings") is True,
         **rope_settings(_number(path, "theta", parts["model.block.attention.rope"].get("theta")), None),
-        **{key: _token(words.get(key)) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{key: _token(tokenizer.get(key)) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
         **dtype_settings(tensors),
     }
     return config, (
-        f"config.json follows from OLMo-core's {path}; max_position_embeddings = {length} is its {said}.",
-        f"the tokenizer is not in the checkpoint: copy the files of {words.get('identifier', 'the one trained with')}.",
+        f"config.json follows from OLMo-core's {path}; max_position_embeddings = {length} is its {length_key}.",
+        "the tokenizer is not in the checkpoint: copy the files of "
+        f"{tokenizer.get('identifier', 'the one trained with')}.",
     )
 
 
 def _parts(path: Path, run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the parts of the model by their place, each without what is None."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the model's parts by their path in `model`, each without settings that are None."""
+    parts: dict[str, dict[str, Any]] = {}
     for place, required in REQUIRED.items():
         above, _, name = place.rpartition(".")
-        part = found[above].pop(name, None) if above else run[name]
+        part = parts[above].pop(name, None) if above else run[name]
         if not isinstance(part, dict):
             _refuse(path, place, part)
         part = {key: value for key, value in part.items() if value is not None}
         if place == "model.block" and "sequence_mixer" in part:  # its name since OLMo-core 2.5
             part["attention"] = part.pop("sequence_mixer")
-        found[place] = part
+        parts[place] = part
         for key, possible in required.items():
             if not any(type(part.get(key)) is type(value) and part.get(key) == value for value in possible):
                 _refuse(path, f"{place}.{key}", part.get(key))
-    for place, part in found.items():
+    for place, part in parts.items():
         for key in part.keys() - REQUIRED[place].keys() - READ.get(place, set()) - FREE:
             _refuse(path, f"{place}.{key}", part[key])
-    return found
+    return parts
 
 
 def _trained_length(path: Path, run: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the number of tokens of a training sequence, and the key that states it."""
     module, data = _table(run, "train_module"), _table(run, "dataset")
     if data.get("sequence_length") is not None:
         return _positive(path, data, "sequence_length"), "dataset.sequence_length"
@@ -125,13 +127,13 @@ def _table(part: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _positive(path: Path, part: Mapping[str, Any], key: str) -> int:
     value = part.get(key)
-    if type(value) is not int or value < 1:
+    if not checks.is_whole_number(value):
         _refuse(path, key, value)
     return value
 
 
 def _number(path: Path, key: str, value: Any) -> float:
-    if not is_finite(value) or value <= 0:
+    if not checks.is_finite(value) or value <= 0:
         _refuse(path, key, value)
     return float(value)
 

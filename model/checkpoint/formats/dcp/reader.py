@@ -1,8 +1,9 @@
-"""torch.distributed.checkpoint folders: `.metadata` and `*.distcp`, as training on many devices leaves them.
+"""Read torch.distributed.checkpoint folders (`.metadata` and `*.distcp`), the output of training on many devices.
 
-Read without a process group and without loading: each piece of a tensor is a view of the file it lies in. The model's
-tensors have Hugging Face names behind some prefix (`model.`; `model.student.` in our own runs; or none), or a training
-framework's (`dcp_names`). Optimizer states are left aside. config.json and the other files come from a folder nearby.
+Neither a process group nor loading is needed: each block of a tensor is a view of its file. The model's tensors have
+Hugging Face names after some prefix (`model.`; `model.student.` in uptraining runs; or none), or the names of a
+training framework (see `names`). Optimizer states are ignored. config.json and the other files come from a folder
+nearby.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from model.checkpoint import hf_folder, rope_order
-from model.checkpoint.formats.dcp.config_source import find_home
-from model.checkpoint.formats.dcp.metadata import FILE, Entry, Place, read_metadata
+from model.checkpoint.formats.dcp.config_source import find_config_source
+from model.checkpoint.formats.dcp.metadata import FILE, Entry, read_metadata
 from model.checkpoint.formats.dcp.names import find_naming
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.pieces import Block, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.checkpoint.tied import without_tied_head
-from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, Stored, read_piece
+from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, read_piece
 from model.common.errors import CheckpointError
 
 
@@ -32,20 +33,23 @@ class DistributedFolder(Checkpoint):
     keep_source_shards = False
 
     def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:
-        """Open a folder. Of `prefixes` the first that there is ends before the model's own names; else it is found."""
+        """Open a folder. The model's prefix is the first of `prefixes` that occurs, or else found from the names."""
         self.path = path
-        entries = _read_metadata(path)
-        known = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
-        naming, prefix = find_naming(path, entries) if known is None else (None, known)
+        if not (path / FILE).is_file():
+            raise CheckpointError(f"{path} has .distcp files but no {FILE}, which is written last: it is incomplete.")
+        entries = read_metadata(path / FILE).tensors
+        requested = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
+        naming, prefix = find_naming(path, entries) if requested is None else (None, requested)
         parts = own_names(path, entries, prefix, naming)
-        home = find_home(path, naming, [Tensor(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()])
-        self._home, self.config_text, self.config, self.notes = home.folder, home.config_text, home.config, home.notes
+        source = find_config_source(path, naming, [Tensor(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()])
+        self._home, self.config_text, self.config = source.folder, source.config_text, source.config
+        self.notes = source.notes
         model = renamed(path, parts, naming, self.config)
         names = sorted({chunk.place.file for part in model.values() for chunk in part.entry.chunks})
         self.weight_files = (path / FILE, *(path / name for name in names))
         files = {name: _map(path, name) for name in names}
         self._parts = model
-        self._stored = {name: _put_together(path, part.name, part.entry, files) for name, part in model.items()}
+        self._stored = {name: _assemble(path, part.name, part.entry, files) for name, part in model.items()}
         self.tensors = {name: Tensor(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
         self.tensors = without_tied_head(self)
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
@@ -73,12 +77,6 @@ class DistributedFolder(Checkpoint):
         self._stored.clear()
 
 
-def _read_metadata(path: Path) -> dict[str, Entry]:
-    if not (path / FILE).is_file():
-        raise CheckpointError(f"{path} has .distcp files but no {FILE}, which is written last: it is incomplete.")
-    return read_metadata(path / FILE).tensors
-
-
 def _map(path: Path, name: str) -> Array:
     if not (path / name).is_file():
         raise CheckpointError(f"{path / FILE} names the file {name}, which is missing; fetch it again.")
@@ -88,11 +86,14 @@ def _map(path: Path, name: str) -> Array:
     return np.memmap(path / name, np.uint8, mode="r")
 
 
-def _put_together(
+def _assemble(
     path: Path, name: str, entry: Entry, files: Mapping[str, Array]
 ) -> tuple[tuple[Block, ...], Span | None]:  # fmt: skip
-    """Return the blocks of a tensor, and where its bytes lie if that is in one run."""
-    pieces = [_read(path, chunk.place, files) for chunk in entry.chunks]
+    """Return the blocks of a tensor, and the range of its bytes if that is contiguous."""
+    pieces = []
+    for chunk in entry.chunks:
+        place = chunk.place
+        pieces.append(read_piece(path / place.file, files[place.file], place.offset, place.length))
     for chunk, piece in zip(entry.chunks, pieces, strict=True):
         if (piece.dtype, piece.shape) != (DTYPES[entry.dtype], chunk.shape):
             raise CheckpointError(
@@ -103,10 +104,6 @@ def _put_together(
     if any(len(b.start) != len(entry.shape) for b in blocks) or not fill_exactly(blocks, entry.shape):
         raise CheckpointError(f"{path}: the pieces of {name} do not make up its shape {entry.shape}; it is damaged.")
     return blocks, pieces[0].span if len(pieces) == 1 else None
-
-
-def _read(path: Path, place: Place, files: Mapping[str, Array]) -> Stored:
-    return read_piece(path / place.file, files[place.file], place.offset, place.length)
 
 
 def matches(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Which entries of a torch.distributed.checkpoint are the model's tensors, and their Hugging Face names."""
+"""Select the model's tensors in a torch.distributed.checkpoint, and give them their Hugging Face names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from model.common.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the model: what the checkpoint calls it, and what of it in which order."""
+    """A tensor of the model: its entry in the checkpoint, and the selection and order of its heads."""
 
     name: str
     entry: Entry
     shape: Shape
     head_dim: int = 0
     heads: tuple[int, ...] | None = None
-    """The heads among those that the checkpoint has in one tensor; None if this is all of it."""
+    """The heads of the entry that belong to this tensor; None if all do."""
     pairs: bool = False
     """Whether the rows of each head are in Meta's rotary order."""
 
@@ -34,27 +34,27 @@ class Part:
 
 @dataclass(frozen=True)
 class _Model:
-    """What config.json says."""
+    """The sizes in config.json."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
     shapes: dict[str, Shape]
-    """The shape of every tensor by its Hugging Face name, in that order."""
+    """Hugging Face name → shape, in Hugging Face's order."""
 
     def split(self, hidden: Shape) -> tuple[Shape, list[tuple[int, ...] | None]]:
-        """Return the shape of a fused tensor, and the heads in it that are Q's, K's and V's."""
-        per_group = self.n_heads // self.n_kv_heads
-        starts = range(0, self.n_heads + 2 * self.n_kv_heads, per_group + 2)
-        queries = tuple(start + i for start in starts for i in range(per_group))
-        keys, values = (tuple(start + per_group + i for start in starts) for i in (0, 1))
+        """Return the shape of a fused tensor, and the heads in it that belong to Q, K and V."""
+        heads_per_group = self.n_heads // self.n_kv_heads
+        starts = range(0, self.n_heads + 2 * self.n_kv_heads, heads_per_group + 2)
+        queries = tuple(start + i for start in starts for i in range(heads_per_group))
+        keys, values = (tuple(start + heads_per_group + i for start in starts) for i in (0, 1))
         return ((self.n_heads + 2 * self.n_kv_heads) * self.head_dim, *hidden), [queries, keys, values]
 
 
 def own_names(path: Path, entries: Mapping[str, Entry], prefix: str, naming: Naming | None) -> dict[str, Entry]:
-    """Return the model's tensors by their own names, without the prefix.
+    """Return the model's tensors under their names without the prefix.
 
-    Raises CheckpointError for anything that is neither the model's nor what training saves beside it.
+    Raises CheckpointError for an entry that belongs neither to the model nor to the training state.
     """
     chosen = {}
     buffers = naming.buffers if naming else ()
@@ -75,44 +75,44 @@ def own_names(path: Path, entries: Mapping[str, Entry], prefix: str, naming: Nam
 def renamed(
     path: Path, entries: Mapping[str, Entry], naming: Naming | None, config: Mapping[str, Any]
 ) -> dict[str, Part]:  # fmt: skip
-    """Return the model's tensors by their Hugging Face names.
+    """Return the model's tensors under their Hugging Face names.
 
-    Under a framework's names they must be exactly those that the config describes. Raises CheckpointError if not.
+    Tensors with a framework's names must be exactly those that the config describes. Raises CheckpointError otherwise.
     """
     if naming is None:
         return {name: Part(name, entry, entry.shape) for name, entry in entries.items()}
     model = _model(path, naming, config)
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     for name, entry in entries.items():
-        renamed = naming.rename(name)
-        if not renamed or renamed[0] not in model.shapes:
+        hf_names = naming.rename(name)
+        if not hf_names or hf_names[0] not in model.shapes:
             raise CheckpointError(
                 f"{path} holds {name} of shape {entry.shape}, which {naming.title} does not have in a "
                 f"{config['model_type']} of config.json's sizes; refused."
             )
-        expected, heads = model.shapes[renamed[0]], list[tuple[int, ...] | None]([None])
-        if len(renamed) > 1:
+        expected, heads = model.shapes[hf_names[0]], list[tuple[int, ...] | None]([None])
+        if len(hf_names) > 1:
             expected, heads = model.split(expected[1:])
         if entry.shape != expected:
             raise CheckpointError(
                 f"{path} holds {name} of shape {entry.shape}, where config.json means {expected}; they do not "
                 "belong together."
             )
-        for new, some in zip(renamed, heads, strict=True):
-            if new in found:
-                raise CheckpointError(f"{path} holds {found[new].name} and {name}, which are the same tensor's names.")
+        for new, selection in zip(hf_names, heads, strict=True):
+            if new in parts:
+                raise CheckpointError(f"{path} holds {parts[new].name} and {name}, which are the same tensor's names.")
             pairs = any(f".{part}." in new for part in naming.pairs)
-            found[new] = Part(name, entry, model.shapes[new], model.head_dim, some, pairs)
+            parts[new] = Part(name, entry, model.shapes[new], model.head_dim, selection, pairs)
     for name in model.shapes:
-        if name not in found and not (name == HEAD and config.get("tie_word_embeddings") is True):
+        if name not in parts and not (name == HEAD and config.get("tie_word_embeddings") is True):
             raise CheckpointError(
                 f"{path} lacks what becomes {name}; it is incomplete, or config.json is another model's."
             )
-    return {name: found[name] for name in model.shapes if name in found}
+    return {name: parts[name] for name in model.shapes if name in parts}
 
 
 def _model(path: Path, naming: Naming, config: Mapping[str, Any]) -> _Model:
-    """Return what a Hugging Face config describes. Raises CheckpointError if the framework has no such model."""
+    """Return the sizes in a Hugging Face config. Raises CheckpointError if the framework has no such model."""
     model_type = config.get("model_type")
     if model_type not in naming.model_types:
         raise CheckpointError(

@@ -1,0 +1,1 @@
+"""Reader of GGUF files of Llama architecture."""

@@ -1,11 +1,11 @@
-"""Check the header of a GGUF file before anything is built from it.
+"""Check the header of a GGUF file before the gguf package reads it.
 
-The gguf package's reader believes every count and length that a file states. Here each is checked against the file's
-size and against what any real model has, in time and memory that the limits below bound.
+The gguf package's reader trusts every count and length in a file. Here each is checked against the file's size and
+against limits above any real model. The limits below bound the time and memory of this check.
 
 Format (ggml, docs/gguf.md): magic, version, number of tensors, number of key-value pairs; the pairs (name, type,
 value); for each tensor its name, number of dimensions, dimensions, type and offset; padding to the alignment; the data.
-Numbers are little-endian; a text is a 64-bit length and UTF-8.
+Numbers are little-endian; a string is a 64-bit length and UTF-8.
 """
 
 import mmap
@@ -19,22 +19,22 @@ from model.common.errors import CheckpointError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER = 100_000_000
-"""Bytes before the data. A vocabulary of 256,000 tokens takes about 20 MB."""
+"""Limit of the bytes before the data. A vocabulary of 256,000 tokens takes about 20 MB."""
 MAX_ELEMENTS = 1 << 21
-"""Elements of all arrays together. A vocabulary of 256,000 tokens has 1.3 million, with merges, scores and types."""
+"""Limit of the elements of all arrays. A vocabulary of 256,000 tokens has 1.3 million, with merges, scores, types."""
 MAX_PAIRS = MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 MAX_NAME = 256
-"""Characters of a key or of a tensor's name, of which llama.cpp takes 64."""
+"""Limit of the characters of a key or a tensor's name. (llama.cpp allows 64.)"""
 
 STRING, ARRAY, UINT32 = 8, 9, 4
 SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""By the type's number: integers of 8 to 32 bits, float32, bool, integers of 64 bits, float64."""
+"""Type number → bytes: integers of 8 to 32 bits, float32, bool, integers of 64 bits, float64."""
 
 
 def check_header(path: Path) -> None:
-    """Raise CheckpointError unless the file's header is sound and every tensor's data lies in the file."""
+    """Raise CheckpointError unless the file's header is valid and every tensor's data lies inside the file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
@@ -42,11 +42,11 @@ def check_header(path: Path) -> None:
                 f"{path} is not a GGUF file, or is truncated: it does not begin with {MAGIC.decode()}."
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            _Walk(path, content, size).check()
+            _HeaderParser(path, content, size).check()
 
 
-class _Walk:
-    """Reads a header from front to back; `at` is where the next byte is read."""
+class _HeaderParser:
+    """A parser that reads a header from front to back; `_at` is the offset of the next byte."""
 
     def __init__(self, path: Path, content: mmap.mmap, size: int) -> None:
         from gguf.constants import GGML_QUANT_SIZES
@@ -103,7 +103,7 @@ class _Walk:
             self._string()
 
     def _tensor(self) -> tuple[int, int]:
-        """Return where a tensor's data begins, counted from the first tensor's, and how many bytes it has."""
+        """Return the offset of a tensor's data from the first tensor's data, and its number of bytes."""
         name = repr(self._string().decode(errors="replace"))
         if len(name) > MAX_NAME:
             self._refuse(f"a tensor's name has {len(name):,} characters")
@@ -120,7 +120,7 @@ class _Walk:
         return offset, prod(shape) // block * block_bytes
 
     def _check_data(self, spans: list[tuple[int, int]]) -> None:
-        """Refuse tensors that overlap, or reach beyond the end of the file."""
+        """Raise CheckpointError for tensors that overlap, or extend beyond the end of the file."""
         start = -(-self._at // self._alignment) * self._alignment
         end = 0
         for offset, nbytes in sorted(spans):
@@ -156,5 +156,5 @@ class _Walk:
             )
         self._at += n
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise CheckpointError(f"{self._path} is not a GGUF file that can be read: {why}.")
+    def _refuse(self, reason: str) -> NoReturn:
+        raise CheckpointError(f"{self._path} is not a GGUF file that can be read: {reason}.")

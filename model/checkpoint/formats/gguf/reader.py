@@ -1,8 +1,8 @@
-"""GGUF of Llama architecture: what llama.cpp runs, read back as the Hugging Face checkpoint it was made from.
+"""Read GGUF files of Llama architecture, llama.cpp's format, as the Hugging Face checkpoints they were made from.
 
 Quantised weights are dequantised to float32, which holds their values exactly; F32, F16 and BF16 keep their dtype.
-llama.cpp stores the rows of Q and K in the order its rotary embedding wants (pairs side by side, where Hugging Face has
-halves); that permutation is undone (llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`).
+llama.cpp stores the rows of Q and K in its rotary order (adjacent pairs, where Hugging Face has halves). That
+permutation is reversed (llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`).
 """
 
 import json
@@ -44,7 +44,7 @@ NAMES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 
-# The `llama.*` keys that are understood; any other may change what the model computes, and is refused.
+# The supported `llama.*` keys. Any other key may change the model's output, and is refused.
 KEYS = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "tensor_data_layout",
     "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
@@ -108,9 +108,8 @@ class GGUFFile(Checkpoint):
         return values
 
     def _permuted_heads(self, name: str) -> int:
-        """Return how many heads the rows of a Q or K tensor are permuted in; 0 for every other tensor."""
-        part = name.split(".")[-2]
-        return int(self._heads.get(part, 0))
+        """Return the number of heads of a Q or K tensor, whose rows are permuted; 0 for every other tensor."""
+        return int(self._heads.get(name.split(".")[-2], 0))
 
     def close(self) -> None:
         self._stored.clear()
@@ -168,7 +167,7 @@ class GGUFFile(Checkpoint):
 
 
 class _Metadata:
-    """The `llama.*` keys, with errors that name the file and the key."""
+    """The `llama.*` keys of a file. Errors name the file and the key."""
 
     def __init__(self, path: Path, fields: dict[str, Any]) -> None:
         self.path, self.fields = path, fields
@@ -190,7 +189,7 @@ class _Metadata:
         return checks.whole_number(value, f"{self.path} has llama.{key}")
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a float32 field as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""
+        """Return a float32 field as its shortest decimal: 1e-05, not 9.999999747378752e-06."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
             raise CheckpointError(f"{self.path} has llama.{key} = {shortened(value)}; it must be a positive number.")
@@ -244,9 +243,10 @@ def _describe(path: Path, name: str, stored: Any) -> Tensor:
 
 
 def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> dict[str, Any]:
-    """Recover Llama 3.1's scaling from the per-frequency factors llama.cpp stores instead of it.
+    """Recover Llama 3.1's RoPE scaling from the per-frequency factors that llama.cpp stores.
 
-    All released Llama 3.1 to 3.3 models use low 1, high 4 and an original context of 8192; anything else is refused.
+    All released Llama 3.1 to 3.3 models use low 1, high 4 and an original context of 8192. Raises CheckpointError for
+    anything else.
     """
     factor, low, high, context = float(str(np.float32(factors.max()))), 1.0, 4.0, 8192
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -257,7 +257,7 @@ def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> 
 
 
 def _card(fields: dict[str, Any]) -> bytes:
-    """Return a model card that says what the file says of itself: its name and its licence."""
+    """Return a model card with the name and the licence in the file."""
     name = fields.get("general.name", "A GGUF model")
     licence = [f"license: {json.dumps(fields['general.license'])}"] if "general.license" in fields else []
     header = ["---", *licence, "library_name: transformers", "tags: [groupwise, gqa]", "---"]

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, written as Hugging Face's `tokenizer.json` and `tokenizer_config.json`.
+"""Convert the tokenizer in a GGUF file into Hugging Face's `tokenizer.json` and `tokenizer_config.json`.
 
-GGUF keeps the vocabulary, merges or scores, and token types (1 normal, 2 unknown, 3 control, 4 user-defined, 6 byte),
-and only names the pre-tokenizer. We know the ones below; a name we do not know would tokenise text wrongly in silence,
-so it is refused (llama.cpp, `llama-vocab.cpp`, has the list).
+GGUF stores the vocabulary, merges or scores, and token types (1 normal, 2 unknown, 3 control, 4 user-defined, 6 byte),
+but of the pre-tokenizer only the name. The ones below are supported. Any other name is refused, because a wrong
+pre-tokenizer would tokenise text wrongly without an error (llama.cpp, `llama-vocab.cpp`, has the list).
 """
 
 from math import isfinite
@@ -11,10 +11,11 @@ from reprlib import repr as shortened
 from typing import Any
 
 from model.checkpoint.hf_folder import json_text
+from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError
 
 MAX_TOKEN = 1024
-"""Characters of a token. The time to find merges grows with the square of a token's length."""
+"""Limit of the characters of a token. The time to find merges grows with the square of a token's length."""
 KINDS: dict[str, type] = {
     "tokenizer.ggml.add_bos_token": bool, "tokenizer.ggml.add_eos_token": bool,
     "tokenizer.ggml.add_space_prefix": bool, "tokenizer.ggml.pre": str, "tokenizer.chat_template": str,
@@ -33,19 +34,21 @@ def _byte_level(use_regex: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
 _PRE_TOKENIZERS = {
     "gpt-2": [_byte_level(use_regex=True)],
     "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
-    "llama-bpe": [_split(_LLAMA3), _byte_level(use_regex=False)],
+    "llama-bpe": [
+        {"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False},
+        _byte_level(use_regex=False),
+    ],
 }
 
 
 def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | bytes]:
-    """Return `tokenizer.json` and `tokenizer_config.json` built from a GGUF file's metadata."""
+    """Return `tokenizer.json` and `tokenizer_config.json` from a GGUF file's metadata.
+
+    Raises CheckpointError if the tokenizer's kind is not supported or its metadata is incomplete.
+    """
     model = fields.get("tokenizer.ggml.model")
     build = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}.get(str(model))
     if build is None:
@@ -54,20 +57,16 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
         if not isinstance(fields.get(f"tokenizer.ggml.{key}"), list):
             raise CheckpointError(f"{path} lacks tokenizer.ggml.{key}; without it the tokenizer cannot be rebuilt.")
     vocabulary: list[str] = fields["tokenizer.ggml.tokens"]
-    _check(path, fields, vocabulary)
+    problem = _tokens_problem(fields, vocabulary) or _settings_problem(fields, len(vocabulary))
+    if problem:
+        raise CheckpointError(f"{path} has {problem}; the tokenizer cannot be rebuilt.")
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **build(path, fields, vocabulary)}
     config = _tokenizer_config(fields, vocabulary)
     return {"tokenizer.json": json_text(tokenizer), "tokenizer_config.json": json_text(config)}
 
 
-def _check(path: Path, fields: dict[str, Any], vocabulary: list[Any]) -> None:
-    """Refuse metadata from which a wrong tokenizer would be built."""
-    problem = _tokens_problem(fields, vocabulary) or _settings_problem(fields, len(vocabulary))
-    if problem:
-        raise CheckpointError(f"{path} has {problem}; the tokenizer cannot be rebuilt.")
-
-
 def _tokens_problem(fields: dict[str, Any], vocabulary: list[Any]) -> str:
+    """Return the problem of a vocabulary that would give a wrong tokenizer; "" if there is none."""
     size, types = len(vocabulary), fields["tokenizer.ggml.token_type"]
     if not size or len({token for token in vocabulary if isinstance(token, str)}) != size:
         return "no tokens, or tokens that are not text or occur twice"
@@ -84,9 +83,10 @@ def _tokens_problem(fields: dict[str, Any], vocabulary: list[Any]) -> str:
 
 
 def _settings_problem(fields: dict[str, Any], size: int) -> str:
+    """Return the problem of a setting of a wrong type or an impossible token id; "" if there is none."""
     for key, value in fields.items():
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
-            if type(value) is not int or not 0 <= value < size:
+            if not is_whole_number(value, least=0) or value >= size:
                 return f"{key} = {shortened(value)}, outside its vocabulary"
         elif type(value) is not KINDS.get(key, type(value)):
             return f"{key} = {shortened(value)}, which is no {KINDS[key].__name__}"
@@ -119,7 +119,7 @@ def _byte_level_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]) -
 
 
 def _sentencepiece_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]) -> dict[str, Any]:
-    """SentencePiece BPE with byte fallback, as Llama 1 and 2 have it; spaces are U+2581."""
+    """Return SentencePiece BPE with byte fallback, the tokenizer of Llama 1 and 2; a space is U+2581."""
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     steps = [{"type": "Prepend", "prepend": "▁"}, space] if prefix else [space]
@@ -150,9 +150,9 @@ def _sentencepiece_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]
 
 
 def _merges_from_scores(vocabulary: list[str], scores: list[float], types: list[int]) -> list[list[str]]:
-    """Return the merge list that acts as SentencePiece's scores do.
+    """Return the merge list that is equivalent to SentencePiece's scores.
 
-    SentencePiece joins the neighbouring pair whose union scores highest; so every way to split a piece into two pieces
+    SentencePiece joins the adjacent pair whose union has the highest score. So every split of a piece into two pieces
     is a merge, ranked by the piece's score (ties: by the order in the vocabulary).
     """
     pieces = {token: i for i, token in enumerate(vocabulary) if types[i] not in (UNKNOWN, CONTROL, BYTE)}
@@ -176,8 +176,8 @@ def _added_tokens(fields: dict[str, Any], vocabulary: list[str]) -> list[dict[st
 
 
 def _bos_eos(fields: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the tokens that the tokenizer puts before and after every text, if it does."""
-    # llama.cpp's default where the flag is absent: SentencePiece vocabularies begin texts with BOS, others do not.
+    """Return the tokens that the tokenizer adds before and after every text; None if it adds none."""
+    # llama.cpp's default for an absent flag: SentencePiece vocabularies begin texts with BOS, others do not.
     begins = fields.get("tokenizer.ggml.add_bos_token", fields["tokenizer.ggml.model"] == "llama")
     bos = fields.get("tokenizer.ggml.bos_token_id") if begins else None
     eos = fields.get("tokenizer.ggml.eos_token_id") if fields.get("tokenizer.ggml.add_eos_token") else None

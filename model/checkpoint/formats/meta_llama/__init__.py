@@ -1,0 +1,1 @@
+"""Reader of Meta's Llama format: `consolidated.NN.pth` and `params.json`."""

@@ -1,7 +1,7 @@
-"""How the files of a Llama in Meta's format make up its tensors, under their Hugging Face names.
+"""Assemble the tensors of a Llama from the files in Meta's format, under their Hugging Face names.
 
-Each model-parallel process held a part of every matrix and wrote a file (llama, `model.py`): the parts of
-column-parallel layers follow each other along the rows of the weight, those of row-parallel layers along its columns.
+Each model-parallel process held a part of every matrix and wrote one file (llama, `model.py`). The parts of
+column-parallel layers are concatenated along the rows of the weight, those of row-parallel layers along its columns.
 """
 
 import re
@@ -17,7 +17,7 @@ from model.checkpoint.tensor import Array, Span
 from model.checkpoint.torch_file import Stored
 from model.common.errors import CheckpointError
 
-# Meta's name → Hugging Face's, and the axis along which the parts follow each other; None: every file has it whole.
+# Meta's name → Hugging Face's, and the axis along which the parts are concatenated; None: every file holds all of it.
 LAYER: dict[str, tuple[str, int | None]] = {
     "attention.wq": ("self_attn.q_proj", 0),
     "attention.wk": ("self_attn.k_proj", 0),
@@ -29,24 +29,24 @@ LAYER: dict[str, tuple[str, int | None]] = {
     "attention_norm": ("input_layernorm", None),
     "ffn_norm": ("post_attention_layernorm", None),
 }
-# Those whose rows are in Meta's rotary order.
+# The modules whose rows are in Meta's rotary order.
 PAIRS = ("attention.wq", "attention.wk")
 FUSED, FUSED_PARTS = "attention.wqkv", ("attention.wq", "attention.wk", "attention.wv")
 TOP = {"tok_embeddings": "model.embed_tokens", "output": "lm_head", "norm": "model.norm"}
 
-# Tables of the rotary embedding, which follow from rope_theta.
+# Tables of the rotary embedding, which can be computed from rope_theta.
 BUFFERS = re.compile(r"rope\.freqs|layers\.\d+\.attention\.inner_attention\.rope\.freqs")
 NAME = re.compile(r"(?:layers\.(?P<layer>0|[1-9]\d*)\.)?(?P<part>\w+|\w+\.\w+)\.weight")
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor put together from the files' parts."""
+    """A tensor assembled from the files' parts."""
 
     dtype: str
     blocks: tuple[Block, ...]
     copies: tuple[tuple[Block, ...], ...] = ()
-    """The same again, where there are more files than K/V heads and several hold the same head."""
+    """Copies of the same tensor, if there are more files than K/V heads and several files hold the same head."""
     pairs: bool = False
     """Whether the rows of each head are in Meta's rotary order."""
     span: Span | None = None
@@ -57,7 +57,7 @@ class Whole:
 
 
 class Layout:
-    """The files' tensors and how they are cut. Raises CheckpointError where they and `params.json` disagree."""
+    """The files' tensors and their division. Raises CheckpointError if they and `params.json` disagree."""
 
     def __init__(self, files: Sequence[Path], parts: Sequence[Mapping[str, Stored]], params: Params) -> None:
         self._files, self._parts, self._params = files, parts, params
@@ -67,15 +67,15 @@ class Layout:
         self._refuse_missing_files()
 
     def _refuse_other_tensors(self, file: Path, part: Mapping[str, Stored]) -> None:
-        """Check that a file holds what the first does, and the same of what every file has whole."""
-        first, where = self._parts[0], f"{self._files[0]} and {file.name}"
+        """Raise CheckpointError unless a file has the same tensors as the first one, and equal vectors."""
+        first, both = self._parts[0], f"{self._files[0]} and {file.name}"
         for name in sorted(first.keys() ^ part.keys()):
-            raise CheckpointError(f"of {where}, only one holds {name}; they do not belong together.")
+            raise CheckpointError(f"of {both}, only one holds {name}; they do not belong together.")
         for name, stored in part.items():
-            known = first[name]
-            same = (stored.dtype, stored.shape) == (known.dtype, known.shape)
-            if not same or (len(stored.shape) == 1 and stored.array.tobytes() != known.array.tobytes()):
-                raise CheckpointError(f"{where} do not agree on {name}; they do not belong together.")
+            reference = first[name]
+            same = (stored.dtype, stored.shape) == (reference.dtype, reference.shape)
+            if not same or (len(stored.shape) == 1 and stored.array.tobytes() != reference.array.tobytes()):
+                raise CheckpointError(f"{both} do not agree on {name}; they do not belong together.")
 
     def _refuse_missing_files(self) -> None:
         columns, dim = self._matrix("layers.0.attention.wo.weight").shape[1], self._params.dim
@@ -94,24 +94,25 @@ class Layout:
         return stored
 
     def wholes(self) -> dict[str, Whole]:
-        """Return every tensor, by its Hugging Face name and in that order."""
-        found: dict[str, Whole] = {}
+        """Return every tensor by its Hugging Face name, in Hugging Face's order."""
+        tensors: dict[str, Whole] = {}
         for name, stored in self._parts[0].items():
             if not BUFFERS.fullmatch(name):
-                found |= self._put_together(name, stored)
+                tensors |= self._assemble(name, stored)
         expected = self._expected_shapes()
         for name in expected:
-            if name not in found:
+            if name not in tensors:
                 raise CheckpointError(f"{self._folder} lacks what becomes {name}; fetch it again, or correct {PARAMS}.")
-        for name, whole in found.items():
+        for name, whole in tensors.items():
             if whole.shape != expected.get(name):
                 raise CheckpointError(
                     f"{self._folder}: {name} would have shape {whole.shape}, where {PARAMS} and the other tensors mean "
                     f"{expected.get(name, 'none')}; they do not belong together."
                 )
-        return {name: found[name] for name in expected}
+        return {name: tensors[name] for name in expected}
 
-    def _put_together(self, name: str, stored: Stored) -> dict[str, Whole]:
+    def _assemble(self, name: str, stored: Stored) -> dict[str, Whole]:
+        """Return the tensor, by its Hugging Face name, that one of Meta's names stands for; three if it is fused."""
         match = NAME.fullmatch(name)
         layer, part = match.group("layer", "part") if match else (None, "")
         arrays = [tensors[name].array for tensors in self._parts]
@@ -130,13 +131,16 @@ class Layout:
         )
 
     def _top_axis(self, part: str, stored: Stored) -> int | None:
-        """Return how a tensor outside the layers is cut: Llama 1 and 2 cut the embedding by columns, 3 by rows."""
+        """Return the axis along which a tensor outside the layers is divided.
+
+        Llama 1 and 2 divide the embedding by columns, Llama 3 by rows.
+        """
         if part == "norm":
             return None
         return int(part == "tok_embeddings" and stored.shape[1] != self._params.dim)
 
     def _fused_rows(self, name: str, stored: Stored) -> tuple[slice, slice, slice]:
-        """Return the rows of Q, K and V in each file's part of a fused matrix: all of Q, then K, then V."""
+        """Return the rows of Q, K and V in each file's part of a fused matrix, which holds all of Q, then K, then V."""
         n_q = self._params.dim // len(self._parts)
         n_kv, odd = divmod(stored.shape[0] - n_q, 2)
         if odd or n_kv < 1:
@@ -151,26 +155,26 @@ class Layout:
         return {name: self._whole(stored, arrays, axis, part in PAIRS)}
 
     def _kv_whole(self, name: str, stored: Stored, arrays: Sequence[Array], pairs: bool) -> Whole:
-        """Put K or V together. Where files outnumber the heads, neighbours hold copies of the same head."""
+        """Assemble K or V. If there are more files than heads, consecutive files hold copies of the same head."""
         head_dim, n_kv_heads = self._params.head_dim, self._params.n_kv_heads
-        times, rest = divmod(len(arrays) * len(arrays[0]), n_kv_heads * head_dim)
-        if rest or not times or (times > 1 and len(arrays[0]) != head_dim):
+        n_copies, rest = divmod(len(arrays) * len(arrays[0]), n_kv_heads * head_dim)
+        if rest or not n_copies or (n_copies > 1 and len(arrays[0]) != head_dim):
             raise CheckpointError(
                 f"{self._folder}: {name} has {len(arrays[0])} rows in each of {len(arrays)} file(s), which are not "
                 f"n_kv_heads = {n_kv_heads} heads of {head_dim} rows; correct {PARAMS}."
             )
-        whole = self._whole(stored, arrays[::times], 0, pairs)
-        copies = tuple(concatenation(arrays[i::times], 0) for i in range(1, times))
+        whole = self._whole(stored, arrays[::n_copies], 0, pairs)
+        copies = tuple(concatenation(arrays[i::n_copies], 0) for i in range(1, n_copies))
         return Whole(whole.dtype, whole.blocks, copies, pairs, None if copies else whole.span)
 
     def _whole(self, stored: Stored, arrays: Sequence[Array], axis: int | None, pairs: bool = False) -> Whole:
         if axis is None or len(arrays) == 1:
-            is_all = arrays[0].shape == stored.shape and not pairs
-            return Whole(stored.dtype, concatenation(arrays[:1], 0), (), pairs, stored.span if is_all else None)
+            is_verbatim = arrays[0].shape == stored.shape and not pairs
+            return Whole(stored.dtype, concatenation(arrays[:1], 0), (), pairs, stored.span if is_verbatim else None)
         return Whole(stored.dtype, concatenation(arrays, axis), (), pairs)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor that such a model has, in Hugging Face's order."""
+        """Return the shape of every tensor of such a model, in Hugging Face's order."""
         params, dim, n_files = self._params, self._params.dim, len(self._parts)
         if params.n_layers > len(self._parts[0]):
             raise CheckpointError(
@@ -178,7 +182,7 @@ class Layout:
             )
         n_mlp = self._matrix("layers.0.feed_forward.w1.weight").shape[0] * n_files
         embedding = self._matrix("tok_embeddings.weight")
-        n_words = embedding.shape[0] * (1 if self._top_axis("tok_embeddings", embedding) else n_files)
-        vocab_size = params.vocab_size(n_words)
+        n_rows = embedding.shape[0] * (1 if self._top_axis("tok_embeddings", embedding) else n_files)
+        vocab_size = params.vocab_size(n_rows)
         n_kv, norms = params.n_kv_heads * params.head_dim, {hf: (dim,) for hf, axis in LAYER.values() if axis is None}
         return decoder_shapes(params.n_layers, vocab_size, dim, n_mlp, dim, n_kv, norms)

@@ -1,4 +1,4 @@
-"""Meta's `params.json`: what a Llama is made of, as far as the shapes of its tensors do not tell.
+"""Read Meta's `params.json`: the sizes and settings of a Llama that its tensor shapes do not contain.
 
 Source: `ModelArgs` in Meta's llama and llama-models repositories, and the files of the released models.
 """
@@ -14,20 +14,20 @@ from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 
 FILE = "params.json"
 
-# What is understood; any other key may change what the model computes, and is refused.
+# The supported keys. Any other key may change the model's output, and is refused.
 KEYS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
     "rope_theta", "use_scaled_rope", "rope_scaling_factor", "max_seq_len", "max_batch_size",
 }  # fmt: skip
 
-# Llama 3.1 (8B, 70B, 405B) and 3.2 (1B, 3B) have the same keys but scale RoPE differently; `dim` tells them apart.
+# `dim` → RoPE's scaling factor. Llama 3.1 (8B, 70B, 405B) and 3.2 (1B, 3B) have the same keys but other factors.
 SCALING_FACTORS = {4096: 8.0, 8192: 8.0, 16384: 8.0, 2048: 32.0, 3072: 32.0}
 
 LLAMA3_VOCABULARY = 128256
 
 
 class Params:
-    """The settings, with errors that name the file and the key."""
+    """The settings in the file. Errors name the file and the key."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
@@ -51,18 +51,21 @@ class Params:
         self.rope_theta = self._number("rope_theta", 10000.0)
         self.rope_scaling = self._rope_scaling()
 
-    def vocab_size(self, found: int) -> int:
-        """Return the size of the vocabulary; Llama 1 and 2 say -1 and leave it to the embedding, which has `found`."""
+    def vocab_size(self, n_rows: int) -> int:
+        """Return the size of the vocabulary: the embedding's `n_rows`. Llama 1 and 2 state -1 in the file.
+
+        Raises CheckpointError if the file states another size.
+        """
         stated = self._values.get("vocab_size", -1)
-        if stated not in (-1, found) or isinstance(stated, bool | float):
+        if stated not in (-1, n_rows) or isinstance(stated, bool | float):
             raise CheckpointError(
-                f"{self.path} says vocab_size = {stated!r}, but tok_embeddings has {found} rows; "
+                f"{self.path} says vocab_size = {stated!r}, but tok_embeddings has {n_rows} rows; "
                 "they do not belong together."
             )
-        return found
+        return n_rows
 
     def context_length(self) -> tuple[int, str | None]:
-        """Return `max_position_embeddings`, and what to tell the user if it is an assumption."""
+        """Return `max_position_embeddings`, and a note for the user if it is an assumption."""
         if self._values.get("max_seq_len") is not None:
             return self._integer("max_seq_len"), None
         if self.rope_scaling:
@@ -79,7 +82,7 @@ class Params:
         )
 
     def special_tokens(self, vocab_size: int) -> dict[str, int]:
-        """Return where a text begins and ends: in Llama 3's vocabulary, or in SentencePiece's of Llama 1 and 2."""
+        """Return the tokens that begin and end a text: Llama 3's, or those of Llama 1 and 2 (SentencePiece)."""
         bos, eos = (128000, 128001) if vocab_size >= LLAMA3_VOCABULARY else (1, 2)
         return {"bos_token_id": bos, "eos_token_id": eos}
 

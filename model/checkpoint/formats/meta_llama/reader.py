@@ -1,7 +1,7 @@
-"""Meta's own format: `consolidated.NN.pth`, one file per model-parallel process, and `params.json`.
+"""Read Meta's own format: `consolidated.NN.pth`, one file per model-parallel process, and `params.json`.
 
-Every tensor is read a few rows at a time from wherever its parts lie (`meta_layout`). Q and K have their rotary pairs
-side by side, and get Hugging Face's order on the way.
+Every tensor is read a few rows at a time from its parts (see `model_parallel`). Rows of Q and K are converted from
+Meta's rotary order to Hugging Face's while they are read.
 """
 
 import re
@@ -94,7 +94,7 @@ class MetaFolder(Checkpoint):
         )
 
     def _find_tokenizer(self) -> list[str]:
-        """Add the tokenizer, which Meta's downloads have beside the models' folders; return what is missing."""
+        """Add the tokenizer, which Meta's downloads put beside the models' folders. Return notes on missing files."""
         name = "tokenizer.model"
         above = self.path.resolve().parent
         if name not in self.side_files and (above / name).is_file() and not leads_outside(above / name, above):
@@ -109,17 +109,17 @@ class MetaFolder(Checkpoint):
 
 def _files(folder: Path) -> tuple[Path, ...]:
     """Return the processes' files in order. Raises CheckpointError unless their numbers are 0, 1, 2, …"""
-    found = {}
+    files = {}
     for path in folder.glob("consolidated.*.pth"):
         match = re.fullmatch(r"consolidated\.(\d+)\.pth", path.name)
         if not match:
             raise CheckpointError(f"{path} has no number in its name, where consolidated.00.pth and so on should be.")
         refuse_dangling(path)
-        found[int(match[1])] = path
-    for i in range(max(found) + 1):
-        if i not in found:
-            raise CheckpointError(f"{folder} lacks consolidated.{i:02d}.pth of {max(found) + 1} files; fetch it again.")
-    return tuple(found[i] for i in sorted(found))
+        files[int(match[1])] = path
+    for i in range(max(files) + 1):
+        if i not in files:
+            raise CheckpointError(f"{folder} lacks consolidated.{i:02d}.pth of {max(files) + 1} files; fetch it again.")
+    return tuple(files[i] for i in sorted(files))
 
 
 def matches(path: Path) -> bool:

@@ -1,7 +1,7 @@
-"""Losses over a large vocabulary without ever holding all logits.
+"""Compute cross-entropy and other losses over a large vocabulary in chunks, without storing all logits.
 
-The logits of N tokens are N x V numbers, often the largest tensor of a training step. Here they are made a chunk of
-tokens at a time, and each chunk's gradients are taken at once, so that the backward pass only scales them.
+The logits of N tokens are N x V numbers, often the largest tensor of a training step. Here they are computed for one
+chunk of tokens at a time. The gradients of a chunk are computed in the forward pass; the backward pass scales them.
 
 Letters: N tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
@@ -14,24 +14,52 @@ from torch import Tensor
 
 from model.decoder.linear import matmul_dtype
 
+IGNORED = -100
+"""The label of tokens without a loss."""
 LossAndGradient = Callable[[slice, Tensor], Tensor]
-"""Takes the tokens of a chunk and their float32 logits [C, V]; returns their losses [C, 1], and leaves
-d loss / d logits in the logits' place."""
-_FEWEST_LOGITS = 1 << 23
-"""32 MB in float32. Fewer would make too many passes over the weight's gradient."""
+"""Takes a chunk of tokens and their float32 logits [C, V]; returns their losses [C, 1], and overwrites the logits with
+d loss / d logits."""
+_MIN_LOGITS = 1 << 23
+"""Smallest number of logits in a chunk, 32 MB in float32. Fewer would need too many passes over the weight's
+gradient."""
 
 
-def chunked_loss(hidden_ND: Tensor, weight_VD: Tensor, counts_N: Tensor, rule: LossAndGradient) -> Tensor:
-    """Return the sum of a loss over the tokens where `counts_N`, float32. Logits are hidden · weightᵀ.
+def chunked_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of −log softmax(hidden · weightᵀ)[label] in nats, float32, and the number of labels that count.
 
-    Matrix products run in autocast's dtype, everything after them in float32.
+    Labels of −100 (IGNORED) do not count.
     """
-    loss_sum: Tensor = _ChunkedLoss.apply(hidden_ND, weight_VD, counts_N, rule)  # type: ignore[no-untyped-call]
+    counts_N = labels_N != IGNORED
+    labels_N1 = labels_N.clamp(min=0)[:, None]
+
+    def loss_and_gradient(chunk: slice, logits_CV: Tensor) -> Tensor:
+        return _cross_entropy(labels_N1[chunk], logits_CV)
+
+    return chunked_loss(hidden_ND, weight_VD, counts_N, loss_and_gradient), counts_N.sum()
+
+
+def _cross_entropy(labels_C1: Tensor, logits_CV: Tensor) -> Tensor:
+    """Return the losses, and overwrite the logits with softmax − one-hot."""
+    chosen_C1, peak_C1 = logits_CV.gather(1, labels_C1), logits_CV.amax(dim=1, keepdim=True)
+    sum_C1 = logits_CV.sub_(peak_C1).exp_().sum(dim=1, keepdim=True)
+    logits_CV.div_(sum_C1)
+    logits_CV.scatter_add_(1, labels_C1, logits_CV.new_full(labels_C1.shape, -1.0))
+    return sum_C1.log() + peak_C1 - chosen_C1
+
+
+def chunked_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, counts_N: Tensor, loss_and_gradient: LossAndGradient
+) -> Tensor:  # fmt: skip
+    """Return the float32 sum of a loss over the tokens where `counts_N` is True. Logits are hidden · weightᵀ.
+
+    Matrix products run in autocast's dtype, all other operations in float32.
+    """
+    loss_sum: Tensor = _ChunkedLoss.apply(hidden_ND, weight_VD, counts_N, loss_and_gradient)  # type: ignore[no-untyped-call]
     return loss_sum
 
 
 class ChunkLogits:
-    """Logits of a chunk of tokens, made in the same memory for each: fresh memory costs more than the arithmetic."""
+    """The logits of one chunk at a time. All chunks share memory: new memory costs more than the arithmetic."""
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, chunk_size: int) -> None:
         dtype = matmul_dtype(hidden_ND)
@@ -42,30 +70,32 @@ class ChunkLogits:
         self._logits_CV = self._product_CV if in_place else self.hidden_ND.new_empty(shape, dtype=torch.float32)
 
     def of(self, chunk: slice) -> Tensor:
-        """Return float32 logits, [C, V], to be changed at will."""
+        """Return the float32 logits of a chunk, [C, V]. The caller may overwrite them; the next call does."""
         hidden_CD = self.hidden_ND[chunk]
         product_CV, logits_CV = self._product_CV[: len(hidden_CD)], self._logits_CV[: len(hidden_CD)]
         torch.mm(hidden_CD, self.weight_VD.T, out=product_CV)
         return product_CV if self._logits_CV is self._product_CV else logits_CV.copy_(product_CV)
 
     def for_products(self, gradient_CV: Tensor) -> Tensor:
-        """Return what the logits were made into, in the dtype of the matrix products."""
+        """Return the gradient, which overwrote the logits, in the dtype of the matrix products."""
         if self._logits_CV is self._product_CV:
             return gradient_CV
         return self._product_CV[: len(gradient_CV)].copy_(gradient_CV)
 
 
 def chunk_size(hidden_ND: Tensor, weight_VD: Tensor) -> int:
-    """Return how many tokens make a chunk: at most as many logits as numbers in the hidden states, if that is not few.
+    """Return the number of tokens per chunk, at least 1. A chunk has at most max(_MIN_LOGITS, N · D) logits.
 
-    So a wide model, whose weight takes long to read, reads it seldom (the rule of Liger, Hsu et al. 2024).
+    So the weight of a wide model, which takes long to read, is read rarely (the rule of Liger, Hsu et al. 2024).
     """
-    return max(1, max(_FEWEST_LOGITS, hidden_ND.numel()) // len(weight_VD))
+    return max(1, max(_MIN_LOGITS, hidden_ND.numel()) // len(weight_VD))
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, counts_N: Tensor, rule: LossAndGradient) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, counts_N: Tensor, loss_and_gradient: LossAndGradient
+    ) -> Tensor:
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
@@ -76,7 +106,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, len(hidden_ND), step):
                 chunk = slice(start, start + step)
                 logits_CV, counts_C1 = logits.of(chunk), counts_N[chunk, None]
-                loss += (rule(chunk, logits_CV) * counts_C1).sum()
+                loss += (loss_and_gradient(chunk, logits_CV) * counts_C1).sum()
                 grad_CV = logits.for_products(logits_CV)
                 if grad_hidden is not None:
                     grad_hidden[chunk] = (grad_CV @ logits.weight_VD) * counts_C1
@@ -89,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         (scale,) = grad_outputs
-        # In place, since fresh memory costs more than the product; autograd refuses a second backward pass.
+        # In place, because new memory costs more than the product. autograd refuses a second backward pass.
         return (
             None if grad_hidden is None else grad_hidden.mul_(scale.to(grad_hidden.dtype)),
             None if grad_weight is None else grad_weight.mul_(scale.to(grad_weight.dtype)),
@@ -99,7 +129,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_product(sum_VD: Tensor, grad_VC: Tensor, hidden_CD: Tensor) -> None:
-    """Add a product to a float32 sum; one of half precision is taken first."""
+    """Add grad · hidden to a float32 sum. A product in half precision is computed first, then added."""
     if grad_VC.dtype == torch.float32:
         sum_VD.addmm_(grad_VC, hidden_CD)
     else:
