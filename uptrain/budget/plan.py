@@ -26,7 +26,7 @@ FIRST_LOSS = {
 
 def make_plan(
     model: Path,
-    request: BudgetOptions,
+    options: BudgetOptions,
     *,
     data: Path | None,
     seq_len: int | None,
@@ -40,7 +40,7 @@ def make_plan(
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         geometry = read_geometry(checkpoint)
-        budget = make_budget(request, checkpoint.config, source_names(model), length)
+        budget = make_budget(options, checkpoint.config, source_names(model), length)
         n_params = estimate.count_parameters(checkpoint.tensors.values())
         activations = estimate.activations_per_token(geometry, _intermediate_size(checkpoint.config))
     work = estimate.Workload(n_params, _count(teacher), activations, processes)

@@ -61,8 +61,8 @@ def schedule_options(command: Command) -> Command:
     )  # fmt: skip
 
 
-def request_from(options: dict[str, Any]) -> BudgetOptions:
-    """Take the options that make a Request out of `options`."""
+def take_budget_options(options: dict[str, Any]) -> BudgetOptions:
+    """Remove the fields of BudgetOptions from `options`, and return them."""
     return BudgetOptions(**{field.name: options.pop(field.name) for field in fields(BudgetOptions)})
 
 

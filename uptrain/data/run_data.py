@@ -33,13 +33,13 @@ def beside(run: Path, what: str) -> Path:
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
 
 
-def find_data(s: Settings, run: Path) -> Settings:
+def find_data(settings: Settings, run: Path) -> Settings:
     """Return the settings with the data where they lie now, which may be beside a run that was moved.
 
     Raises InputError where they are gone.
     """
     moved: dict[str, Any] = {}
-    for what, path in (("data", s.data), ("eval_data", s.eval_data)):
+    for what, path in (("data", settings.data), ("eval_data", settings.eval_data)):
         if path and not (Path(path) / MANIFEST).is_file():
             if not (beside(run, what) / MANIFEST).is_file():
                 raise InputError(
@@ -47,7 +47,7 @@ def find_data(s: Settings, run: Path) -> Settings:
                     f"{beside(run, what)}."
                 )
             moved[what] = str(beside(run, what).resolve())
-    return replace(s, **moved)
+    return replace(settings, **moved)
 
 
 def is_cache(data: Sequence[str]) -> bool:
