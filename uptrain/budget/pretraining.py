@@ -1,8 +1,8 @@
-"""How well-known checkpoints were pre-trained: what a share α of it means, and from which learning rate to start.
+"""Table of the pre-training of well-known checkpoints: tokens, global batch and peak learning rate.
 
-Data only. `certainty` is that of a row's weakest number: "sure" has been read in the source named, "reported" rests on
-a round number or a second-hand one in it, "from memory" has not been read again. "4M" and "2M" tokens are read as 2^22
-and 2^21, which is whole sequences.
+`certainty` applies to a row's least certain number. "sure": read in the named source. "reported": a rounded or
+second-hand number in the source. "from memory": not verified. "4M" and "2M" tokens are read as 2^22 and 2^21, which are
+whole sequences.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ Shape = tuple[str, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class PretrainingRecord:
-    """The pre-training of one checkpoint."""
+    """Pre-training of one checkpoint."""
 
     name: str
-    """What `--original` takes."""
+    """Value of `--original`."""
     pattern: str
-    """Regular expression for the last part of its names on the hub, in lower case, with its makers' fine-tunes."""
+    """Regular expression of its names on the hub, without the owner, in lower case; includes official fine-tunes."""
     shape: Shape
     tokens: int
     batch_tokens: int
@@ -31,7 +31,7 @@ class PretrainingRecord:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, to the nearest."""
+        """Optimizer steps, rounded."""
         return round(self.tokens / self.batch_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Define the options that several commands share."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -16,7 +16,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
-    """Return an option that takes a count like 50B."""
+    """Return an option whose value is a count such as 50B."""
     return click.option(name, callback=_parse_count, metavar="N", help=help)
 
 
@@ -28,7 +28,7 @@ def _parse_count(context: click.Context, parameter: click.Parameter, value: str 
 
 
 def max_minutes_option(help: str) -> Callable[[Command], Command]:
-    """Return the option after how long to stop."""
+    """Return the option `--max-minutes`, after which a run saves and stops."""
     return click.option("--max-minutes", type=FiniteFloat(min=0), metavar="M", help=help)
 
 

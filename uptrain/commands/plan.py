@@ -1,4 +1,4 @@
-"""`uptrain plan`: what a run will be, before it runs."""
+"""Run `uptrain plan`: show budget, learning rates, memory and time of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,15 @@ def _original(original: dict[str, Any]) -> str:
 
 
 def _learning(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    found = plan["schedule"]
-    schedule = Schedule(**{key: value for key, value in found.items() if key != "decay_start"})
-    decay = f", decay from step {found['decay_start']:,}" if found["decay_start"] is not None else ""
+    values = plan["schedule"]
+    schedule = Schedule(**{key: value for key, value in values.items() if key != "decay_start"})
+    decay = f", decay from step {values['decay_start']:,}" if values["decay_start"] is not None else ""
     rates = "\n".join(f"{row['lr']:.3e} at step {row['step']:,}" for row in plan["learning_rates"])
     return [
-        ("schedule", f"{found['kind']}, peak {found['peak']:.3g}, {found['warmup_steps']:,} steps of warm-up{decay}"),
+        (
+            "schedule",
+            f"{values['kind']}, peak {values['peak']:.3g}, {values['warmup_steps']:,} steps of warm-up{decay}",
+        ),
         ("learning rate", f"{_curve(schedule)}\n{rates}"),
     ]
 

@@ -1,1 +1,1 @@
-"""Data of training: sources, the memory-mapped token cache, the order of windows, and batches."""
+"""Training data: sources, the memory-mapped token cache, the order of windows, and batches."""
