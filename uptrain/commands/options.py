@@ -33,7 +33,7 @@ def max_minutes_option(help: str) -> Callable[[Command], Command]:
 
 
 def budget_options(command: Command) -> Command:
-    """Add how long to train."""
+    """Add the options of the budget: the length of the training and its original."""
     return _add(
         command,
         click.option("--alpha", type=FiniteFloat(), metavar="SHARE",

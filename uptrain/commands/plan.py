@@ -36,11 +36,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     plan = make_plan(model, take_budget_options(options), **options)
     if as_json:
         print_json(plan)
-    else:
-        _show(plan)
-
-
-def _show(plan: dict[str, Any]) -> None:
+        return
     print_key_values(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")

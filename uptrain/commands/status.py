@@ -41,7 +41,10 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if status["alpha"]:
         rows.append(("α", f"{status['alpha'] * status['share']:.4g} of {status['alpha']:.4g}"))
-    rows += [*_last_step(status), *_evaluation(status["evaluation"]), *_troubles(status)]
+    rows += [*_last_step(status), *_evaluation(status["evaluation"])]
+    for title, name in (("updates left out", "skipped_steps"), ("not saved", "not_saved_steps")):
+        if status[name]:
+            rows.append((title, _steps(status[name])))
     rows.append(("checkpoints", "\n".join(map(_checkpoint, status["checkpoints"])) or "none yet"))
     if status["parent"]:
         rows.append(("extends", f"{status['parent']['run']} from step {status['parent']['step']:,}"))
@@ -50,7 +53,8 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _status(status: dict[str, Any]) -> str:
     resume = f"`uptrain resume {status['run']}` goes on"
-    last_line = _seconds_ago(status["seconds_since_last_line"])
+    age = status["seconds_since_last_line"]
+    last_line = "not yet" if age is None else f"{duration(age)} ago"
     return {
         "not started": f"not started; {resume}",
         "running": f"running as process {status['pid']}, last heard of {last_line}",
@@ -58,10 +62,6 @@ def _status(status: dict[str, Any]) -> str:
         "preempted": f"stopped ({status['reason']}); {resume}",
         "finished": "finished",
     }.get(status["status"], f"{status['status']}: {status['reason']}")
-
-
-def _seconds_ago(seconds: float | None) -> str:
-    return "not yet" if seconds is None else f"{duration(seconds)} ago"
 
 
 def _last_step(status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -106,11 +106,6 @@ def _evaluation(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
     if evaluation["recovered_fraction"] is not None:
         rows.append(("recovered fraction", f"{evaluation['recovered_fraction']:.1%}"))
     return rows
-
-
-def _troubles(status: dict[str, Any]) -> list[tuple[str, str]]:
-    titles = (("updates left out", "skipped_steps"), ("not saved", "not_saved_steps"))
-    return [(title, _steps(status[name])) for title, name in titles if status[name]]
 
 
 def _steps(steps: list[int]) -> str:

@@ -63,10 +63,10 @@ def thin(curve: Curve) -> Curve:
     """Keep the lowest and highest point of each interval: the figure looks the same with fewer points."""
     if len(curve.y) <= _MAX_POINTS:
         return curve
-    kept: set[int] = {0, len(curve.y) - 1}
+    indices: set[int] = {0, len(curve.y) - 1}
     for interval in np.array_split(np.arange(len(curve.y)), _MAX_POINTS // 2):
         y = curve.y[interval]
         if np.isfinite(y).any():
-            kept |= {int(interval[np.nanargmin(y)]), int(interval[np.nanargmax(y)])}
-    order = np.array(sorted(kept))
+            indices |= {int(interval[np.nanargmin(y)]), int(interval[np.nanargmax(y)])}
+    order = np.array(sorted(indices))
     return Curve(curve.x[order], curve.y[order])

@@ -45,8 +45,8 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     def fill(unfinished: Path) -> None:
         for name in (MANIFEST, *read_manifest(source)):
             copy_file(source / name, unfinished / CHECKPOINTS / source.name / name)
-        kept = [line for line in read_metrics(folder / METRICS) if line["step"] <= branch]
-        write_metrics(unfinished / METRICS, kept)
+        records = [record for record in read_metrics(folder / METRICS) if record["step"] <= branch]
+        write_metrics(unfinished / METRICS, records)
 
     make_folder(find_data(longer, folder), budget, run.identities, folder / MODEL, out, parent, fill)
 

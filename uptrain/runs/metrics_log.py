@@ -73,27 +73,27 @@ class Metrics:
         Lines are read from the end down to the first step that stays, so that long runs resume as fast as short ones.
         Raises InputError if one of them is damaged.
         """
-        lines, kept = _whole_lines(self.path), []
+        lines, kept_lines = _complete_lines(self.path), []
         while lines:
             record = _parse(self.path, len(lines), lines[-1])
             if "loss" in record and record["step"] <= step:
                 break
             if "event" in record or record["step"] < step:
-                kept.append(lines[-1])
+                kept_lines.append(lines[-1])
             lines.pop()
-        replace_file(self.path, "".join([*lines, *reversed(kept)]).encode())
+        replace_file(self.path, "".join([*lines, *reversed(kept_lines)]).encode())
 
 
 def read_metrics(path: Path) -> list[Record]:
     """Return all records. Raises InputError if a line is damaged."""
-    return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
+    return [_parse(path, number, line) for number, line in enumerate(_complete_lines(path), start=1)]
 
 
 def write_metrics(path: Path, records: list[Record]) -> None:
     path.write_text("".join(map(_line, records)))
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _complete_lines(path: Path) -> list[str]:
     """Return all lines, without a last one that was cut off by a kill."""
     if not path.exists():
         return []

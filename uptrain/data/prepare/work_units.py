@@ -72,17 +72,13 @@ def make_units(sources: list[Source]) -> list[Unit]:
     """Divide the sources into units. Raises InputError for a file that is not of the format of its suffix."""
     total = sum(Path(file).stat().st_size for source in sources for file in source.files)
     unit_bytes = max(UNIT_BYTES, total // MAX_UNITS)
-    groups = [
-        (number, source.format, group)
-        for number, source in enumerate(sources)
-        for group in _group(_pieces(source, unit_bytes), unit_bytes)
-    ]
-    return [Unit(i, number, name, tuple(group)) for i, (number, name, group) in enumerate(groups)]
-
-
-def _pieces(source: Source, unit_bytes: int) -> list[Piece]:
-    reader = find_reader(source.format)
-    return [piece for file in source.files for piece in reader.split(file, unit_bytes)]
+    units: list[Unit] = []
+    for i, source in enumerate(sources):
+        reader = find_reader(source.format)
+        pieces = [piece for file in source.files for piece in reader.split(file, unit_bytes)]
+        for group in _group(pieces, unit_bytes):
+            units.append(Unit(len(units), i, source.format, tuple(group)))
+    return units
 
 
 def _group(pieces: list[Piece], unit_bytes: int) -> list[list[Piece]]:

@@ -2,7 +2,7 @@
 
 The temperature is 1, and the sum runs over the whole vocabulary (Hinton et al. 2015): the top k alone would give a
 biased teacher (Anshumann et al. 2025). Logits are computed chunk by chunk (`model.decoder.chunked_loss`). transformers
-models may scale, cap or bias their logits, so theirs come whole from the forward pass.
+models may scale, cap or bias their logits, so their forward pass computes them, for all tokens at once.
 
 Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
 """
