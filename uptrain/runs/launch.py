@@ -43,7 +43,7 @@ def launch_new(options: RunOptions) -> None:
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
-    check_models(options.model, options.teacher, seq_len)
+    check_models(options.model, Path(settings.teacher) if settings.teacher else None, seq_len)
     eval_cache = (
         _find_cache([options.eval_data], folder, seq_len, beside(out, "eval_data")) if options.eval_data else None
     )
