@@ -1,4 +1,4 @@
-"""`python -m uptrain`."""
+"""Run the command line: `python -m uptrain`."""
 
 from uptrain.cli import main
 

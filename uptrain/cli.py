@@ -1,8 +1,9 @@
-"""The command line of `uptrain`: one file per command in `uptrain/commands/`.
+"""Define the command line of `uptrain`, with one file per command in `uptrain/commands/`.
 
-Exit codes: 0 success, also of a run that a signal or `--max-minutes` stopped after saving (`run_state.json` says
-which); 1 it failed midway, or halted over non-finite gradients (`uptrain resume RUN` continues from the last
-checkpoint); 2 the input is not acceptable.
+Exit codes:
+0  success, also of a run that saved and stopped after a signal or `--max-minutes` (see `status` in `run_state.json`)
+1  failure during the run, or halt after non-finite gradients (`uptrain resume RUN` continues at the last checkpoint)
+2  invalid input
 """
 
 import importlib

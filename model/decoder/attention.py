@@ -103,6 +103,15 @@ def by_segment(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, segments: tuple[t
     return torch.cat(out).view(q_BTHD.shape)
 
 
+def exclude_segments_from_compilation() -> None:
+    """Make torch.compile skip `by_segment`, which it would recompile for the document lengths of each batch.
+
+    This is no decorator, since that would import the compiler with the model.
+    """
+    global by_segment
+    by_segment = torch.compiler.disable(by_segment)  # type: ignore[no-untyped-call]
+
+
 def _variable_length(
     q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, boundaries: Tensor, window: int | None
 ) -> Tensor:  # fmt: skip

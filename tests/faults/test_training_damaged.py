@@ -67,7 +67,7 @@ def test_falls_back(runs, killed, tmp_path, name, kind):
     assert ready.startswith("READY: resumed at step 4 on 1 x cpu;")
     (event,) = events(out, "resumed")
     assert event["step"] == 4
-    assert event["rejected"] == [rejected.removeprefix("Passed over: ")]
+    assert event["passed_over"] == [rejected.removeprefix("Passed over: ")]
     assert_same_run(out, runs.expected())
 
 

@@ -56,7 +56,7 @@ def environment(sharded: bool = False, on_cpu: bool = False) -> dict[str, str]:
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     settings |= {"ACCELERATE_USE_CPU": "true"} if on_cpu or not has_accelerator() else {}
     settings |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
-    return {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", **settings}
+    return {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE}", **settings}
 
 
 def command(script: list[str], n_processes: int) -> list[str]:

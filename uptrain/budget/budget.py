@@ -1,13 +1,13 @@
-"""From a share α of the original pre-training to optimizer steps and tokens (Ainslie et al. 2023, section 2.1).
+"""Convert a share α of the original pre-training to optimizer steps and tokens (Ainslie et al. 2023, section 2.1).
 
     steps = ceil(α · original tokens / global batch tokens)
 
-computed exactly. With the original's own batch this is α of the original steps.
+The result is exact. With the original's global batch it is α of the original steps.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -18,12 +18,12 @@ from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.budget.schedule import Schedule, default_warmup
 
 PEAK_SHARE = 3
-"""The default peak is the original's divided by this, as in MHA2MLA's and Sheared-LLaMA's recipes for Llama 2."""
+"""Divisor of the original's peak learning rate for the default peak, as in MHA2MLA and Sheared-LLaMA for Llama 2."""
 
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """What was asked for; None is not given. Exactly one of `alpha`, `tokens` and `steps` is."""
+    """Options of the budget as given; None means not given. Exactly one of `alpha`, `tokens` and `steps` is given."""
 
     alpha: float | None = None
     tokens: int | None = None
@@ -36,8 +36,8 @@ class BudgetOptions:
     def __post_init__(self) -> None:
         given = [name for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(f"--{name}" for name in given) or "none"
-            raise InputError(f"give exactly one of --alpha, --tokens and --steps; given: {found}.")
+            listed = " and ".join(f"--{name}" for name in given) or "none"
+            raise InputError(f"give exactly one of --alpha, --tokens and --steps; given: {listed}.")
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise InputError(f"--alpha {self.alpha}: it is a share of the original pre-training; 0.05 means 5 %.")
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
@@ -46,7 +46,7 @@ class BudgetOptions:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to train, and from which learning rate."""
+    """Length and peak learning rate of a training."""
 
     steps: int
     """Optimizer steps."""
@@ -54,10 +54,10 @@ class Budget:
     """Tokens of one optimizer step, over all processes."""
     peak_lr: float
     alpha: float | None
-    """Share of the original pre-training: as asked for, or as it follows from the tokens; None if that is unknown."""
+    """Share of the original pre-training, as requested or computed from the tokens; None if unknown."""
     original_tokens: int | None
     original: PretrainingRecord | None
-    """The row of the table that gave what was not given."""
+    """Row of the table that supplies the options not given."""
 
     @property
     def tokens(self) -> int:
@@ -65,39 +65,44 @@ class Budget:
 
     @property
     def original_steps(self) -> int | None:
-        """The original pre-training in optimizer steps of this run's batch, to the nearest."""
+        """Length of the original pre-training in optimizer steps of this run's global batch, rounded."""
         return None if self.original_tokens is None else round(self.original_tokens / self.global_batch_tokens)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the budget as run.json holds it, with the original's name and the number of tokens."""
+        original = self.original.name if self.original else None
+        return {**asdict(self), "original": original, "tokens": self.tokens}
 
-def make_budget(request: BudgetOptions, config: Mapping[str, Any], source_names: Sequence[str], seq_len: int) -> Budget:
+
+def make_budget(options: BudgetOptions, config: Mapping[str, Any], source_names: Sequence[str], seq_len: int) -> Budget:
     """Return the budget for a model with this `config.json`; for `source_names` see `uptrain.budget.identify`.
 
-    Raises InputError, naming every option that would help, where the original is unknown or could be one of several.
+    Raises InputError with every option that would help if the original is unknown or ambiguous.
     """
-    found = (named(request.original),) if request.original else known_originals(config, source_names)
-    original = found[0] if len(found) == 1 else None
+    candidates = (named(options.original),) if options.original else known_originals(config, source_names)
+    original = candidates[0] if len(candidates) == 1 else None
     if original is None:
-        _refuse_if_incomplete(request, found)
-    original_tokens = request.original_tokens or (original.tokens if original else None)
-    batch = request.global_batch_tokens or (original.batch_tokens if original else 0)
+        _check_complete(options, candidates)
+    original_tokens = options.original_tokens or (original.tokens if original else None)
+    batch = options.global_batch_tokens or (original.batch_tokens if original else 0)
     _check_batch(batch, seq_len)
-    steps = _steps(request, original_tokens, batch)
-    alpha = request.alpha
+    steps = _steps(options, original_tokens, batch)
+    alpha = options.alpha
     if alpha is None and original_tokens is not None:
         alpha = steps * batch / original_tokens
-    peak = request.lr or default_peak(original.peak_lr if original else math.nan)
+    peak = options.lr or default_peak(original.peak_lr if original else math.nan)
     return Budget(steps, batch, peak, alpha, original_tokens, original)
 
 
 def repetition_warning(epochs: float) -> str | None:
-    """Return what to say where the data are seen more than once."""
+    """Return a warning if the data are read more than once."""
     if epochs <= 1:
         return None
     return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
 
 
 def default_peak(original_peak: float) -> float:
-    """Return a third of the original's peak learning rate, rounded once."""
+    """Return a third of the original's peak learning rate, as a decimal fraction rounded once."""
     return float(Fraction(str(original_peak)) / PEAK_SHARE)
 
 
@@ -107,28 +112,29 @@ def make_schedule(budget: Budget, kind: str, warmup_steps: int | None) -> Schedu
     return Schedule(kind, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
 
 
-def _steps(request: BudgetOptions, original_tokens: int | None, batch: int) -> int:
-    if request.steps is not None:
-        return request.steps
-    if request.tokens is not None:
-        return -(-request.tokens // batch)
-    assert request.alpha is not None and original_tokens is not None
-    # Through its decimal digits: the binary 0.05 is above 1/20, and would add a step where α gives a whole number.
-    return math.ceil(Fraction(str(request.alpha)) * original_tokens / batch)
+def _steps(options: BudgetOptions, original_tokens: int | None, batch: int) -> int:
+    if options.steps is not None:
+        return options.steps
+    if options.tokens is not None:
+        return -(-options.tokens // batch)
+    assert options.alpha is not None and original_tokens is not None
+    # From its decimal digits: the binary 0.05 exceeds 1/20, and would add a step if α gives a whole number.
+    return math.ceil(Fraction(str(options.alpha)) * original_tokens / batch)
 
 
-def _refuse_if_incomplete(request: BudgetOptions, found: Sequence[PretrainingRecord]) -> None:
+def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord]) -> None:
+    """Raise InputError if options are missing that only a single original could supply."""
     missing = []
-    if request.alpha is not None and request.original_tokens is None:
+    if options.alpha is not None and options.original_tokens is None:
         missing.append("--original-tokens (how many tokens it was pre-trained on, e.g. 2T)")
-    if request.global_batch_tokens is None:
+    if options.global_batch_tokens is None:
         missing.append("--global-batch-tokens (tokens of one optimizer step, e.g. 4194304)")
-    if request.lr is None:
+    if options.lr is None:
         missing.append(f"--lr (peak learning rate; 1/{PEAK_SHARE} of the pre-training's is usual)")
     if not missing:
         return
-    if found:
-        rows = ", ".join(f"{o.name} ({show_count(o.tokens)} tokens)" for o in found)
+    if candidates:
+        rows = ", ".join(f"{o.name} ({show_count(o.tokens)} tokens)" for o in candidates)
         raise InputError(
             f"the model's shape is that of {rows}; say which with --original NAME, or give {', '.join(missing)}."
         )

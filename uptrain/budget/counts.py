@@ -1,4 +1,4 @@
-"""Numbers of tokens and steps, as people write them: `2T`, `50B`, `1.5M`, `4096`."""
+"""Parse and format counts of tokens and steps: `2T`, `50B`, `1.5M`, `4096`."""
 
 import re
 from fractions import Fraction
@@ -8,14 +8,14 @@ from model.common.errors import InputError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 LONGEST = 40
-"""Digits and separators of the longest count that is read."""
+"""Maximum number of digits and separators in a count."""
 EXAMPLES = "2T, 50B, 1.5M, 512K or 4194304"
 
 
 def parse_count(text: str) -> int:
-    """Return a whole number from 1 on. K, M, B and T are powers of 1000; `_` and `,` may separate thousands.
+    """Return a positive integer. K, M, B and T are powers of 1000; `_` and `,` may separate thousands.
 
-    Raises InputError for anything else, also where the unit leaves a fraction.
+    Raises InputError for anything else, and if the product with the unit is not an integer.
     """
     match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
@@ -31,7 +31,7 @@ def parse_count(text: str) -> int:
 
 
 def show_count(count: float) -> str:
-    """Write a count for people, in at most four digits: `50 B`."""
+    """Return a count in at most four digits with its unit: `50 B`."""
     for unit in ("", " K", " M", " B"):
         if count < 999.95:
             return f"{count:.4g}{unit}"

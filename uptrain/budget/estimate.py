@@ -1,4 +1,4 @@
-"""Memory and time before anything runs: formulas, with what they leave out. Half as much again is no surprise."""
+"""Estimate memory and time by formulas, which are part of the output. Actual values may be 50 % higher."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from model.checkpoint import Tensor
 from model.geometry import Geometry
 
 STATE_BYTES = 16
-"""A trained parameter: float32 weight, gradient and two AdamW moments."""
+"""Bytes of a trained parameter: float32 weight, gradient and two AdamW moments."""
 LOADED_BYTES = 4
-"""A parameter as it is read, in float32, before it goes to its device or shard."""
+"""Bytes of a loaded float32 parameter, before it moves to its device or shard."""
 COMPUTE_BYTES = 2
-"""An activation, or a teacher's parameter: bfloat16."""
+"""Bytes of an activation or a teacher's parameter in bfloat16."""
 MFU = 0.40
-"""Share of the peak that training reaches; public runs of dense models of 1 to 13 B parameters report 0.33 to 0.46."""
+"""Model FLOPs utilisation; public runs of dense models of 1 to 13 B parameters report 0.33 to 0.46."""
 PEAK_FLOPS = {"H100": 989e12, "A100": 312e12}
-"""bfloat16 without sparsity, a second (NVIDIA's data sheets of the SXM cards)."""
+"""Peak FLOP/s in bfloat16 without sparsity (NVIDIA's data sheets of the SXM cards)."""
 
 MEMORY_FORMULA = (
     "16 bytes x parameters (float32 weight, gradient and AdamW's two moments) + 2 bytes x teacher's parameters "
@@ -32,33 +32,33 @@ TIME_FORMULA = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What the estimates depend on."""
+    """Quantities that the estimates depend on."""
 
     n_params: int
     n_teacher_params: int
     """0 without a teacher."""
     activations_per_token: int
-    """Values kept for the backward pass, all layers."""
+    """Values per token that all layers keep for the backward pass."""
     processes: int
 
 
 def count_parameters(tensors: Iterable[Tensor]) -> int:
-    """Return the number of weights; RoPE frequencies, which old checkpoints store, are none."""
+    """Return the number of parameters, without the RoPE frequencies that old checkpoints store."""
     return sum(prod(tensor.shape) for tensor in tensors if not tensor.name.endswith("rotary_emb.inv_freq"))
 
 
 def activations_per_token(geometry: Geometry, intermediate_size: int) -> int:
-    """Return how many values of a token are kept for the backward pass by attention without a score matrix.
+    """Return the number of values per token kept for the backward pass, for attention without a score matrix.
 
-    A layer keeps what its two norms read and give, queries, keys, values, attention's output, and SwiGLU's gate, up,
-    activation and product.
+    A layer keeps inputs and outputs of its two norms, queries, keys, values, the attention output, and SwiGLU's gate,
+    up, activation and product.
     """
     query, kv = geometry.n_heads * geometry.head_dim, geometry.n_kv_heads * geometry.head_dim
     return geometry.n_layers * (4 * geometry.hidden_size + 2 * query + 2 * kv + 4 * intermediate_size)
 
 
 def memory(work: Workload, micro_batch_tokens: int) -> dict[str, Any]:
-    """Return bytes of one device for replicas (DDP) and for shards (FSDP2), and of the host while models are read."""
+    """Return bytes per device for replicas (DDP) and shards (FSDP2), and bytes of the host while models are loaded."""
     states = STATE_BYTES * work.n_params + COMPUTE_BYTES * work.n_teacher_params
     activations = COMPUTE_BYTES * work.activations_per_token * micro_batch_tokens
     return {
@@ -72,7 +72,7 @@ def memory(work: Workload, micro_batch_tokens: int) -> dict[str, Any]:
 
 
 def time(work: Workload, tokens: int) -> dict[str, Any]:
-    """Return floating-point operations, and hours on devices of which a peak is known."""
+    """Return floating-point operations, and hours on the devices of PEAK_FLOPS."""
     flops = (6 * work.n_params + 2 * work.n_teacher_params) * tokens
     device_hours = {name: flops / (MFU * peak) / 3600 for name, peak in PEAK_FLOPS.items()}
     return {

@@ -1,4 +1,4 @@
-"""Which original a checkpoint comes from: by its shape, and by the names its conversion recorded. Never a guess."""
+"""Identify the original of a checkpoint by its shape and the source names that its conversion recorded."""
 
 import json
 import re
@@ -23,12 +23,12 @@ def named(name: str) -> PretrainingRecord:
 
 
 def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[PretrainingRecord, ...]:
-    """Return the originals a model may come from: those of its shape, only those also of its name if there are any.
+    """Return the originals with the model's shape; if some of them also match its names, return only these.
 
-    `config` is its `config.json`; `source_names` are from `source_names`. A name alone proves nothing, since anybody
-    may choose one.
+    `config` is its `config.json`; `source_names` are from `source_names`. A name without the shape does not count,
+    since names are arbitrary.
     """
-    model_type = str(config.get("model_type")).removesuffix("_gqa")  # what `model.remote_code` calls its own
+    model_type = str(config.get("model_type")).removesuffix("_gqa")  # suffix of the classes in `model.remote_code`
     shape = (model_type, *(config.get(key) for key in SHAPE_KEYS))
     of_shape = tuple(original for original in ORIGINALS if original.shape == shape)
     last_parts = [name.lower().rsplit("/", 1)[-1] for name in source_names]
@@ -37,29 +37,29 @@ def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> t
 
 
 def source_names(folder: Path) -> tuple[str, ...]:
-    """Return what the folder was converted from, and that from, as its `groupwise.json` tells; else its own name."""
-    from model.checkpoint.hub import origin_of  # brings numpy, without which the command line starts
+    """Return the names of the folder's sources, latest conversion first, from `groupwise.json`; else its own name."""
+    from model.checkpoint.hub import origin_of  # imports numpy, which the command line does not need to start
 
     return tuple(name for name, _ in _conversions(folder)) or (origin_of(folder)[0],)
 
 
 def merge_method(folder: Path) -> str | None:
-    """Return how the folder's heads were merged last, as its `groupwise.json` tells; None without one."""
+    """Return the method of the folder's last conversion, from `groupwise.json`; None without one."""
     return next((method for _, method in _conversions(folder)), None)
 
 
 def _conversions(folder: Path) -> list[tuple[str, str]]:
-    """Return the name of the source and the method of each conversion, the last one first."""
+    """Return source name and method of each conversion, the last one first."""
     path = folder / PROVENANCE
     if not path.is_file():
         return []
     content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
         record: Any = json.loads(content)
-        found = []
+        conversions = []
         while record is not None:
-            found.append((str(record["source"]["name"]), str(record.get("method"))))
+            conversions.append((str(record["source"]["name"]), str(record.get("method"))))
             record = record["source"].get("groupwise")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model anew, or remove the file.") from error
-    return found
+    return conversions

@@ -1,4 +1,4 @@
-"""What `uptrain plan` tells: a run's budget, learning rates, memory and time, from file headers alone."""
+"""Compute the plan of a run from file headers: budget, learning rates, memory and time."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,12 +21,12 @@ FIRST_LOSS = {
     True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",
     False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
 }
-"""What to expect after `fit`, and after any other method."""
+"""Expected first loss, after the method `fit` (True) or any other."""
 
 
 def make_plan(
     model: Path,
-    request: BudgetOptions,
+    options: BudgetOptions,
     *,
     data: Path | None,
     seq_len: int | None,
@@ -35,17 +35,18 @@ def make_plan(
     teacher: Path | None,
     processes: int,
 ) -> dict[str, Any]:
-    """Return the plan, ready for JSON; everything not given follows from the model, the cache and the original."""
+    """Return the plan, ready for JSON. Defaults follow from the model, the cache and the original."""
     manifest = Manifest.parse(data) if data is not None else None
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         geometry = read_geometry(checkpoint)
-        budget = make_budget(request, checkpoint.config, source_names(model), length)
+        budget = make_budget(options, checkpoint.config, source_names(model), length)
         n_params = estimate.count_parameters(checkpoint.tensors.values())
-        activations = estimate.activations_per_token(geometry, _intermediate_size(checkpoint.config))
-    work = estimate.Workload(n_params, _count(teacher), activations, processes)
+        intermediate_size = checks.size(checkpoint.config.get("intermediate_size"), "config.json has intermediate_size")
+        activations = estimate.activations_per_token(geometry, intermediate_size)
+    work = estimate.Workload(n_params, _count_teacher_parameters(teacher), activations, processes)
     plan_schedule = make_schedule(budget, schedule, warmup_steps)
-    used = _data(data, manifest, budget, length)
+    data_use = _data(data, manifest, budget, length)
     return {
         "model": str(model),
         "n_params": n_params,
@@ -59,38 +60,36 @@ def make_plan(
         "sequences_per_step": budget.global_batch_tokens // length,
         "original": _original(budget.original),
         "original_tokens": budget.original_tokens,
-        "data": used,
+        "data": data_use,
         "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
         "learning_rates": learning_rates(plan_schedule),
         "memory": estimate.memory(work, default_micro_batch(length) * length),
         "time": estimate.time(work, budget.tokens),
         "processes": processes,
         "first_loss": _first_loss(model, data),
-        "warnings": list(filter(None, [used and repetition_warning(used["epochs"])])),
+        "warnings": list(filter(None, [data_use and repetition_warning(data_use["epochs"])])),
     }
 
 
 def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
-    """Return the learning rate at steps that show the curve: both ends, the quarters, and where its parts meet."""
+    """Return the learning rate at the first and last step, the quarters, and the ends of warm-up and plateau."""
     last = schedule.total_steps - 1
     steps = {0, last, *(round(last * share) for share in (0.25, 0.5, 0.75, 0.9))}
     steps |= {max(schedule.warmup_steps - 1, 0), min(decay_start(schedule) or 0, last)}
     return [{"step": step, "lr": learning_rate(schedule, step)} for step in sorted(steps)]
 
 
-def _seq_len(given: int | None, manifest: Manifest | None, config: Mapping[str, Any]) -> int:
+def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[str, Any]) -> int:
     if manifest is None:
-        return given or default_seq_len(config)
-    if given not in (None, manifest.seq_len):
-        raise InputError(f"--seq-len {given}, but the cache has sequences of {manifest.seq_len}; leave the option out.")
+        return requested or default_seq_len(config)
+    if requested not in (None, manifest.seq_len):
+        raise InputError(
+            f"--seq-len {requested}, but the cache has sequences of {manifest.seq_len}; leave the option out."
+        )
     return manifest.seq_len
 
 
-def _intermediate_size(config: Mapping[str, Any]) -> int:
-    return checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
-
-
-def _count(teacher: Path | None) -> int:
+def _count_teacher_parameters(teacher: Path | None) -> int:
     if teacher is None:
         return 0
     with open_checkpoint(teacher) as checkpoint:

@@ -1,8 +1,8 @@
-"""How well-known checkpoints were pre-trained: what a share α of it means, and from which learning rate to start.
+"""Table of the pre-training of well-known checkpoints: tokens, global batch and peak learning rate.
 
-Data only. `certainty` is that of a row's weakest number: "sure" has been read in the source named, "reported" rests on
-a round number or a second-hand one in it, "from memory" has not been read again. "4M" and "2M" tokens are read as 2^22
-and 2^21, which is whole sequences.
+`certainty` applies to a row's least certain number. "sure": read in the named source. "reported": a rounded or
+second-hand number in the source. "from memory": not verified. "4M" and "2M" tokens are read as 2^22 and 2^21, which are
+whole sequences.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ Shape = tuple[str, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class PretrainingRecord:
-    """The pre-training of one checkpoint."""
+    """Pre-training of one checkpoint."""
 
     name: str
-    """What `--original` takes."""
+    """Value of `--original`."""
     pattern: str
-    """Regular expression for the last part of its names on the hub, in lower case, with its makers' fine-tunes."""
+    """Regular expression of its names on the hub, without the owner, in lower case; includes official fine-tunes."""
     shape: Shape
     tokens: int
     batch_tokens: int
@@ -31,7 +31,7 @@ class PretrainingRecord:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, to the nearest."""
+        """Optimizer steps, rounded."""
         return round(self.tokens / self.batch_tokens)
 
 
@@ -68,64 +68,183 @@ def _pythia(size: str, hidden: int, layers: int, heads: int, vocab: int, peak_lr
     return PretrainingRecord(f"pythia-{size}", pattern, shape, 143_000 * M2, M2, peak_lr, "sure", PYTHIA)
 
 
-# fmt: off
 ORIGINALS = (
     PretrainingRecord("llama-1-7b", "llama-7b(-hf)?", SHAPE_7B, 10**12, M4, 3e-4, "sure", LLAMA_1),
     PretrainingRecord("llama-1-13b", "llama-13b(-hf)?", SHAPE_13B, 10**12, M4, 3e-4, "sure", LLAMA_1),
-    PretrainingRecord("llama-1-33b", "llama-3[03]b(-hf)?", ("llama", 6656, 60, 52, 17920, 32000), 14 * 10**11, M4,
-                      1.5e-4,
-             "sure", LLAMA_1),
-    PretrainingRecord("llama-1-65b", "llama-65b(-hf)?", ("llama", 8192, 80, 64, 22016, 32000), 14 * 10**11, M4, 1.5e-4,
-             "sure", LLAMA_1),
+    PretrainingRecord(
+        "llama-1-33b",
+        "llama-3[03]b(-hf)?",
+        ("llama", 6656, 60, 52, 17920, 32000),
+        14 * 10**11,
+        M4,
+        1.5e-4,
+        "sure",
+        LLAMA_1,
+    ),
+    PretrainingRecord(
+        "llama-1-65b",
+        "llama-65b(-hf)?",
+        ("llama", 8192, 80, 64, 22016, 32000),
+        14 * 10**11,
+        M4,
+        1.5e-4,
+        "sure",
+        LLAMA_1,
+    ),
     PretrainingRecord("llama-2-7b", "llama-2-7b(-chat)?(-hf)?", SHAPE_7B, 2 * 10**12, M4, 3e-4, "sure", LLAMA_2),
     PretrainingRecord("llama-2-13b", "llama-2-13b(-chat)?(-hf)?", SHAPE_13B, 2 * 10**12, M4, 3e-4, "sure", LLAMA_2),
-    PretrainingRecord("code-llama-7b", "codellama-7b(-instruct)?(-hf)?", CODE_7B, 25 * 10**11, M4, 3e-4, "from memory",
-             CODE_LLAMA, ALL_STAGES),
-    PretrainingRecord("code-llama-7b-code-stage", "codellama-7b(-instruct)?(-hf)?", CODE_7B, 5 * 10**11, M4, 3e-4,
-             "from memory", CODE_LLAMA, CODE_STAGE),
-    PretrainingRecord("code-llama-13b", "codellama-13b(-instruct)?(-hf)?", CODE_13B, 25 * 10**11, M4, 3e-4,
-                      "from memory",
-             CODE_LLAMA, ALL_STAGES),
-    PretrainingRecord("code-llama-13b-code-stage", "codellama-13b(-instruct)?(-hf)?", CODE_13B, 5 * 10**11, M4, 3e-4,
-             "from memory", CODE_LLAMA, CODE_STAGE),
-    PretrainingRecord("open-llama-3b", "open_llama_3b(_v2)?", ("llama", 3200, 26, 32, 8640, 32000), 10**12, M4, 3e-4,
-             "reported", OPEN_LLAMA),
+    PretrainingRecord(
+        "code-llama-7b",
+        "codellama-7b(-instruct)?(-hf)?",
+        CODE_7B,
+        25 * 10**11,
+        M4,
+        3e-4,
+        "from memory",
+        CODE_LLAMA,
+        ALL_STAGES,
+    ),
+    PretrainingRecord(
+        "code-llama-7b-code-stage",
+        "codellama-7b(-instruct)?(-hf)?",
+        CODE_7B,
+        5 * 10**11,
+        M4,
+        3e-4,
+        "from memory",
+        CODE_LLAMA,
+        CODE_STAGE,
+    ),
+    PretrainingRecord(
+        "code-llama-13b",
+        "codellama-13b(-instruct)?(-hf)?",
+        CODE_13B,
+        25 * 10**11,
+        M4,
+        3e-4,
+        "from memory",
+        CODE_LLAMA,
+        ALL_STAGES,
+    ),
+    PretrainingRecord(
+        "code-llama-13b-code-stage",
+        "codellama-13b(-instruct)?(-hf)?",
+        CODE_13B,
+        5 * 10**11,
+        M4,
+        3e-4,
+        "from memory",
+        CODE_LLAMA,
+        CODE_STAGE,
+    ),
+    PretrainingRecord(
+        "open-llama-3b",
+        "open_llama_3b(_v2)?",
+        ("llama", 3200, 26, 32, 8640, 32000),
+        10**12,
+        M4,
+        3e-4,
+        "reported",
+        OPEN_LLAMA,
+    ),
     PretrainingRecord("open-llama-7b", "open_llama_7b(_v2)?", SHAPE_7B, 10**12, M4, 3e-4, "reported", OPEN_LLAMA),
     PretrainingRecord("open-llama-13b", "open_llama_13b", SHAPE_13B, 10**12, M4, 3e-4, "reported", OPEN_LLAMA),
-    PretrainingRecord("sheared-llama-1.3b", r"sheared-llama-1\.3b", ("llama", 2048, 24, 16, 5504, 32000),
-                      48_000 * 2**20, 2**20,
-             1e-4, "sure", SHEARED, PRUNED),
-    PretrainingRecord("sheared-llama-2.7b", r"sheared-llama-2\.7b", ("llama", 2560, 32, 20, 6912, 32000),
-                      48_000 * 2**20, 2**20,
-             1e-4, "sure", SHEARED, PRUNED),
-    PretrainingRecord("smollm-135m", "smollm-135m(-instruct)?", SMOL_135M, 600_000 * 2**20, 2**20, 3e-3, "reported",
-                      SMOLLM),
-    PretrainingRecord("smollm-360m", "smollm-360m(-instruct)?", SMOL_360M, 600_000 * 2**20, 2**20, 3e-3,
-                      "from memory", SMOLLM),
-    PretrainingRecord("smollm-1.7b", r"smollm-1\.7b(-instruct)?", SMOL_1_7B, 500_000 * M2, M2, 5e-4, "reported",
-                      SMOLLM),
-    PretrainingRecord("smollm2-135m", "smollm2-135m(-instruct)?", SMOL_135M, 2 * 10**12, 2**20, 3e-3, "from memory",
-                      SMOLLM2),
-    PretrainingRecord("smollm2-360m", "smollm2-360m(-instruct)?", SMOL_360M, 4 * 10**12, 2**20, 3e-3, "from memory",
-                      SMOLLM2),
-    PretrainingRecord("smollm2-1.7b", r"smollm2-1\.7b(-instruct)?", SMOL_1_7B, 11 * 10**12, M2, 5e-4, "reported",
-                      SMOLLM2),
-    PretrainingRecord("tinyllama-1.1b", r"tinyllama-1\.1b-(intermediate-step-1431k-3t|chat-v1\.0)",
-             ("llama", 2048, 22, 32, 5632, 32000), 3 * 10**12, M2, 4e-4, "sure", TINYLLAMA),
-    PretrainingRecord("amber-7b", "amber(chat)?", SHAPE_7B, 360 * 1_706_976 * 2048, 2240 * 2048, 3e-4, "reported",
-                      AMBER),
-    PretrainingRecord("deepseek-llm-7b", "deepseek-llm-7b-(base|chat)", ("llama", 4096, 30, 32, 11008, 102400),
-                      2 * 10**12,
-             2304 * 4096, 4.2e-4, "sure", DEEPSEEK),
-    PretrainingRecord("olmo-2-1b", "olmo-2-0425-1b(-.*)?", ("olmo2", 2048, 16, 16, 8192, 100352), 1_907_359 * M2, M2,
-                      4e-4,
-             "sure", OLMO_2, DOLMINO),
-    PretrainingRecord("olmo-2-7b", "olmo-2-1124-7b(-.*)?", ("olmo2", 4096, 32, 32, 11008, 100352), 928_646 * M4, M4,
-                      3e-4,
-             "sure", OLMO_2, DOLMINO),
-    PretrainingRecord("olmo-2-13b", "olmo-2-1124-13b(-.*)?", ("olmo2", 5120, 40, 40, 13824, 100352), 596_057 * M8, M8,
-                      9e-4,
-             "from memory", OLMO_2, DOLMINO),
+    PretrainingRecord(
+        "sheared-llama-1.3b",
+        r"sheared-llama-1\.3b",
+        ("llama", 2048, 24, 16, 5504, 32000),
+        48_000 * 2**20,
+        2**20,
+        1e-4,
+        "sure",
+        SHEARED,
+        PRUNED,
+    ),
+    PretrainingRecord(
+        "sheared-llama-2.7b",
+        r"sheared-llama-2\.7b",
+        ("llama", 2560, 32, 20, 6912, 32000),
+        48_000 * 2**20,
+        2**20,
+        1e-4,
+        "sure",
+        SHEARED,
+        PRUNED,
+    ),
+    PretrainingRecord(
+        "smollm-135m", "smollm-135m(-instruct)?", SMOL_135M, 600_000 * 2**20, 2**20, 3e-3, "reported", SMOLLM
+    ),
+    PretrainingRecord(
+        "smollm-360m", "smollm-360m(-instruct)?", SMOL_360M, 600_000 * 2**20, 2**20, 3e-3, "from memory", SMOLLM
+    ),
+    PretrainingRecord(
+        "smollm-1.7b", r"smollm-1\.7b(-instruct)?", SMOL_1_7B, 500_000 * M2, M2, 5e-4, "reported", SMOLLM
+    ),
+    PretrainingRecord(
+        "smollm2-135m", "smollm2-135m(-instruct)?", SMOL_135M, 2 * 10**12, 2**20, 3e-3, "from memory", SMOLLM2
+    ),
+    PretrainingRecord(
+        "smollm2-360m", "smollm2-360m(-instruct)?", SMOL_360M, 4 * 10**12, 2**20, 3e-3, "from memory", SMOLLM2
+    ),
+    PretrainingRecord(
+        "smollm2-1.7b", r"smollm2-1\.7b(-instruct)?", SMOL_1_7B, 11 * 10**12, M2, 5e-4, "reported", SMOLLM2
+    ),
+    PretrainingRecord(
+        "tinyllama-1.1b",
+        r"tinyllama-1\.1b-(intermediate-step-1431k-3t|chat-v1\.0)",
+        ("llama", 2048, 22, 32, 5632, 32000),
+        3 * 10**12,
+        M2,
+        4e-4,
+        "sure",
+        TINYLLAMA,
+    ),
+    PretrainingRecord(
+        "amber-7b", "amber(chat)?", SHAPE_7B, 360 * 1_706_976 * 2048, 2240 * 2048, 3e-4, "reported", AMBER
+    ),
+    PretrainingRecord(
+        "deepseek-llm-7b",
+        "deepseek-llm-7b-(base|chat)",
+        ("llama", 4096, 30, 32, 11008, 102400),
+        2 * 10**12,
+        2304 * 4096,
+        4.2e-4,
+        "sure",
+        DEEPSEEK,
+    ),
+    PretrainingRecord(
+        "olmo-2-1b",
+        "olmo-2-0425-1b(-.*)?",
+        ("olmo2", 2048, 16, 16, 8192, 100352),
+        1_907_359 * M2,
+        M2,
+        4e-4,
+        "sure",
+        OLMO_2,
+        DOLMINO,
+    ),
+    PretrainingRecord(
+        "olmo-2-7b",
+        "olmo-2-1124-7b(-.*)?",
+        ("olmo2", 4096, 32, 32, 11008, 100352),
+        928_646 * M4,
+        M4,
+        3e-4,
+        "sure",
+        OLMO_2,
+        DOLMINO,
+    ),
+    PretrainingRecord(
+        "olmo-2-13b",
+        "olmo-2-1124-13b(-.*)?",
+        ("olmo2", 5120, 40, 40, 13824, 100352),
+        596_057 * M8,
+        M8,
+        9e-4,
+        "from memory",
+        OLMO_2,
+        DOLMINO,
+    ),
     _pythia("70m", 512, 6, 8, 50304, 1e-3),
     _pythia("160m", 768, 12, 12, 50304, 6e-4),
     _pythia("410m", 1024, 24, 16, 50304, 3e-4),
@@ -135,4 +254,3 @@ ORIGINALS = (
     _pythia("6.9b", 4096, 32, 32, 50432, 1.2e-4),
     _pythia("12b", 5120, 36, 40, 50688, 1.2e-4),
 )
-# fmt: on

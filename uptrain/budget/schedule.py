@@ -1,7 +1,7 @@
-"""Learning rates: pure functions of the step, whatever the number of processes, and with no state to save.
+"""Compute learning rates: pure functions of the step, independent of the world size, without state to save.
 
-Every schedule is `peak` x warm-up x shape. The warm-up rises linearly to 1 and is above 0 at the first step; the shape
-is 1 until the warm-up is over. What a shape falls to, it reaches after the last step, so that no step is spent at 0.
+Every schedule is `peak` x warm-up x shape. The warm-up rises linearly to 1 and is above 0 at the first step. The shape
+is 1 during the warm-up, and reaches its final value after the last step, so that no step has a learning rate of 0.
 """
 
 import math
@@ -15,7 +15,7 @@ T5_CONSTANT_STEPS = 10_000
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the learning rate of every step follows from."""
+    """Parameters of a learning rate schedule."""
 
     kind: str
     """One of `SCHEDULES`."""
@@ -25,9 +25,9 @@ class Schedule:
     warmup_steps: int
     """Optimizer steps; 0 for none."""
     decay_fraction: float = 0.2
-    """wsd: the last share of the steps, in which the learning rate decays."""
+    """wsd: fraction of the steps, at the end, in which the learning rate decays."""
     original_steps: int = 0
-    """inverse-sqrt: optimizer steps of the original pre-training, from which it goes on counting."""
+    """inverse-sqrt: optimizer steps of the original pre-training, which the schedule continues."""
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
@@ -47,22 +47,22 @@ class Schedule:
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
-    """Return the learning rate of the update that makes the global step `step + 1`; `step` counts from 0."""
+    """Return the learning rate of optimizer step `step`, counted from 0."""
     assert 0 <= step < schedule.total_steps, (step, schedule)
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
     return schedule.peak * warmup * _SHAPES[schedule.kind](schedule, step)
 
 
 def default_warmup(total_steps: int) -> int:
-    """Return 5 % of the steps, but at least 100, or a quarter of the steps where that is less."""
+    """Return 5 % of the steps, but at least 100 or a quarter of the steps, whichever is less."""
     return max(round(0.05 * total_steps), min(100, total_steps // 4))
 
 
 def decay_start(schedule: Schedule) -> int | None:
-    """Return the global step at which wsd begins to decay, None for the other schedules.
+    """Return the step at which wsd begins to decay; None for the other schedules.
 
-    The checkpoint of that global step does not depend on `total_steps`: a longer run with the same warm-up passes
-    through it, so a run is extended from there.
+    The checkpoint of that step does not depend on `total_steps`. A longer run with the same warm-up has the same one,
+    so runs are extended from it.
     """
     return _wsd_decay_start(schedule) if schedule.kind == "wsd" else None
 
@@ -72,7 +72,7 @@ def _wsd_decay_start(schedule: Schedule) -> int:
 
 
 def _wsd(schedule: Schedule, step: int) -> float:
-    """Warm-up, stable, decay: 1 - sqrt(share of the decay that is done), to 0 (Hägele et al. 2024, section 3)."""
+    """Warm-up, stable, decay: 1 - sqrt(finished fraction of the decay), to 0 (Hägele et al. 2024, section 3)."""
     start = _wsd_decay_start(schedule)
     return 1.0 if step <= start else 1 - math.sqrt((step - start) / (schedule.total_steps - start))
 
@@ -90,14 +90,14 @@ def _constant(schedule: Schedule, step: int) -> float:
 
 
 def _inverse_sqrt(schedule: Schedule, step: int) -> float:
-    """1/sqrt(max(n, 10,000)) at step n of pre-training (Raffel et al. 2020, section 3.1.2), as a share of step 0's.
+    """1/sqrt(max(n, 10,000)) at step n of pre-training (Raffel et al. 2020, section 3.1.2), relative to step 0.
 
     GQA's uptraining continues it after n = 1,000,000 (Ainslie et al. 2023, section 2.1), where it is nearly constant:
-    5 % more steps take it to 97.6 %. That is `original_steps=1_000_000`; with 0, n begins anew, and the learning rate
+    5 % more steps take it to 97.6 %. That is `original_steps=1_000_000`. With 0, n starts at 0, and the learning rate
     is constant for 10,000 steps.
     """
-    first, now = (max(n, T5_CONSTANT_STEPS) for n in (schedule.original_steps, schedule.original_steps + step))
-    return math.sqrt(first / now)
+    first, current = (max(n, T5_CONSTANT_STEPS) for n in (schedule.original_steps, schedule.original_steps + step))
+    return math.sqrt(first / current)
 
 
 _SHAPES = {"wsd": _wsd, "cosine": _cosine, "constant": _constant, "inverse-sqrt": _inverse_sqrt}

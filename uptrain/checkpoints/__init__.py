@@ -1,0 +1,1 @@
+"""Training checkpoints: list, verify, save and load."""

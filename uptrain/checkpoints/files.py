@@ -1,11 +1,11 @@
-"""Training checkpoints as files: which there are, what their state says, whether they are as they were written.
+"""List training checkpoints, read their state, and verify their files. Needs no torch.
 
     RUN/checkpoints/step-00000120/
         tensors/              weights and optimizer states, float32, sharded by torch.distributed.checkpoint
-        state.json            see `uptrain.training.loop.Progress`
-        manifest.json         every other file's size and CRC-32, by blocks of 64 MB; written last
+        state.json            see `uptrain.training.loop.RunState`
+        manifest.json         size and CRC-32 per block of 64 MB of every other file; written last
 
-A RUN may come from anybody: names are checked before they are opened. Needs no torch.
+Runs may be untrusted: file names are checked before the files are opened.
 """
 
 import json
@@ -25,7 +25,7 @@ _NAME = re.compile(r"step-(\d{8,18})")
 _BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
 State = dict[str, Any]
 Checksums = dict[str, dict[str, Any]]
-"""File → `size`, and `crc32` of each block."""
+"""File → `size`, and list `crc32` of its blocks."""
 
 
 def folder_name(step: int) -> str:
@@ -33,19 +33,19 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint's folder; None for any other name, such as that of somebody's copy."""
+    """Return the step of a checkpoint's folder name; None for any other name, such as that of a copy."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match and folder_name(int(match[1])) == name else None
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the complete checkpoints of a run by their steps, oldest first."""
-    found = {step_of(path.name): path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()}
-    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+    """Return the complete checkpoints of a run by step, oldest first."""
+    folders = {step_of(path.name): path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()}
+    return {step: folders[step] for step in sorted(step for step in folders if step is not None)}
 
 
 def read_state(checkpoint: Path) -> State:
-    """Return a checkpoint's state. Raises InputError where that is damaged, or another step's than the folder says."""
+    """Return a checkpoint's state. Raises InputError if it is damaged, or its step is not that of the folder."""
     path = checkpoint / STATE
     try:
         state = json.loads(read_bytes_up_to(path, CONFIG_BYTES))
@@ -64,11 +64,11 @@ def read_state(checkpoint: Path) -> State:
     return state
 
 
-def find_damage(checkpoint: Path, rank: int = 0, world: int = 1) -> str:
-    """Compare a share of a checkpoint's files with its manifest; return what differs, or an empty text."""
+def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
+    """Compare every `world_size`-th file of a checkpoint, from `rank` on, with its manifest; return an error or ""."""
     path = checkpoint / MANIFEST
     try:
-        for name, expected in sorted(read_manifest(checkpoint).items())[rank::world]:
+        for name, expected in sorted(read_manifest(checkpoint).items())[rank::world_size]:
             path = checkpoint / name
             size = path.stat().st_size
             if size != expected["size"]:
@@ -83,7 +83,10 @@ def find_damage(checkpoint: Path, rank: int = 0, world: int = 1) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Checksums:
-    """Return a checkpoint's files. Raises OSError, ValueError, LookupError, TypeError or AttributeError if damaged."""
+    """Return the checksums of a checkpoint's files from its manifest.
+
+    Raises OSError, ValueError, LookupError, TypeError or AttributeError if the manifest is damaged.
+    """
     files: Checksums = json.loads(read_bytes_up_to(checkpoint / MANIFEST, CONFIG_BYTES))["files"]
     for name in files:
         parts = name.split("/")

@@ -1,11 +1,11 @@
-"""Save, rotate, find and load training checkpoints, with any number of processes.
+"""Save, rotate, find and load training checkpoints, with any world size.
 
-Saving: all processes write into a folder of another name and see it to the disk; each says whether it could; then the
-main process alone writes the manifest and renames the folder. A kill at any moment leaves the last complete checkpoint,
-and what is left of an unfinished one is swept away by the next start.
+Save: all ranks write into a temporary folder, sync their files, and report success or an error. Then the main process
+writes the manifest and renames the folder. A kill at any moment leaves the last complete checkpoint. The next start
+removes unfinished folders.
 
-Loading: the metadata is a pickle, and a RUN may come from anybody. The project's own reader reads it, and torch gets
-what came of it; so no code of a checkpoint runs. `uptrain.checkpoints.files` says what the files are.
+Load: the metadata is a pickle, and runs may be untrusted. Our own reader parses it without executing code, and passes
+the result to torch. See `uptrain.checkpoints.files` for the files.
 """
 
 import io
@@ -66,25 +66,25 @@ from uptrain.distributed.collectives import gather, on_main
 
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
 _SPARE = 1.2
-"""Free space that a save asks for, over the size of the last one."""
+"""Free space that a save requires, relative to the size of the last checkpoint."""
 
 
 class SaveError(OSError):
-    """A checkpoint could not be written. The ones before it stand."""
+    """Failure to write a checkpoint. Earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A verified checkpoint."""
+    """Verified checkpoint."""
 
     folder: Path
     state: State
     rejected: tuple[str, ...] = ()
-    """What was wrong with newer ones, a line each."""
+    """Damage of newer checkpoints, one line each."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. All methods are called by all processes together."""
+    """Checkpoints of one run. All methods are collective: every rank must call them."""
 
     def __init__(self, folder: Path, accelerator: Accelerator, keep_last: int) -> None:
         self.folder = folder
@@ -92,20 +92,20 @@ class Checkpoints:
         self._keep_last = keep_last
 
     def clean_up(self) -> None:
-        """Make the folder, and remove what a killed save or rotation left."""
-        on_main(self._accelerator, self._sweep)
+        """Make the folder, and remove leftovers of a killed save or rotation."""
+        on_main(self._accelerator, self._remove_leftovers)
 
-    def _sweep(self) -> None:
+    def _remove_leftovers(self) -> None:
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
-            mark, name = path.name[: path.name.find("step-")], path.name[path.name.find("step-") :]
-            if mark in (UNFINISHED, REMOVED) and step_of(name) is not None:
+            prefix, name = path.name[: path.name.find("step-")], path.name[path.name.find("step-") :]
+            if prefix in (UNFINISHED, REMOVED) and step_of(name) is not None:
                 shutil.rmtree(path)
 
     def save(self, trainee: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> None:
         """Write the checkpoint of `state["step"]`; `keep` exempts it from rotation.
 
-        Raises SaveError on all processes if any of them failed; then the checkpoints are what they were.
+        Raises SaveError on all ranks if any of them failed, with the existing checkpoints unchanged.
         """
         final = self.folder / folder_name(state["step"])
         unfinished = self.folder / (UNFINISHED + final.name)
@@ -118,10 +118,10 @@ class Checkpoints:
             raise
 
     def rotate(self, newest: int) -> str:
-        """Remove older checkpoints than that of the step `newest`, but for the last few and those to be kept.
+        """Remove checkpoints older than that of step `newest`, except the last `keep_last` and those marked to keep.
 
-        Return why one could not be removed, as where a network's file system does not let go of a file that somebody
-        reads, or an empty text; the next start sweeps it away.
+        Return an error, or "". Some network file systems do not remove a file while it is read; the next start removes
+        it then.
         """
         return on_main(self._accelerator, lambda: self._rotate(newest))
 
@@ -131,17 +131,17 @@ class Checkpoints:
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             last = list(list_checkpoints(self.folder).values())[-1:]
-            wanted = _SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
+            required = _SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
             free = shutil.disk_usage(self.folder).free
-            if free < wanted:
-                return f"{free:,} bytes are free where a checkpoint wants {wanted:,.0f}"
+            if free < required:
+                return f"{free:,} bytes are free where a checkpoint wants {required:,.0f}"
             unfinished.mkdir(parents=True)
         except OSError as error:
             return str(error)
         return ""
 
     def _finish(self, unfinished: Path, final: Path, state: State) -> str:
-        """See the files to the disk and take their checksums; then write state and manifest, and rename."""
+        """Sync the files and compute their checksums; then write state and manifest, and rename the folder."""
         error, sums = "", {}
         try:
             sums = self._sync_and_sum(unfinished)
@@ -152,35 +152,40 @@ class Checkpoints:
         if not self._accelerator.is_main_process:
             return ""
         try:
-            files = {name: entry for part in all_sums for name, entry in part.items()}
+            files = {name: entry for of_rank in all_sums for name, entry in of_rank.items()}
             _publish(unfinished, final, files, state)
         except OSError as failure:
             return str(failure)
         return ""
 
     def _sync_and_sum(self, folder: Path) -> Checksums:
-        """Do so for the files that this process wrote, the two side by side: one waits for the disk, one computes."""
-        mine = re.compile(rf"__{self._accelerator.process_index}_\d+\.distcp")
-        others = re.compile(r"__\d+_\d+\.distcp")
+        """Sync the files of this rank and return their checksums. Syncing waits for the disk in another thread.
+
+        The main process also handles files that belong to no rank.
+        """
+        of_this_rank = re.compile(rf"__{self._accelerator.process_index}_\d+\.distcp")
+        of_any_rank = re.compile(r"__\d+_\d+\.distcp")
+        is_main = self._accelerator.is_main_process
         paths = [
-            path for path in sorted(folder.rglob("*"))
+            path
+            for path in sorted(folder.rglob("*"))
             if path.is_file()
-            and (mine.fullmatch(path.name) or (self._accelerator.is_main_process and not others.fullmatch(path.name)))
-        ]  # fmt: skip
+            and (of_this_rank.fullmatch(path.name) or (is_main and not of_any_rank.fullmatch(path.name)))
+        ]
         with ThreadPoolExecutor(1) as pool:
             synced = pool.map(sync_file, paths)
             sums = {path.relative_to(folder).as_posix(): checksum(path) for path in paths}
-            list(synced)  # raises what went wrong there
+            list(synced)  # raises the thread's errors
         return sums
 
     def _raise_on_any(self, error: str) -> None:
-        """Raise SaveError on all processes if one of them met an error."""
+        """Raise SaveError on all ranks if one of them has an error."""
         errors = [e for e in gather(self._accelerator, error) if e]
         if errors:
             raise SaveError(errors[0])
 
     def _rotate(self, newest: int) -> str:
-        # Later ones than the newest are damaged, and were passed over: they do not count.
+        # Checkpoints after `newest` are damaged, and were rejected on resume: they do not count.
         try:
             steps = [step for step in list_checkpoints(self.folder) if step <= newest]
             for step in steps[: -self._keep_last]:
@@ -192,32 +197,32 @@ class Checkpoints:
         return ""
 
     def newest(self) -> VerifiedCheckpoint | None:
-        """Return the newest checkpoint whose files are all as they were written; None if there is none at all.
+        """Return the newest intact checkpoint; None if there is no checkpoint.
 
-        Raises InputError if there are some and none is whole.
+        Raises InputError if all checkpoints are damaged.
         """
         rejected: list[str] = []
         for folder in on_main(self._accelerator, lambda: [*reversed(list_checkpoints(self.folder).values())]):
-            problem = self.problem(folder)
-            if not problem:
+            damage = self.verify(folder)
+            if not damage:
                 try:
                     return VerifiedCheckpoint(folder, read_state(folder), tuple(rejected))
                 except InputError as error:
-                    problem = str(error)
-            rejected.append(problem)
+                    damage = str(error)
+            rejected.append(damage)
         if rejected:
             raise InputError(f"no checkpoint in {self.folder} is whole: {'; '.join(rejected)}.")
         return None
 
-    def problem(self, folder: Path) -> str:
-        """Say what is wrong with a checkpoint, or nothing. Every process checks its share of the files."""
-        rank, world = self._accelerator.process_index, self._accelerator.num_processes
-        problems = [p for p in gather(self._accelerator, find_damage(folder, rank, world)) if p]
-        return problems[0] if problems else ""
+    def verify(self, folder: Path) -> str:
+        """Return the damage of a checkpoint, or "". Each rank verifies a part of the files."""
+        rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
+        damages = [damage for damage in gather(self._accelerator, find_damage(folder, rank, world_size)) if damage]
+        return damages[0] if damages else ""
 
 
 def _is_kept(checkpoint: Path) -> bool:
-    """Say whether rotation must spare a checkpoint. One whose state cannot be read is of no use to anyone."""
+    """Return whether rotation must keep a checkpoint. One with an unreadable state is useless, and not kept."""
     try:
         return bool(read_state(checkpoint)["keep"])
     except InputError:
@@ -225,7 +230,7 @@ def _is_kept(checkpoint: Path) -> bool:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. The rename makes it disappear as a whole."""
+    """Remove a checkpoint atomically: rename it first."""
     removed = checkpoint.with_name(REMOVED + checkpoint.name)
     checkpoint.rename(removed)
     shutil.rmtree(removed)
@@ -241,21 +246,23 @@ def _publish(unfinished: Path, final: Path, files: Checksums, state: State) -> N
     sync_file(manifest)
     sync_folder(unfinished / TENSORS)
     sync_folder(unfinished)
-    if final.exists():  # damaged, or written again after going back
+    if final.exists():  # damaged, or written again after resuming at an earlier step
         _remove(final)
     unfinished.rename(final)
     sync_folder(final.parent)
 
 
 def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Write this process' share; return what failed, or an empty text."""
+    """Write the tensors of this rank; return an error, or ""."""
     tensors: State = {"model": get_model_state_dict(trainee)}
-    if optimizer.state:  # none yet if every step so far was skipped
+    if optimizer.state:  # empty if all steps so far were skipped
         tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
     try:
         with _quiet(), _without_zip_checksums():
-            # One thread: what goes wrong in further ones, as a full disk, would be lost (torch 2.13).
-            save_tensors(tensors, storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=_is_alone())
+            # One thread: errors of further ones, such as a full disk, would be lost (torch 2.13).
+            save_tensors(
+                tensors, storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=not dist.is_initialized()
+            )
     except CheckpointException as error:
         return "; ".join(str(failure[0]) for failure in error.failures.values())
     except OSError as error:
@@ -264,9 +271,9 @@ def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Opti
 
 
 def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's tensors into a model and optimizer, over any number of processes.
+    """Load a checkpoint's tensors into a model and optimizer, with any world size.
 
-    Raises InputError where they do not fit, or are not what torch.distributed.checkpoint writes.
+    Raises InputError if they do not match, or are not in the format of torch.distributed.checkpoint.
     """
     reader = _Reader(folder / TENSORS)
     tensors: State = {"model": get_model_state_dict(trainee)}
@@ -275,7 +282,7 @@ def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> 
         tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
     try:
         with _quiet():
-            load_tensors(tensors, storage_reader=reader, planner=_Planner(), no_dist=_is_alone())
+            load_tensors(tensors, storage_reader=reader, planner=_Planner(), no_dist=not dist.is_initialized())
     except CheckpointException as error:  # a BaseException
         reasons = "; ".join(dict.fromkeys(str(failure) for failure, _ in error.failures.values()))
         raise InputError(f"{folder} does not fit the run's model and optimizer: {reasons}") from error
@@ -285,20 +292,19 @@ def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, which would unpickle whatever the metadata are, with the metadata of the project's own."""
+    """Reader of torch, with our own parser of the metadata, which torch would unpickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, made anew of names, numbers and dtypes. Raises CheckpointError if it holds more."""
-        path = Path(self.path) / FILE
-        found = read_metadata(path)
+        """Return the metadata, rebuilt from names, numbers and dtypes. Raises CheckpointError if it holds more."""
+        metadata = read_metadata(Path(self.path) / FILE)
         places: dict[MetadataIndex, _StorageInfo] = {}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for name, entry in found.tensors.items():
+        for name, entry in metadata.tensors.items():
             dtype = getattr(torch, entry.dtype)
             chunks = [ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.shape)) for c in entry.chunks]
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry.shape), chunks)
             places |= {MetadataIndex(name, torch.Size(c.start)): _storage_info(c.place) for c in entry.chunks}
-        for name, place in found.others.items():
+        for name, place in metadata.others.items():
             entries[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _storage_info(place)
         return Metadata(entries, storage_data=places)
@@ -309,7 +315,7 @@ def _storage_info(place: Place) -> _StorageInfo:
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's planner, which would unpickle whatever is no tensor."""
+    """Planner of torch, which would unpickle values that are no tensors, with `weights_only`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         set_element(
@@ -319,13 +325,9 @@ class _Planner(DefaultLoadPlanner):
         )
 
 
-def _is_alone() -> bool:
-    return not dist.is_initialized()
-
-
 @contextmanager
 def _without_zip_checksums() -> Iterator[None]:
-    """Let torch leave out its own checksum of each tensor, a third of the time; the manifest has one of each file."""
+    """Disable torch's checksum of each tensor, a third of the time to save; the manifest has one of each file."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -336,7 +338,7 @@ def _without_zip_checksums() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warning that a single process has no process group."""
+    """Suppress the warning that a single process has no process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

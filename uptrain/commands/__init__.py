@@ -1,3 +1,3 @@
-"""The commands, one file each. They parse, call and print; what a command needs is imported when it runs."""
+"""Commands of `uptrain`, one per file: they parse options, call the library, which they import late, and print."""
 
 COMMANDS: tuple[str, ...] = ("prepare", "plan", "run", "resume", "extend", "status", "report", "evaluate", "export")

@@ -1,4 +1,4 @@
-"""`uptrain evaluate`: measure a model on held-out text."""
+"""Run `uptrain evaluate`: measure a model on held-out data."""
 
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,16 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
 
     from uptrain.training.evaluate import evaluate_folder
 
-    found = evaluate_folder(model, quiet=as_json, **options)
+    result = evaluate_folder(model, quiet=as_json, **options)
     if not PartialState().is_main_process:
         return
     if as_json:
-        console.print_json({"model": str(model), "data": str(options["data"]), **found})
+        console.print_json({"model": str(model), "data": str(options["data"]), **result})
         return
-    rows = [("targets", f"{found['targets']:,}"), ("loss", f"{found['loss']:.4f} nats per token")]
-    rows.append(("perplexity", f"{found['perplexity']:.4g}"))
-    if "kl" in found:
-        rows.append(("teacher's loss", f"{found['teacher_loss']:.4f}"))
-        rows.append(("KL to the teacher", f"{found['kl']:.4f}"))
-        rows.append(("same choice", f"{found['agreement']:.1%} of tokens"))
+    rows = [("targets", f"{result['targets']:,}"), ("loss", f"{result['loss']:.4f} nats per token")]
+    rows.append(("perplexity", f"{result['perplexity']:.4g}"))
+    if "kl" in result:
+        rows.append(("teacher's loss", f"{result['teacher_loss']:.4f}"))
+        rows.append(("KL to the teacher", f"{result['kl']:.4f}"))
+        rows.append(("same choice", f"{result['agreement']:.1%} of tokens"))
     console.print_key_values(str(model), rows)

@@ -1,4 +1,4 @@
-"""`uptrain export`: a run's model as a Hugging Face folder."""
+"""Run `uptrain export`: write a run's model as a Hugging Face folder."""
 
 from pathlib import Path
 

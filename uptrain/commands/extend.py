@@ -1,4 +1,4 @@
-"""`uptrain extend`: make a run longer."""
+"""Run `uptrain extend`: make a longer run from an existing one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Define the options that several commands share."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -16,7 +16,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
-    """Return an option that takes a count like 50B."""
+    """Return an option whose value is a count such as 50B."""
     return click.option(name, callback=_parse_count, metavar="N", help=help)
 
 
@@ -28,12 +28,12 @@ def _parse_count(context: click.Context, parameter: click.Parameter, value: str 
 
 
 def max_minutes_option(help: str) -> Callable[[Command], Command]:
-    """Return the option after how long to stop."""
+    """Return the option `--max-minutes`, after which a run saves and stops."""
     return click.option("--max-minutes", type=FiniteFloat(min=0), metavar="M", help=help)
 
 
 def budget_options(command: Command) -> Command:
-    """Add how long to train."""
+    """Add the options of the budget: the length of the training and its original."""
     return _add(
         command,
         click.option("--alpha", type=FiniteFloat(), metavar="SHARE",
@@ -61,8 +61,8 @@ def schedule_options(command: Command) -> Command:
     )  # fmt: skip
 
 
-def request_from(options: dict[str, Any]) -> BudgetOptions:
-    """Take the options that make a Request out of `options`."""
+def take_budget_options(options: dict[str, Any]) -> BudgetOptions:
+    """Remove the fields of BudgetOptions from `options`, and return them."""
     return BudgetOptions(**{field.name: options.pop(field.name) for field in fields(BudgetOptions)})
 
 

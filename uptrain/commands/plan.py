@@ -1,4 +1,4 @@
-"""`uptrain plan`: what a run will be, before it runs."""
+"""Run `uptrain plan`: show budget, learning rates, memory and time of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from model.common.checks import LARGEST_COUNT
 from model.common.console import echo_line, print_json, print_key_values, size
 from uptrain.budget.counts import show_count
 from uptrain.budget.schedule import Schedule, learning_rate
-from uptrain.commands.options import budget_options, count_option, request_from, schedule_options
+from uptrain.commands.options import budget_options, count_option, schedule_options, take_budget_options
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -33,14 +33,10 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     """
     from uptrain.budget.plan import make_plan
 
-    plan = make_plan(model, request_from(options), **options)
+    plan = make_plan(model, take_budget_options(options), **options)
     if as_json:
         print_json(plan)
-    else:
-        _show(plan)
-
-
-def _show(plan: dict[str, Any]) -> None:
+        return
     print_key_values(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
@@ -71,12 +67,15 @@ def _original(original: dict[str, Any]) -> str:
 
 
 def _learning(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    found = plan["schedule"]
-    schedule = Schedule(**{key: value for key, value in found.items() if key != "decay_start"})
-    decay = f", decay from step {found['decay_start']:,}" if found["decay_start"] is not None else ""
+    values = plan["schedule"]
+    schedule = Schedule(**{key: value for key, value in values.items() if key != "decay_start"})
+    decay = f", decay from step {values['decay_start']:,}" if values["decay_start"] is not None else ""
     rates = "\n".join(f"{row['lr']:.3e} at step {row['step']:,}" for row in plan["learning_rates"])
     return [
-        ("schedule", f"{found['kind']}, peak {found['peak']:.3g}, {found['warmup_steps']:,} steps of warm-up{decay}"),
+        (
+            "schedule",
+            f"{values['kind']}, peak {values['peak']:.3g}, {values['warmup_steps']:,} steps of warm-up{decay}",
+        ),
         ("learning rate", f"{_curve(schedule)}\n{rates}"),
     ]
 

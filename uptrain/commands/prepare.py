@@ -1,4 +1,4 @@
-"""`uptrain prepare`: texts → token cache."""
+"""Run `uptrain prepare`: tokenise texts into a token cache."""
 
 import re
 from collections import Counter
@@ -66,14 +66,14 @@ def command(**options: Any) -> None:
 
     as_json = options.pop("as_json")
     with interruptible():
-        result = prepare(_request(**options), quiet=as_json)
+        result = prepare(_prepare_options(**options), quiet=as_json)
     if as_json:
         console.print_json(result)
     else:
         _show(result)
 
 
-def _request(
+def _prepare_options(
     *, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any
 ) -> "PrepareOptions":
     from uptrain.budget.counts import parse_count
@@ -84,12 +84,12 @@ def _request(
         n_tokens=None if tokens == "all" else parse_count(tokens),
         skip_bad=on_bad_record == "skip",
         workers=workers or n_cores(),
-        share=None if shard is None else _share(shard),
+        machine_shard=None if shard is None else _machine_shard(shard),
         **options,
     )
 
 
-def _share(text: str) -> "MachineShard":
+def _machine_shard(text: str) -> "MachineShard":
     from uptrain.data.prepare.quotas import MachineShard
 
     match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
@@ -119,7 +119,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _dropped(sources: list[dict[str, Any]]) -> str:
-    """List how many records are not in the cache, by reason."""
+    """Return the numbers of dropped and skipped records by reason."""
     counts = sum((Counter({**source["dropped"], "bad": source["skipped"]}) for source in sources), Counter[str]())
     return ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.items())) or "none"
 

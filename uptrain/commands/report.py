@@ -1,4 +1,4 @@
-"""`uptrain report`: what runs have done, as a page and a picture."""
+"""Run `uptrain report`: write the report of runs as an HTML page and a PNG."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`uptrain resume`: go on with a run."""
+"""Run `uptrain resume`: resume a run."""
 
 from pathlib import Path
 

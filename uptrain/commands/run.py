@@ -1,4 +1,4 @@
-"""`uptrain run`: train."""
+"""Run `uptrain run`: train a model."""
 
 import tomllib
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from model.common.checks import LARGEST_SIZE, FiniteFloat, show
-from uptrain.commands.options import budget_options, max_minutes_option, request_from, schedule_options
-from uptrain.runs.settings import OPTIMIZERS, PRECISIONS, TRACKERS, TRAINABLE
+from uptrain.commands.options import budget_options, max_minutes_option, schedule_options, take_budget_options
+from uptrain.runs.settings import OPTIMIZERS, PRECISIONS, TRACKERS, TRAINABLE, RunOptions
 from uptrain.runs.signals import stop_request
 from uptrain.training.losses import LOSSES
 
@@ -16,31 +16,31 @@ FOLDER = click.Path(path_type=Path)
 
 
 def _read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Take options that were not given from a TOML file with the same names."""
+    """Take the options that are not on the command line from a TOML file with the same names."""
     if path is None:
         return None
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise click.BadParameter(f"{path} cannot be read: {error}", context, parameter) from error
-    known = {o.lstrip("-"): p for p in context.command.params for o in p.opts if p is not parameter}
+    parameters = {o.lstrip("-"): p for p in context.command.params for o in p.opts if p is not parameter}
     context.default_map = {}
-    for name, value in found.items():
-        option = known.get(name.replace("_", "-"))
+    for name, value in values.items():
+        option = parameters.get(name.replace("_", "-"))
         if option is None or option.name is None:
             raise click.BadParameter(f"{path} sets {name!r}, which is no option of this command.", context, parameter)
         try:
-            context.default_map[option.name] = _as_given(option, value)
+            context.default_map[option.name] = _as_argument(option, value)
         except ValueError as error:
             message = f"{path} sets {name} = {show(value)}, which must be {error}."
             raise click.BadParameter(message, context, parameter) from error
     return path
 
 
-def _as_given(option: click.Parameter, value: Any) -> bool | str | list[str]:
-    """Return a value of the TOML file as the command line would give it. Raises ValueError that says what it must be.
+def _as_argument(option: click.Parameter, value: Any) -> bool | str | list[str]:
+    """Return a value of the TOML file in the form of the command line. Raises ValueError with the expected type.
 
-    Numbers become text, so that one parser reads both.
+    Numbers become text, so that one parser handles both sources.
     """
     if getattr(option, "is_flag", False):
         if not isinstance(value, bool):
@@ -48,15 +48,15 @@ def _as_given(option: click.Parameter, value: Any) -> bool | str | list[str]:
         return value
     if getattr(option, "multiple", False):
         values = value if isinstance(value, list) else [value]
-        if not all(isinstance(one, str) for one in values):
+        if not all(isinstance(item, str) for item in values):
             raise ValueError("text, or a list of texts")
-        return [_without_nul(one) for one in values]
+        return [_check_no_nul(item) for item in values]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError("text or a number")
-    return _without_nul(str(value))
+    return _check_no_nul(str(value))
 
 
-def _without_nul(text: str) -> str:
+def _check_no_nul(text: str) -> str:
     if "\0" in text:
         raise ValueError("text without the character NUL")
     return text
@@ -171,4 +171,4 @@ def command(**options: Any) -> None:
     stop_request.install()
     from uptrain.runs.launch import launch_new
 
-    launch_new(request_from(options), **options)
+    launch_new(RunOptions(take_budget_options(options), **options))

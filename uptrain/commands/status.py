@@ -1,4 +1,4 @@
-"""`uptrain status`: where a run stands."""
+"""Run `uptrain status`: show the status of a run."""
 
 import math
 from pathlib import Path
@@ -33,48 +33,48 @@ def command(run: Path, verify: bool, as_json: bool) -> None:
         raise RunError(f"damaged: {'; '.join(damaged)}.")
 
 
-def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("status", _status(found)),
-        ("step", f"{found['step']:,} of {found['steps']:,} ({found['share']:.1%})"),
-        ("tokens", f"{found['tokens']:,} of {found['total_tokens']:,}"),
+        ("status", _status(status)),
+        ("step", f"{status['step']:,} of {status['steps']:,} ({status['share']:.1%})"),
+        ("tokens", f"{status['tokens']:,} of {status['total_tokens']:,}"),
     ]
-    if found["alpha"]:
-        rows.append(("α", f"{found['alpha'] * found['share']:.4g} of {found['alpha']:.4g}"))
-    rows += [*_last_step(found), *_evaluation(found["evaluation"]), *_troubles(found)]
-    rows.append(("checkpoints", "\n".join(map(_checkpoint, found["checkpoints"])) or "none yet"))
-    if found["parent"]:
-        rows.append(("extends", f"{found['parent']['run']} from step {found['parent']['step']:,}"))
+    if status["alpha"]:
+        rows.append(("α", f"{status['alpha'] * status['share']:.4g} of {status['alpha']:.4g}"))
+    rows += [*_last_step(status), *_evaluation(status["evaluation"])]
+    for title, name in (("updates left out", "skipped_steps"), ("not saved", "not_saved_steps")):
+        if status[name]:
+            rows.append((title, _steps(status[name])))
+    rows.append(("checkpoints", "\n".join(map(_checkpoint, status["checkpoints"])) or "none yet"))
+    if status["parent"]:
+        rows.append(("extends", f"{status['parent']['run']} from step {status['parent']['step']:,}"))
     return rows
 
 
-def _status(found: dict[str, Any]) -> str:
-    resume = f"`uptrain resume {found['run']}` goes on"
-    heard = _seconds_ago(found["seconds_since_last_line"])
+def _status(status: dict[str, Any]) -> str:
+    resume = f"`uptrain resume {status['run']}` goes on"
+    age = status["seconds_since_last_line"]
+    last_line = "not yet" if age is None else f"{duration(age)} ago"
     return {
         "not started": f"not started; {resume}",
-        "running": f"running as process {found['pid']}, last heard of {heard}",
-        "died": f"died: no process {found['pid']} on this machine, last heard of {heard}; {resume}",
-        "preempted": f"stopped ({found['reason']}); {resume}",
+        "running": f"running as process {status['pid']}, last heard of {last_line}",
+        "died": f"died: no process {status['pid']} on this machine, last heard of {last_line}; {resume}",
+        "preempted": f"stopped ({status['reason']}); {resume}",
         "finished": "finished",
-    }.get(found["status"], f"{found['status']}: {found['reason']}")
+    }.get(status["status"], f"{status['status']}: {status['reason']}")
 
 
-def _seconds_ago(seconds: float | None) -> str:
-    return "not yet" if seconds is None else f"{duration(seconds)} ago"
-
-
-def _last_step(found: dict[str, Any]) -> list[tuple[str, str]]:
-    if found["tokens_per_s"] is None:
+def _last_step(status: dict[str, Any]) -> list[tuple[str, str]]:
+    if status["tokens_per_s"] is None:
         return []
     rows = [
-        ("training loss", f"{_number(found['loss'], '.4f', ' nats per token')}, {found['minimised']}"),
-        ("learning rate", f"{found['learning_rate']:.3e}"),
-        ("gradient norm", _number(found["grad_norm"], ".4g", "")),
-        ("speed", f"{found['tokens_per_s']:,.0f} tokens/s"),
+        ("training loss", f"{_number(status['loss'], '.4f', ' nats per token')}, {status['minimised']}"),
+        ("learning rate", f"{status['learning_rate']:.3e}"),
+        ("gradient norm", _number(status["grad_norm"], ".4g", "")),
+        ("speed", f"{status['tokens_per_s']:,.0f} tokens/s"),
     ]
-    if found["step"] < found["steps"] and math.isfinite(found["seconds_left"]):
-        rows.append(("time left", f"{duration(found['seconds_left'])}, evaluations and saving not counted"))
+    if status["step"] < status["steps"] and math.isfinite(status["seconds_left"]):
+        rows.append(("time left", f"{duration(status['seconds_left'])}, evaluations and saving not counted"))
     return rows
 
 
@@ -83,7 +83,7 @@ def _number(value: float | None, form: str, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people: `2 days 3 h`, `1 h 5 min`, `3 min`, `12 s`."""
+    """Return a duration in words: `2 days 3 h`, `1 h 5 min`, `3 min`, `12 s`."""
     minutes = round(seconds / 60)
     if seconds < 99.5:
         return f"{seconds:.0f} s"
@@ -93,26 +93,23 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
-def _evaluation(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if found is None:
+def _evaluation(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if evaluation is None:
         return []
-    rows = [("held-out loss", f"{_number(found['loss'], '.4f', ' nats per token')} at step {found['step']:,}")]
-    if "kl" in found:
-        rows.append(("teacher's loss", _number(found["teacher_loss"], ".4f", " nats per token")))
-        rows.append(("KL to the teacher", _number(found["kl"], ".4f", " nats per token")))
-        rows.append(("same choice", f"{found['agreement']:.1%} of tokens"))
-    if found["recovered_fraction"] is not None:
-        rows.append(("recovered fraction", f"{found['recovered_fraction']:.1%}"))
+    rows = [
+        ("held-out loss", f"{_number(evaluation['loss'], '.4f', ' nats per token')} at step {evaluation['step']:,}")
+    ]
+    if "kl" in evaluation:
+        rows.append(("teacher's loss", _number(evaluation["teacher_loss"], ".4f", " nats per token")))
+        rows.append(("KL to the teacher", _number(evaluation["kl"], ".4f", " nats per token")))
+        rows.append(("same choice", f"{evaluation['agreement']:.1%} of tokens"))
+    if evaluation["recovered_fraction"] is not None:
+        rows.append(("recovered fraction", f"{evaluation['recovered_fraction']:.1%}"))
     return rows
 
 
-def _troubles(found: dict[str, Any]) -> list[tuple[str, str]]:
-    titles = (("updates left out", "skipped_steps"), ("not saved", "not_saved_steps"))
-    return [(title, _steps(found[name])) for title, name in titles if found[name]]
-
-
 def _steps(steps: list[int]) -> str:
-    """Name the last few."""
+    """Return the number of steps and the last eight of them."""
     shown = ", ".join(f"{step:,}" for step in steps[-8:])
     return f"{len(steps):,}: step {'… ' if len(steps) > 8 else ''}{shown}"
 

@@ -1,1 +1,1 @@
-"""From texts to batches: sources → tokens → one memory-mapped cache → order of windows → batches."""
+"""Training data: sources, the memory-mapped token cache, the order of windows, and batches."""

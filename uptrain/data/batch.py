@@ -1,4 +1,4 @@
-"""Windows of a cache as tensors. Reading them from mapped memory takes microseconds, so no workers are needed.
+"""Read windows of the token cache as batches. Reading mapped memory takes microseconds, so there are no workers.
 
 Letters: B windows, T = seq_len tokens.
 """
@@ -15,16 +15,17 @@ from uptrain.data.token_cache import Cache, Integers
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents."""
+    """Batch of rows of packed documents."""
 
     ids_BT: Tensor
     labels_BT: Tensor
-    """The ids, with −100 where a token is not to be predicted: the first of each document, and padding."""
+    """The ids, with −100 for tokens without a loss: the first of each document, and padding."""
     documents_BT: Tensor
+    """Index of each token's document within its row; −1 for padding."""
 
     @classmethod
     def read(cls, cache: Cache, windows: Integers, device: torch.device | str) -> "Batch":
-        """Read windows. A short last window is filled up with a document of its own that nothing predicts."""
+        """Read windows. Pad a short last window with a separate document without targets."""
         shape = (len(windows), cache.seq_len)
         ids_BT, labels_BT = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
         documents_BT = torch.full(shape, -1)
@@ -37,7 +38,7 @@ class Batch:
 
     @classmethod
     def ignored(cls, seq_len: int, device: torch.device | str) -> "Batch":
-        """Return a row that counts for nothing, for a process that has no window left."""
+        """Return one row without targets, for a process that has no window left."""
         zeros = torch.zeros((1, seq_len), dtype=torch.long, device=device)
         return cls(zeros, torch.full_like(zeros, IGNORED), zeros)
 

@@ -1,4 +1,4 @@
-"""Texts given to `uptrain run` itself: tokenised once into a cache beside the run, then trained on like any other."""
+"""Find the token caches of a run, and tokenise texts given to `uptrain run` into a cache beside the run."""
 
 import os
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from uptrain.runs.signals import interruptible
 
 
 def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path) -> Path:
-    """Return the token cache that `data` names, or the one that is made of it at `beside`.
+    """Return the token cache that `data` names; if `data` names texts, tokenise them into `beside` first.
 
-    `data` are sources as `uptrain prepare` takes them, `tokenizer` is the model's folder, `seq_len` None takes the
-    model's context, 4096 at most. Of many processes the main one builds, and the others wait for it.
+    `data` are sources of `uptrain prepare`, `tokenizer` is the model's folder. `seq_len` defaults to the model's
+    context, at most 4096. The main process builds the cache, and the others wait for it.
     """
     if is_cache(data):
         return Path(data[0])
@@ -29,17 +29,17 @@ def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: 
 
 
 def beside(run: Path, what: str) -> Path:
-    """Return where texts given to a run are tokenised into; `what` is `data` or `eval_data`."""
+    """Return the folder of the token cache of a run's texts; `what` is `data` or `eval_data`."""
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
 
 
-def find_data(s: Settings, run: Path) -> Settings:
-    """Return the settings with the data where they lie now, which may be beside a run that was moved.
+def find_data(settings: Settings, run: Path) -> Settings:
+    """Return the settings with the current paths of the data, which may lie beside a run that was moved.
 
-    Raises InputError where they are gone.
+    Raises InputError if they are missing.
     """
     moved: dict[str, Any] = {}
-    for what, path in (("data", s.data), ("eval_data", s.eval_data)):
+    for what, path in (("data", settings.data), ("eval_data", settings.eval_data)):
         if path and not (Path(path) / MANIFEST).is_file():
             if not (beside(run, what) / MANIFEST).is_file():
                 raise InputError(
@@ -47,30 +47,30 @@ def find_data(s: Settings, run: Path) -> Settings:
                     f"{beside(run, what)}."
                 )
             moved[what] = str(beside(run, what).resolve())
-    return replace(s, **moved)
+    return replace(settings, **moved)
 
 
 def is_cache(data: Sequence[str]) -> bool:
-    """Say whether sources are a token cache."""
+    """Return whether the sources are a single token cache."""
     return len(data) == 1 and (Path(data[0]) / MANIFEST).is_file()
 
 
 def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:
-    """Return the length of the windows that `cache_of` gives. Raises InputError where a cache has another."""
+    """Return the length of the windows of `cache_of`. Raises InputError if an existing cache has another."""
     if not is_cache(data):
         return seq_len or default_seq_len(read_config(tokenizer)[1])
-    found = Cache.open(Path(data[0])).seq_len
-    if seq_len not in (None, found):
-        raise InputError(f"{data[0]} has windows of {found} tokens, not {seq_len}; leave --seq-len out.")
-    return found
+    of_cache = Cache.open(Path(data[0])).seq_len
+    if seq_len not in (None, of_cache):
+        raise InputError(f"{data[0]} has windows of {of_cache} tokens, not {seq_len}; leave --seq-len out.")
+    return of_cache
 
 
 def n_cores() -> int:
-    """Return how many cores this process may use; macOS does not say, and gives all."""
+    """Return the number of cores that this process may use; all cores on macOS, which does not report the affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path) -> None:
     with interruptible():
-        found = prepare(PrepareOptions(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
-    echo(f"Tokenised into {out}: {found['documents']:,} documents, {found['tokens']:,} tokens", err=True)
+        summary = prepare(PrepareOptions(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
+    echo(f"Tokenised into {out}: {summary['documents']:,} documents, {summary['tokens']:,} tokens", err=True)

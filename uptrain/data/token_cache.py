@@ -1,11 +1,11 @@
-"""The token cache: all documents end to end in flat files, mapped into memory, cut into windows of `seq_len` tokens.
+"""Read the token cache: concatenated documents in flat, memory-mapped files, divided into windows of `seq_len` tokens.
 
-    CACHE/manifest.json                what it holds and from what it was made; its `sha256` is the cache's identity
+    CACHE/manifest.json                content and sources; its `sha256` is the fingerprint of the cache
     CACHE/tokens-00000.bin             token ids, little-endian uint16 or uint32
-    CACHE/documents-00000.bin          where each document of the shard begins, in tokens from its start, int64
+    CACHE/documents-00000.bin          offset of each document in the cache shard, in tokens, int64
 
-A window is `seq_len` consecutive tokens of the whole; the last one may be shorter. A document that a window cuts goes
-on in the next one as if it were another.
+A window is `seq_len` consecutive tokens of all cache shards together; the last one may be shorter. If a window ends
+within a document, the rest counts as another document of the next window.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ SOURCE = {
     "path": str, "files": int, "bytes": int, "sha256": str, "weight": float | None, "documents": int, "tokens": int,
     "dropped": dict[str, int], "skipped": int,
 }  # fmt: skip
-"""What a manifest says of each source."""
+"""Keys of each source in a manifest, and their types."""
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class CacheShard:
-    """A pair of files."""
+    """Cache shard: a file of tokens and a file of document offsets."""
 
     tokens: str
     documents: str
@@ -47,18 +47,18 @@ class CacheShard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache holds. Fields are written as they are named here."""
+    """Content of a cache. The fields are the keys of manifest.json."""
 
     seq_len: int
     dtype: str
     """`uint16` or `uint32`."""
     vocab_size: int
-    """Number of ids the tokenizer may give: all tokens are below it."""
+    """Upper bound of the token ids, exclusive."""
     tokenizer_sha256: str
-    """Identity of the tokenizer: see `uptrain.data.prepare.tokenizer`; empty for data that came tokenised."""
+    """Fingerprint of the tokenizer: see `uptrain.data.prepare.tokenizer`; empty for data that were tokenised before."""
     shards: tuple[CacheShard, ...]
     sources: tuple[dict[str, Any], ...] = ()
-    """For people and cards: path, sha256, weight, documents, tokens, and how many records were dropped and why."""
+    """Informative: path, sha256, weight, documents, tokens, and numbers of dropped records by reason."""
     format: int = FORMAT
 
     @property
@@ -71,13 +71,13 @@ class Manifest:
 
     @property
     def sha256(self) -> str:
-        """The identity of everything training sees: the tokens, the documents' borders, and the windows."""
-        seen = (self.seq_len, self.dtype, [(s.tokens_sha256, s.documents_sha256) for s in self.shards])
-        return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+        """Fingerprint of everything that training reads: tokens, document boundaries and windows."""
+        hashed = (self.seq_len, self.dtype, [(s.tokens_sha256, s.documents_sha256) for s in self.shards])
+        return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
 
     def text(self) -> bytes:
-        shown = {**asdict(self), "n_tokens": self.n_tokens, "n_documents": self.n_documents, "sha256": self.sha256}
-        return (json.dumps(shown, indent=2, ensure_ascii=False) + "\n").encode()
+        content = {**asdict(self), "n_tokens": self.n_tokens, "n_documents": self.n_documents, "sha256": self.sha256}
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def parse(cls, folder: Path) -> Self:
@@ -85,23 +85,23 @@ class Manifest:
         if not path.is_file():
             raise InputError(f"{folder} is not a token cache: it has no {MANIFEST}; make one with `uptrain prepare`.")
         try:
-            found = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
-            if found.get("format", FORMAT) != FORMAT:
-                said = checks.show(found["format"])
-                raise InputError(f"it has format {said}, and this version reads {FORMAT}")
-            derived = {name: found.pop(name, None) for name in ("n_tokens", "n_documents", "sha256")}
-            manifest = make(cls, found)
+            content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+            if content.get("format", FORMAT) != FORMAT:
+                shown = checks.show(content["format"])
+                raise InputError(f"it has format {shown}, and this version reads {FORMAT}")
+            derived = {name: content.pop(name, None) for name in ("n_tokens", "n_documents", "sha256")}
+            manifest = make(cls, content)
             manifest.check()
             for name, value in derived.items():
                 if value != getattr(manifest, name):
                     raise InputError(f"its {name} does not belong to its shards")
         except InputError as error:
-            why = str(error).rstrip(".")
-            raise InputError(f"{path} is damaged: {why}; prepare the cache anew.") from error
+            reason = str(error).rstrip(".")
+            raise InputError(f"{path} is damaged: {reason}; prepare the cache anew.") from error
         return manifest
 
     def check(self) -> None:
-        """Raise InputError for values that no cache has, and file names that lead out of its folder."""
+        """Raise InputError for invalid values and for file names that lead out of the folder."""
         checks.whole_number(self.seq_len, "seq_len", least=2)
         checks.whole_number(self.vocab_size, "vocab_size")
         if self.dtype not in DTYPES:
@@ -120,19 +120,19 @@ class Manifest:
 
 @dataclass
 class Cache:
-    """An open cache."""
+    """Open token cache."""
 
     folder: Path
     manifest: Manifest
     _tokens: list[Tokens] = field(repr=False)
     _starts: Integers = field(repr=False)
-    """Where each document begins in the whole, ascending."""
+    """Offset of each document in the cache, in tokens, ascending."""
     _borders: Integers = field(repr=False)
-    """Where each shard begins, and at last where all end."""
+    """Offset of each cache shard, in tokens, followed by the total number of tokens."""
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Map a cache. Raises InputError where a file is missing or has not the size the manifest says."""
+        """Map a cache into memory. Raises InputError if a file is missing or its size differs from the manifest."""
         manifest = Manifest.parse(folder)
         tokens, starts, borders = [], [], [0]
         for shard in manifest.shards:
@@ -150,9 +150,9 @@ class Cache:
         return -(-self.manifest.n_tokens // self.seq_len)
 
     def window(self, index: int) -> tuple[Integers, Integers]:
-        """Return a window's token ids and, for each, the number of its document within the window.
+        """Return a window's token ids and, for each, the index of its document within the window.
 
-        Raises InputError for ids that cannot be there.
+        Raises InputError for ids that exceed the vocabulary.
         """
         begin = index * self.seq_len
         end = min(begin + self.seq_len, self.manifest.n_tokens)
@@ -173,26 +173,26 @@ class Cache:
         return ids, documents.cumsum()
 
     def highest_id(self) -> int:
-        """Return the highest id that occurs. Reads all tokens."""
+        """Return the highest token id that occurs, from reading all tokens."""
         return max(int(tokens.max(initial=0)) for tokens in self._tokens)
 
     def n_targets(self, indices: Integers) -> int:
-        """Return how many next tokens there are to predict in these windows: all but the first of each document."""
+        """Return the number of targets in these windows: all tokens except the first of each document."""
         begins = indices * self.seq_len
         ends = np.minimum(begins + self.seq_len, self.manifest.n_tokens)
         first, last = self._starts_within(begins, ends)
         return int((ends - begins - 1 - (last - first)).sum())
 
     def _starts_within(self, begins: Integers, ends: Integers) -> tuple[Integers, Integers]:
-        """Return the range of documents that begin after the first token of a window and before its end."""
+        """Return, for each window, the range of documents that begin after its first token and before its end."""
         return np.searchsorted(self._starts, begins, side="right"), np.searchsorted(self._starts, ends, side="left")
 
 
 def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
-    wanted = count * np.dtype(dtype).itemsize
-    found = path.stat().st_size if path.is_file() else None
-    if found is None:
+    expected = count * np.dtype(dtype).itemsize
+    size = path.stat().st_size if path.is_file() else None
+    if size is None:
         raise InputError(f"the cache lacks {path}, which its manifest names; prepare it anew.")
-    if found != wanted:
-        raise InputError(f"{path} has {found} bytes where the manifest says {wanted}; prepare the cache anew.")
+    if size != expected:
+        raise InputError(f"{path} has {size} bytes where the manifest says {expected}; prepare the cache anew.")
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r") if count else np.empty(0, dtype)

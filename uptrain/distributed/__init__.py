@@ -1,0 +1,1 @@
+"""Distributed training: the Accelerator, collectives and FSDP2."""

@@ -1,4 +1,4 @@
-"""What `accelerate launch` has set up, checked: the device, and one process, DDP, or FSDP2."""
+"""Make the Accelerator and check the setup of `accelerate launch`: device, and one process, DDP or FSDP2."""
 
 import os
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from model.common.errors import InputError
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
 
 PATIENCE = timedelta(minutes=30)
-"""How long processes wait for one that reads a model or checks a checkpoint for all; NCCL's ten minutes may not do."""
+"""Timeout of collectives. NCCL's default of 10 minutes may be too short to load a model or verify a checkpoint."""
 
 
 def has_accelerator() -> bool:
-    """Say whether to train on another device than the CPU.
+    """Return whether to train on another device than the CPU.
 
-    Apple's does not count: it has no float64, in which losses are added up.
+    Apple's MPS does not count: it has no float64, in which losses are summed.
     """
     if _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
         return False
@@ -35,13 +35,13 @@ def has_accelerator() -> bool:
 def make_accelerator(
     precision: str, block_names: Sequence[str], track: Sequence[str] = (), folder: Path | None = None
 ) -> Accelerator:
-    """Join the processes that the launcher started.
+    """Return the Accelerator of the process group that the launcher started.
 
-    Raises InputError where they did not find one another, or sharding was asked for and is not to be had: accelerate
-    would go on without a word, as several trainings in one folder, or unsharded.
+    Raises InputError if the processes do not form one group, or sharding was requested and is unavailable. accelerate
+    would silently run several trainings in one folder, or train unsharded.
     """
     if missing := set(track) - {str(tracker) for tracker in get_available_trackers()}:
-        # accelerate would leave it out without a word
+        # accelerate would silently ignore it
         raise InputError(f"--track {min(missing)} needs a package: pip install {min(missing)}.")
     check_launcher()
     wants_sharding = _is_set("ACCELERATE_USE_FSDP")
@@ -53,16 +53,16 @@ def make_accelerator(
         cpu=not has_accelerator(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         fsdp_plugin=fsdp_plugin(precision, block_names) if wants_sharding else None,
-        # The loop accumulates itself. Without this a variable of the environment would make accelerate divide by more.
+        # The loop accumulates gradients itself. Without this, accelerate would divide by a number from the environment.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # else gradients are there twice
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # otherwise memory holds gradients twice
             InitProcessGroupKwargs(timeout=PATIENCE),
         ],
         log_with=list(track) or None,
         project_config=ProjectConfiguration(str(folder), logging_dir=f"{folder}/tensorboard") if track else None,
     )
-    # One that stops right away, for a reason that it tells, would cut off others that are still joining.
+    # A rank that exits now with an error would break the others while they still join.
     accelerator.wait_for_everyone()
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
@@ -79,12 +79,12 @@ def make_accelerator(
 
 
 def check_launcher() -> None:
-    """Refuse a WORLD_SIZE that no launcher has set, as it would have set more."""
-    world = os.environ.get("WORLD_SIZE", "1")
+    """Raise InputError if WORLD_SIZE is set without the other variables of a launcher."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if world != "1" and missing:
+    if world_size != "1" and missing:
         raise InputError(
-            f"WORLD_SIZE={world} is set, but not {', '.join(missing)}; start many processes with torchrun or "
+            f"WORLD_SIZE={world_size} is set, but not {', '.join(missing)}; start many processes with torchrun or "
             "`accelerate launch`, or one with WORLD_SIZE unset."
         )
 

@@ -1,4 +1,4 @@
-"""What processes do together: add up, gather, wait for the main one, and part."""
+"""Collective operations: sum, gather, run work on the main process, and destroy the process group."""
 
 import os
 import time
@@ -19,43 +19,43 @@ _POLL_SECONDS = 0.5
 
 
 def all_reduce_sum(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """Return the sum over all processes."""
+    """Return the sum over all ranks; `values` is overwritten."""
     if accelerator.num_processes > 1:
         dist.all_reduce(values)
     return values
 
 
 def gather(accelerator: Accelerator, value: T) -> list[T]:
-    """Return every process' value, in the order of ranks."""
+    """Return the values of all ranks, in their order."""
     if accelerator.num_processes == 1:
         return [value]
-    found: list[T] = gather_object([value])
-    return found
+    values: list[T] = gather_object([value])
+    return values
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, once nothing that uses it is left.
+    """Destroy the process group; call this after releasing everything that uses it.
 
-    DDP's reducer, if it were the group's last owner, would wait for gloo's thread with the interpreter's lock in hand,
-    for which that thread may be waiting.
+    If DDP's reducer were the last owner of the group, it could deadlock: it would join gloo's thread while it holds the
+    interpreter lock, which that thread may wait for.
     """
     PartialState().destroy_process_group()
 
 
 def is_lost_process(error: Exception) -> bool:
-    """Say whether an error means that another process could not be reached, most likely because it has ended.
+    """Return whether an error means that another process is unreachable, probably because it has ended.
 
-    gloo's are RuntimeErrors that name the file they come from. NCCL mostly ends the process itself, from its watchdog,
-    at the latest half an hour after (`accelerator.PATIENCE`).
+    gloo raises a RuntimeError that names its source file. NCCL's watchdog usually ends the process itself, at most
+    half an hour later (`accelerator.PATIENCE`).
     """
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def main_process_first(work: Callable[[], object], done: Path) -> None:
-    """Let the main process do what may take long and ends with a file, while the others wait for that file.
+    """Run `work` on the main process, while the others wait for the file `done`, which it writes last.
 
-    Before the processes join: a message between them would not be waited for as long. If the
-    main process fails, the launcher ends the others.
+    This is for long work before the process group exists, since collectives have a timeout. If the main process fails,
+    the launcher ends the others.
     """
     if os.environ.get("RANK", "0") == "0":
         work()
@@ -65,7 +65,7 @@ def main_process_first(work: Callable[[], object], done: Path) -> None:
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """Let the main process do something, and give all its result, or its InputError."""
+    """Run `work` on the main process; return its result, or raise InputError for its error, on all ranks."""
     outcome: list[tuple[T | None, str | None]] = [(None, None)]
     if accelerator.is_main_process:
         try:

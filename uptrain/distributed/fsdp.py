@@ -1,4 +1,4 @@
-"""FSDP2: models in shards, each process with its own of every parameter, gradient and optimizer state."""
+"""Configure FSDP2, and load and place models under it: each rank holds a shard of every tensor."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def fsdp_plugin(precision: str, block_names: Sequence[str]) -> FullyShardedDataParallelPlugin:
-    """Return FSDP2's settings, in full: accelerate's own would sum gradients and round the loss in bf16."""
+    """Return the settings of FSDP2. accelerate's defaults would sum gradients and round the loss in bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     half = torch.bfloat16 if precision == "bf16" else None
@@ -36,20 +36,20 @@ def is_sharded(accelerator: Accelerator) -> bool:
 def load_on_main(
     accelerator: Accelerator, read: Callable[[], Model], empty: Callable[[], Model]
 ) -> tuple[Model, dict[str, Any]]:
-    """Read a model; return it, and the weights that `broadcast_weights` is to give it when it is in shards.
+    """Load a model; return it, and the weights to pass to `broadcast_weights` once it is sharded.
 
-    Where models are sharded, the main process alone reads it, so that the machine need not hold it many times; in the
-    others it is empty.
+    Under FSDP only the main process loads the model, so that the host holds it once; the other ranks return an empty
+    model. Without FSDP every rank loads it, and the weights are empty.
     """
     if not is_sharded(accelerator):
         return read(), {}
-    found: list[Model] = []
-    on_main(accelerator, lambda: found.append(read()))
-    return (found[0], found[0].state_dict()) if found else (empty(), {})
+    loaded: list[Model] = []
+    on_main(accelerator, lambda: loaded.append(read()))
+    return (loaded[0], loaded[0].state_dict()) if loaded else (empty(), {})
 
 
 def broadcast_weights(accelerator: Accelerator, model: nn.Module, weights: dict[str, Any]) -> None:
-    """Give every process its shards of the weights that the main one has read."""
+    """Distribute the weights of the main process to the shards of all ranks; does nothing without FSDP."""
     if is_sharded(accelerator):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -58,9 +58,9 @@ def broadcast_weights(accelerator: Accelerator, model: nn.Module, weights: dict[
 
 
 def place_teacher(accelerator: Accelerator, teacher: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Move a teacher to the device, in shards where the student is sharded; its embedding and head stay whole.
+    """Move a teacher to the device. Under FSDP shard its layers, but not its embedding and head.
 
-    From the CPU layer by layer, since the whole of it may be larger than the device.
+    Layers are moved from the CPU one at a time, since the device may be too small for the whole model.
     """
     if not is_sharded(accelerator):
         teacher.to(accelerator.device)
@@ -69,7 +69,9 @@ def place_teacher(accelerator: Accelerator, teacher: nn.Module, blocks: Sequence
     from torch.distributed.tensor import DTensor
 
     for block in blocks:
-        fully_shard(block, reshard_after_forward=True)  # said, for each is a root, and roots would stay whole
+        fully_shard(
+            block, reshard_after_forward=True
+        )  # explicit: each block is a root, which is not resharded by default
     for tensor in (*teacher.parameters(), *teacher.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(accelerator.device)

@@ -1,0 +1,1 @@
+"""Export of a run as a Hugging Face folder with a model card."""

@@ -1,4 +1,4 @@
-"""From a training checkpoint to an ordinary Hugging Face folder, a tensor at a time."""
+"""Export a training checkpoint as a standard Hugging Face folder, one tensor at a time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,23 +25,22 @@ DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 MAX_SHARD_SIZE = 5 * 10**9
 RECORD = "uptraining.json"
 _PIECE = 64 << 20
-"""Bytes of a tensor held at a time."""
+"""Bytes of a tensor that are in memory at once."""
 Progress = Callable[[float], None]
 
 
 def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: Progress) -> dict[str, Any]:
-    """Write the model of a run's checkpoint to the folder `out`, which appears complete or not at all.
+    """Write the model of a run's checkpoint to the folder `out`, atomically; return the content of `uptraining.json`.
 
-    Returns the record that `uptraining.json` then holds. Config, tokenizer and other files are those of the model the
-    run began with, byte for byte, but for the dtype's name. `progress` is told of bytes read, as `checkpoint_size`
-    counts them. Raises InputError if `out` exists.
+    Config, tokenizer and other files are copies of the initial model's, except for the name of the dtype. `progress`
+    is called with the number of further bytes read, which sum to `checkpoint_size`. Raises InputError if `out` exists.
     """
     check_out(out)
     if out.exists():
         raise InputError(f"{out} exists already; choose another OUT.")
     record = make_record(Run.read(run_folder), run_folder, checkpoint)
     with _open_weights(checkpoint) as weights, Staging(out) as staging:
-        staging.open(uuid4().hex)  # an interrupted export starts anew: reading back is all the work there is
+        staging.open(uuid4().hex)  # an interrupted export is not resumed
         try:
             _write_weights(weights, staging.folder, dtype, progress)
             _write_files(run_folder / MODEL, staging.folder, record, dtype)
@@ -54,9 +53,9 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: 
 
 
 def find_checkpoint(run_folder: Path, step: int | None) -> Path:
-    """Return a checkpoint whose files are whole: that of `step`, or the newest.
+    """Return the checkpoint of `step`, or the newest, after verifying its files.
 
-    Raises InputError if the folder is no run, has no such checkpoint, or if it is damaged.
+    Raises InputError if the folder is no run, or the checkpoint is missing or damaged.
     """
     Run.read(run_folder)
     checkpoints = list_checkpoints(run_folder / CHECKPOINTS)
@@ -72,7 +71,7 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
 
 
 def checkpoint_size(checkpoint: Path) -> int:
-    """Return the bytes of a checkpoint's weights, as they are stored."""
+    """Return the stored size of a checkpoint's weights in bytes."""
     with _open_weights(checkpoint) as weights:
         return sum(tensor.nbytes for tensor in weights.tensors.values())
 
@@ -82,7 +81,7 @@ def _open_weights(checkpoint: Path) -> Checkpoint:
 
 
 def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
-    """Return what is to be known of how a model was trained; no paths, so that the same run gives the same bytes."""
+    """Return the record of a model's training. It holds no paths, so that equal runs have equal records."""
     state = read_state(checkpoint)
     settings = vars(run.settings) | {"model": _name(run.settings.model), "teacher": _name(run.settings.teacher)}
     evaluations = [r for r in read_metrics(run_folder / METRICS) if "evaluation" in r and r["step"] <= state["step"]]
@@ -146,7 +145,7 @@ def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str)
 
 
 def config_text(folder: Path, dtype: str) -> bytes:
-    """Return config.json as it is, or with the dtype's name changed if it names another."""
+    """Return config.json unchanged, or with another dtype if it names a different one."""
     text, config = read_config(folder)
-    named = "dtype" if "dtype" in config else "torch_dtype"
-    return text if config.get(named) == dtype else json_text({**config, named: dtype})
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return text if config.get(key) == dtype else json_text({**config, key: dtype})

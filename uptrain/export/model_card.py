@@ -1,4 +1,4 @@
-"""The model card of an exported model: the source's own, whole, and a section on the uptraining after it."""
+"""Write the model card of an exported model: the initial model's card, followed by a section on the uptraining."""
 
 from pathlib import Path
 from typing import Any
@@ -13,36 +13,42 @@ BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining:
 
 
 def model_card(source: Path, record: dict[str, Any]) -> bytes:
-    """Return `README.md`. `source` is the folder the run began with, `record` what uptraining.json holds."""
+    """Return `README.md`. `source` is the folder of the initial model, `record` the content of uptraining.json."""
     path = source / "README.md"
-    is_its_own = path.is_file() and not leads_outside(path, source)
-    card = (
-        read_bytes_up_to(path, CONFIG_BYTES)
-        if is_its_own
-        else b"---\nlibrary_name: transformers\ntags: [groupwise]\n---"
-    )
+    if path.is_file() and not leads_outside(path, source):
+        card = read_bytes_up_to(path, CONFIG_BYTES)
+    else:
+        card = b"---\nlibrary_name: transformers\ntags: [groupwise]\n---"
     return card.strip() + b"\n\n" + _section(record).encode()
 
 
 def _section(record: dict[str, Any]) -> str:
-    s, budget = record["settings"], record["budget"]
-    begun = f"from {markdown_code(s['model'])}" if s["model"] else "from nothing"
-    done = record["step"] / s["steps"]
+    settings, budget = record["settings"], record["budget"]
+    begun = f"from {markdown_code(settings['model'])}" if settings["model"] else "from nothing"
+    done = record["step"] / settings["steps"]
     alpha = (
         f"{budget['alpha'] * done:.4g} of the original pre-training" if budget["alpha"] else "original size not given"
     )
     rows = [
-        ("Trained", f"{begun}, {record['step']:,} of {s['steps']:,} steps, {show_count(record['tokens'])} tokens"),
-        *([("α", alpha)] if s["model"] else []),
-        ("Loss", LOSSES[s["loss"]]),
-        *([("Teacher", markdown_code(s["teacher"]))] if s["teacher"] else []),
-        ("Learning rate", markdown(f"{s['schedule']}, peak {s['lr']:.3g}, {s['optimizer']}, {s['precision']}")),
+        (
+            "Trained",
+            f"{begun}, {record['step']:,} of {settings['steps']:,} steps, {show_count(record['tokens'])} tokens",
+        ),
+        *([("α", alpha)] if settings["model"] else []),
+        ("Loss", LOSSES[settings["loss"]]),
+        *([("Teacher", markdown_code(settings["teacher"]))] if settings["teacher"] else []),
+        (
+            "Learning rate",
+            markdown(
+                f"{settings['schedule']}, peak {settings['lr']:.3g}, {settings['optimizer']}, {settings['precision']}"
+            ),
+        ),
         ("Data", markdown(f"token cache {record['data_sha256'][:16]}…")),
         *_losses(record["evaluations"]),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""{BEGIN}
-## {"Uptraining" if s["model"] else "Training"} by Groupwise
+## {"Uptraining" if settings["model"] else "Training"} by Groupwise
 
 | | |
 |---|---|
@@ -57,7 +63,7 @@ def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    before, after = (f"{_number(found['loss'])} at step {found['step']:,}" for found in (first, last))
+    before, after = (f"{_number(e['loss'])} at step {e['step']:,}" for e in (first, last))
     rows = [("Held-out loss", f"{before} → {after}")]
     if "teacher_loss" in last:
         rows.append(("Teacher's loss", _number(last["teacher_loss"])))

@@ -1,0 +1,1 @@
+"""Reports of runs: history, status, curves, figures and the HTML page."""

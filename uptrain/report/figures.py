@@ -1,6 +1,6 @@
-"""The curves of a report: panels over tokens, for one run or several.
+"""Draw the panels of a report over tokens, for one run or several.
 
-Colours are Okabe and Ito's, which the colour-blind can tell apart; every kind of mark also has a shape of its own.
+The colours are Okabe and Ito's palette for colour blindness. Every kind of mark also has its own shape.
 """
 
 import io
@@ -34,19 +34,21 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Marks:
-    """How one run is drawn."""
+    """Style of one run's marks."""
 
     name: str
-    """For the legend; empty where there is one run only, whose kinds of marks are named instead."""
+    """Name in the legend; empty for a single run, where the legend names the kinds of marks."""
     line: str
+    """Colour of lines."""
     points: str
+    """Colour of points."""
     x_unit: float
-    """Tokens that are 1 on the x axis."""
+    """Number of tokens that 1 on the x axis stands for."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: what it shows of a run, if the run has it."""
+    """Plot of one metric, drawn for the runs that have it."""
 
     title: str
     y_label: str
@@ -69,7 +71,7 @@ def _held_out_loss(axes: Axes, history: History, marks: Marks) -> None:
 
 def _learning_rate(axes: Axes, history: History, marks: Marks) -> None:
     curve = thin(measured(history, "learning_rate"))
-    axes.plot(curve.x / marks.x_unit, curve.y, color=marks.line, label=marks.name, **_alone(curve))
+    axes.plot(curve.x / marks.x_unit, curve.y, color=marks.line, label=marks.name, **_marker_of_single_point(curve))
     axes.yaxis.set_major_formatter("{x:.3g}")
 
 
@@ -80,7 +82,7 @@ def _recovered(axes: Axes, history: History, marks: Marks) -> None:
     axes.axhline(0, color=MUTED, linewidth=0.8)
 
 
-def _kl(axes: Axes, history: History, marks: Marks) -> None:
+def _kl_divergence(axes: Axes, history: History, marks: Marks) -> None:
     _points(axes, evaluated(history, "kl"), marks)
 
 
@@ -97,25 +99,25 @@ def _has(key: str) -> Callable[[History], bool]:
     return lambda history: any(e.get(key) is not None for e in history.evaluations)
 
 
-def _training_panel(words: str) -> Panel:
-    """Losses of different kinds are on different scales, so each has a panel of its own."""
-    title = f"Training loss: {words}"
-    return Panel(title, "nats per token", lambda h: bool(h.steps) and h.objective == words, _training_loss)
+def _training_panel(objective: str) -> Panel:
+    """Return the panel of one kind of training loss. Kinds have different scales, so each has its own panel."""
+    title = f"Training loss: {objective}"
+    return Panel(title, "nats per token", lambda h: bool(h.steps) and h.objective == objective, _training_loss)
 
 
 PANELS = (
     *map(_training_panel, LOSSES.values()),
     Panel("Held-out loss: next-token cross-entropy", "nats per token", _has("loss"), _held_out_loss),
     Panel("Recovered fraction", "% of the loss that conversion cost", _has("recovered_fraction"), _recovered),
-    Panel("KL divergence from the teacher, held out", "nats per token", _has("kl"), _kl, from_zero=True),
+    Panel("KL divergence from the teacher, held out", "nats per token", _has("kl"), _kl_divergence, from_zero=True),
     Panel("Learning rate", "per step", _has_steps, _learning_rate, from_zero=True),
     Panel("Speed", "tokens per second", _has_steps, _speed, from_zero=True),
 )
 
 
 def draw_png(histories: Sequence[History], names: Sequence[str]) -> bytes:
-    """Return all panels as one picture, for light backgrounds."""
-    panels = _wanted(histories)
+    """Return all panels as one PNG, for light backgrounds."""
+    panels = _panels_with_data(histories)
     n_columns = min(2, len(panels))
     n_rows = -(-len(panels) // n_columns)
     with matplotlib.rc_context(_STYLE):
@@ -133,9 +135,9 @@ def draw_png(histories: Sequence[History], names: Sequence[str]) -> bytes:
 
 
 def draw_svgs(histories: Sequence[History], names: Sequence[str]) -> list[str]:
-    """Return a drawing of each panel, whose colours are the page's CSS variables."""
+    """Return an SVG of each panel, with the CSS variables of the page as colours."""
     drawings = []
-    for panel in _wanted(histories):
+    for panel in _panels_with_data(histories):
         with matplotlib.rc_context(_STYLE | {"svg.hashsalt": panel.title}):
             figure = Figure(figsize=(5.4, 3.1), layout="constrained")
             _draw(figure.subplots(), panel, histories, names)
@@ -145,7 +147,7 @@ def draw_svgs(histories: Sequence[History], names: Sequence[str]) -> list[str]:
     return drawings
 
 
-def _wanted(histories: Sequence[History]) -> list[Panel]:
+def _panels_with_data(histories: Sequence[History]) -> list[Panel]:
     return [panel for panel in PANELS if any(panel.has(h) for h in histories)]
 
 
@@ -153,7 +155,7 @@ def _draw(axes: Axes, panel: Panel, histories: Sequence[History], names: Sequenc
     furthest = max(h.tokens for h in histories)
     unit, word = next(((n, word) for n, word in _UNITS if furthest >= n), (1, ""))
     for i, (history, name) in enumerate(zip(histories, names, strict=True)):
-        colour, label = SERIES[i % len(SERIES)], f" {name}"  # matplotlib would leave out a label that begins with _
+        colour, label = SERIES[i % len(SERIES)], f" {name}"  # matplotlib omits labels that begin with _
         marks = Marks(label, colour, colour, unit) if len(histories) > 1 else Marks("", SERIES[0], SERIES[1], unit)
         if panel.has(history):
             panel.draw(axes, history, marks)
@@ -169,12 +171,12 @@ def _draw(axes: Axes, panel: Panel, histories: Sequence[History], names: Sequenc
 
 
 def _smoothed(axes: Axes, curve: Curve, marks: Marks) -> None:
-    """Draw the steps faintly, and over them their moving mean."""
+    """Draw all steps faintly, and their moving mean on top."""
     n, raw, line = window(curve), thin(curve), thin(moving_mean(curve))
     if n > 1:
         axes.plot(raw.x / marks.x_unit, raw.y, color=marks.line, alpha=0.3, linewidth=0.8)
     label = marks.name or (f"mean of {n:,} steps" if n > 1 else "every step")
-    axes.plot(line.x / marks.x_unit, line.y, color=marks.line, label=label, **_alone(line))
+    axes.plot(line.x / marks.x_unit, line.y, color=marks.line, label=label, **_marker_of_single_point(line))
 
 
 def _points(axes: Axes, curve: Curve, marks: Marks) -> None:
@@ -182,8 +184,8 @@ def _points(axes: Axes, curve: Curve, marks: Marks) -> None:
     axes.plot(curve.x / marks.x_unit, curve.y, color=marks.points, label=marks.name or "this run", zorder=3, **style)
 
 
-def _alone(curve: Curve) -> dict[str, Any]:
-    """A line needs two points; one alone is drawn as a mark."""
+def _marker_of_single_point(curve: Curve) -> dict[str, Any]:
+    """Return the style of a marker for a curve of one point, which has no line."""
     return {"marker": "o", "markersize": 5} if len(curve.x) == 1 else {}
 
 
@@ -193,9 +195,9 @@ def _teacher_line(axes: Axes, y: float) -> None:
 
 
 def _mark_events(axes: Axes, history: History, marks: Marks) -> None:
-    """Mark resumes by lines, updates left out by crosses at the bottom, saves that failed by triangles at the top.
+    """Mark resumes by lines, skipped updates by crosses at the bottom, failed saves by triangles at the top.
 
-    Where several runs are compared, this would be too much; the page's tables have it.
+    With several runs nothing is marked, since the panels would be crowded; the tables of the page list these events.
     """
     if marks.name:
         return
@@ -212,7 +214,7 @@ def _mark_events(axes: Axes, history: History, marks: Marks) -> None:
 
 
 def _inline(svg: str, title: str) -> str:
-    """Make matplotlib's SVG a part of a page: no declarations, ids only where something points to them, CSS colours."""
+    """Return matplotlib's SVG for inclusion in HTML: no declarations, only referenced ids, CSS variables as colours."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
     svg = re.sub(r' (xmlns(:\w+)?|width|height)="[^"]*"', "", svg.partition(">")[0]) + svg[svg.index(">") :]

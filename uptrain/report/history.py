@@ -1,4 +1,4 @@
-"""What a run has done so far, as its folder tells; also while the run goes on, and without torch."""
+"""Read the history of a run from its folder, also while it is training. Needs no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +17,16 @@ MOST_PID = 2**31 - 1
 
 @dataclass(frozen=True)
 class History:
-    """A run's settings, and its metrics sorted by kind."""
+    """Settings of a run, and its metrics by kind."""
 
     folder: Path
     run: Run
     state: Record
-    """What run_state.json holds; empty before the first start."""
+    """Content of run_state.json; empty before the first start."""
     steps: list[Record]
-    """As in the metrics; a number that was not finite is None, also in evaluations."""
+    """Records of steps from the metrics. Numbers that were not finite are None, also in evaluations."""
     evaluations: list[Record]
-    """`step`, `tokens`, the measures as they are in the metrics, and `recovered_fraction`."""
+    """`step`, `tokens`, the metrics of the evaluation, and `recovered_fraction`."""
     events: list[Record]
 
     @classmethod
@@ -40,45 +40,46 @@ class History:
             for r in records
             if "evaluation" in r and r["step"] in tokens
         ]
-        for found in evaluations:
-            found["recovered_fraction"] = recovered_fraction(evaluations[0], found) if run.settings.model else None
+        for evaluation in evaluations:
+            fraction = recovered_fraction(evaluations[0], evaluation) if run.settings.model else None
+            evaluation["recovered_fraction"] = fraction
         return cls(folder, run, _read_state(folder / STATE), steps, evaluations, [r for r in records if "event" in r])
 
     @property
     def step(self) -> int:
-        """How many steps are finished."""
+        """Number of finished steps."""
         return int(self.steps[-1]["step"] if self.steps else 0)
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has trained on."""
+        """Number of training tokens so far."""
         return int(self.steps[-1]["tokens"] if self.steps else 0)
 
     @property
     def objective(self) -> str:
-        """What the training loss is, in words."""
+        """Description of the training loss."""
         return LOSSES[self.run.settings.loss]
 
     def steps_of(self, event: str) -> list[int]:
-        """Return the steps at which such an event happened."""
+        """Return the steps of all events with this name."""
         return [e["step"] for e in self.events if e["event"] == event]
 
     @property
     def skipped_steps(self) -> list[int]:
-        """The steps whose update was left out, counted from 1 like `step` in the metrics."""
+        """Steps whose update was skipped, counted from 1 like `step` in the metrics."""
         return [r["step"] for r in self.steps if r.get("skipped")]
 
 
-def recovered_fraction(first: Record, now: Record) -> float | None:
+def recovered_fraction(first: Record, current: Record) -> float | None:
     """Return (loss after conversion - loss now) / (loss after conversion - teacher's loss).
 
-    None without a teacher, without an evaluation before the first step, if the conversion had cost nothing, or if one
-    of the losses was not finite.
+    Return None without a teacher, without an evaluation before the first step, if the conversion did not increase the
+    loss, or if one of the losses is not finite.
     """
-    before, after, goal = first["loss"], now["loss"], now.get("teacher_loss")
-    if first["step"] != 0 or before is None or after is None or goal is None or before <= goal:
+    before, after, target = first["loss"], current["loss"], current.get("teacher_loss")
+    if first["step"] != 0 or before is None or after is None or target is None or before <= target:
         return None
-    return float((before - after) / (before - goal))
+    return float((before - after) / (before - target))
 
 
 def _read_state(path: Path) -> Record:
@@ -88,6 +89,6 @@ def _read_state(path: Path) -> Record:
         state = check_types(parse_object(read_bytes_up_to(path, CONFIG_BYTES)), STATE_TYPES)
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:
-        why = str(error).rstrip(".")
-        raise InputError(f"{path} is damaged ({why}); `uptrain resume {path.parent}` writes it anew.") from error
+        reason = str(error).rstrip(".")
+        raise InputError(f"{path} is damaged ({reason}); `uptrain resume {path.parent}` writes it anew.") from error
     return state

@@ -1,4 +1,4 @@
-"""The page of a report: one file without outside resources, for screens large and small, light and dark, and paper."""
+"""Make the HTML page of a report: one self-contained file, for any screen size, dark mode and print."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -43,7 +43,7 @@ def escape(text: str) -> str:
 
 
 def make_page(histories: Sequence[History], names: Sequence[str], drawings: Iterable[str]) -> str:
-    """Return the page; `drawings` are SVG elements."""
+    """Return the HTML page; `drawings` are SVG elements."""
     panels = "".join(f"<figure>{svg}</figure>\n" for svg in drawings)
     title = escape(" · ".join(names))
     of_names = [f" of {escape(name)}" for name in names] if len(names) > 1 else [""]
@@ -67,7 +67,7 @@ def make_page(histories: Sequence[History], names: Sequence[str], drawings: Iter
 
 
 def _section(history: History, of_name: str) -> str:
-    """Return the tables of a run; `of_name` is how their headings end, where there are several."""
+    """Return the tables of a run; `of_name` is the suffix of their headings, empty for a single run."""
     parts = [f"<h2>Settings{of_name}</h2>", _facts(_settings(history))]
     if history.evaluations:
         parts += [f"<h2>Evaluations{of_name}</h2>", _evaluations(history.evaluations)]
@@ -78,11 +78,11 @@ def _section(history: History, of_name: str) -> str:
 
 
 def _summary(history: History, of_name: str) -> str:
-    """Return where the run stands, large."""
-    s, budget = history.run.settings, history.run.budget
+    """Return the summary of a run: its progress and latest losses."""
+    settings, budget = history.run.settings, history.run.budget
     share = f", α = {budget['alpha']:.4g} of the original pre-training when finished" if budget["alpha"] else ""
-    origin = f"Uptraining of {Path(s.model).name}" if s.model else "Training from nothing"
-    figures = [("steps", f"{history.step:,} of {s.steps:,}"), ("tokens", show_count(history.tokens))]
+    origin = f"Uptraining of {Path(settings.model).name}" if settings.model else "Training from nothing"
+    figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", show_count(history.tokens))]
     if history.steps:
         figures.append(("training loss", _number(history.steps[-1]["loss"])))
     if history.evaluations:
@@ -99,18 +99,18 @@ def _summary(history: History, of_name: str) -> str:
 
 
 def _settings(history: History) -> list[tuple[str, str]]:
-    run, s = history.run, history.run.settings
+    run, settings = history.run, history.run.settings
     budget = run.budget
     rows = [
-        ("Model", Path(s.model).name if s.model else "from nothing"),
-        ("Teacher", Path(s.teacher).name if s.teacher else "none"),
+        ("Model", Path(settings.model).name if settings.model else "from nothing"),
+        ("Teacher", Path(settings.teacher).name if settings.teacher else "none"),
         ("Minimised", history.objective),
-        ("Budget", f"{s.steps:,} steps, {show_count(budget['tokens'])} tokens"),
-        ("A step", f"{budget['global_batch_tokens']:,} tokens in {s.global_batch:,} windows"),
-        ("Learning rate", f"{s.schedule}, peak {s.lr:.3g}, {s.warmup_steps:,} steps of warm-up"),
-        ("Optimizer", f"{s.optimizer}, weight decay {s.weight_decay:g}, trains {s.trainable}"),
-        ("Precision", f"{s.precision}, parameters float32"),
-        ("Seed", str(s.seed)),
+        ("Budget", f"{settings.steps:,} steps, {show_count(budget['tokens'])} tokens"),
+        ("A step", f"{budget['global_batch_tokens']:,} tokens in {settings.global_batch:,} windows"),
+        ("Learning rate", f"{settings.schedule}, peak {settings.lr:.3g}, {settings.warmup_steps:,} steps of warm-up"),
+        ("Optimizer", f"{settings.optimizer}, weight decay {settings.weight_decay:g}, trains {settings.trainable}"),
+        ("Precision", f"{settings.precision}, parameters float32"),
+        ("Seed", str(settings.seed)),
         ("Data", f"token cache {run.cache_sha256[:16]}…"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())),
     ]
@@ -126,20 +126,20 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
     with_teacher = any("kl" in e for e in evaluations)
     headings += ["teacher's loss", "KL", "same choice", "recovered"] if with_teacher else []
     rows = []
-    for found in evaluations:
-        row = [f"{found['step']:,}", f"{found['tokens']:,}", _number(found["loss"]), _perplexity(found["loss"])]
-        if "kl" in found:
-            recovered = found["recovered_fraction"]
-            row += [_number(found["teacher_loss"]), _number(found["kl"]), f"{found['agreement']:.1%}"]
+    for e in evaluations:
+        row = [f"{e['step']:,}", f"{e['tokens']:,}", _number(e["loss"]), _perplexity(e["loss"])]
+        if "kl" in e:
+            recovered = e["recovered_fraction"]
+            row += [_number(e["teacher_loss"]), _number(e["kl"]), f"{e['agreement']:.1%}"]
             row.append("—" if recovered is None else f"{recovered:.1%}")
         rows.append(row + ["—"] * (len(headings) - len(row)))
     return "<p class='muted'>On held-out text.</p>" + _table(headings, rows, "numbers")
 
 
 def _events(history: History) -> list[tuple[str, str]]:
-    found = [(e["step"], _event(e)) for e in history.events]
-    found += [(step, "update left out: its gradient was not finite, or a spike") for step in history.skipped_steps]
-    return [(f"{step:,}", what) for step, what in sorted(found)]
+    events = [(e["step"], _event(e)) for e in history.events]
+    events += [(step, "update left out: its gradient was not finite, or a spike") for step in history.skipped_steps]
+    return [(f"{step:,}", text) for step, text in sorted(events)]
 
 
 def _event(event: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A report of runs: a page and a picture, from nothing but their own metrics."""
+"""Write the report of runs from their metrics: an HTML page and a PNG."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ REPORT = "report.html"
 
 
 def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]:
-    """Write the page, and the picture beside it; return both. Several runs are drawn into the same panels.
+    """Write the page, and the picture beside it; return both paths. Several runs share the panels.
 
-    Raises InputError if a folder is no run or has nothing to report yet, or where to write is not clear.
+    Raises InputError if a folder is no run or has no metrics, or if `out` is missing or invalid.
     """
-    page = _where(folders, out)
+    page = _page_path(folders, out)
     histories = [History.read(folder) for folder in folders]
     for history in histories:
         if not history.steps and not history.evaluations:
@@ -30,7 +30,7 @@ def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]
     return page, picture
 
 
-def _where(folders: Sequence[Path], out: Path | None) -> Path:
+def _page_path(folders: Sequence[Path], out: Path | None) -> Path:
     if out is None:
         if len(folders) > 1:
             raise InputError("a report of several runs is in none of their folders; name one with --out FILE.html.")
@@ -43,6 +43,6 @@ def _where(folders: Sequence[Path], out: Path | None) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return what to call the runs: their folders' names, or paths where those are the same."""
+    """Return the names of the runs' folders, or their paths if names are not unique."""
     names = [folder.resolve().name for folder in folders]
     return list(map(printable, names if len(set(names)) == len(names) else map(str, folders)))

@@ -1,4 +1,4 @@
-"""Report where a run stands, without torch."""
+"""Read the status of a run: progress, losses, speed and checkpoints. Needs no torch."""
 
 import os
 import statistics
@@ -12,28 +12,31 @@ from uptrain.report.history import History
 from uptrain.runs.folder import CHECKPOINTS, METRICS
 
 SPEED_STEPS = 32
-"""The speed is the median over this many of the last steps."""
+"""Number of last steps over which the speed is the median."""
 
 
 def read_status(folder: Path, verify: bool) -> dict[str, Any]:
-    """Return where a run stands, ready for JSON; `verify` reads all files of all checkpoints. Raises InputError."""
+    """Return the status of a run, ready for JSON; `verify` checks all files of all checkpoints.
+
+    Raises InputError if the folder is no run or is damaged.
+    """
     history = History.read(folder)
     run, last = history.run, history.steps[-1] if history.steps else {}
-    s = run.settings
+    settings = run.settings
     speed = statistics.median(r["tokens_per_s"] for r in history.steps[-SPEED_STEPS:]) if history.steps else None
     return {
         "run": str(folder),
         **_state(history),
         "step": history.step,
-        "steps": s.steps,
-        "share": history.step / s.steps,
+        "steps": settings.steps,
+        "share": history.step / settings.steps,
         "tokens": history.tokens,
         "total_tokens": run.budget["tokens"],
         "alpha": run.budget["alpha"],
         "minimised": history.objective,
         **{name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
         "tokens_per_s": speed,
-        "seconds_left": (s.steps - history.step) * run.budget["global_batch_tokens"] / speed if speed else None,
+        "seconds_left": (settings.steps - history.step) * run.budget["global_batch_tokens"] / speed if speed else None,
         "evaluation": history.evaluations[-1] if history.evaluations else None,
         "skipped_steps": history.skipped_steps,
         "not_saved_steps": history.steps_of("not saved"),
@@ -43,7 +46,7 @@ def read_status(folder: Path, verify: bool) -> dict[str, Any]:
 
 
 def _state(history: History) -> dict[str, Any]:
-    """Return the run's status and why it is so. One that should be running but has no process here is "died"."""
+    """Return the run's status and its reason. A running one without a process on this machine is "died"."""
     state = history.state
     status, pid = state.get("status", "not started"), state.get("pid")
     if status == "running" and not _is_alive(state["pid"]):
@@ -58,15 +61,15 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # the process belongs to another user
         return True
     return True
 
 
 def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
-    """List the complete checkpoints, oldest first: step, bytes, whether rotation spares it, and what is damaged.
+    """Return step, bytes, `kept` and, with `verify`, damage of the complete checkpoints, oldest first.
 
-    The run may remove one at any moment: what vanishes meanwhile is not listed.
+    A checkpoint that the run removes meanwhile is not listed.
     """
     listed = []
     for step, path in list_checkpoints(folder).items():
@@ -90,7 +93,7 @@ def _checkpoint(step: int, path: Path) -> dict[str, Any]:
 
 
 def _is_kept(checkpoint: Path) -> bool | None:
-    """Say whether a checkpoint stays when newer ones come; None if its state cannot be read."""
+    """Return whether a checkpoint is exempt from rotation; None if its state is unreadable."""
     try:
         return bool(read_state(checkpoint)["keep"])
     except InputError:

@@ -1,4 +1,4 @@
-"""Whether data, model and processes fit together; if not, which to change."""
+"""Check that data, models and world size are compatible; errors name the option to change."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,19 +12,18 @@ from uptrain.training.language_model import LanguageModel
 
 
 def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
-    """Refuse data made with another tokenizer than the model's."""
-    wanted = cache.manifest.tokenizer_sha256
-    if wanted and tokenizer_sha256(folder) != wanted:
+    """Raise InputError if the cache was made with another tokenizer than the model's."""
+    recorded = cache.manifest.tokenizer_sha256
+    if recorded and tokenizer_sha256(folder) != recorded:
         raise InputError(
             f"{path} was made with another tokenizer than that of {folder}; prepare it with --tokenizer {folder}."
         )
 
 
 def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
-    """Refuse data with ids that the model does not know.
+    """Raise InputError if the cache holds ids outside the model's vocabulary.
 
-    What counts is the ids that occur: many a tokenizer has been given tokens for padding that the model has no
-    embedding of, and texts never hold.
+    Only ids that occur count: some tokenizers have padding tokens without an embedding, which no text contains.
     """
     if cache.manifest.vocab_size > vocab_size and (highest := cache.highest_id()) >= vocab_size:
         raise InputError(
@@ -34,13 +33,13 @@ def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
 
 
 def check_packing(model: LanguageModel, seq_len: int) -> None:
-    """Refuse a model that cannot keep the documents of a row apart."""
+    """Raise InputError if the model cannot mask attention between documents of a row."""
     if isinstance(model, TransformersModel):
         model.check_packing(seq_len)
 
 
 def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
-    """Refuse a teacher whose distribution is over other tokens."""
+    """Raise InputError if the teacher's vocabulary has another size."""
     if teacher_vocab_size != vocab_size:
         raise InputError(
             f"the teacher {name} has {teacher_vocab_size} tokens, the student {vocab_size}; "
@@ -49,9 +48,9 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
 
 
 def check_exportable(folder: Path, parameters: Iterable[str], stem: str) -> None:
-    """Refuse a model whose parameters have other names in memory than in its files: it could not be exported.
+    """Raise InputError if parameters have other names in memory than in the files: the model could not be exported.
 
-    Files may lack the `stem`. (transformers 5 puts experts together, and renames the head of GPT-NeoX.)
+    Names in the files may omit the prefix `stem`. transformers 5 fuses experts and renames the head of GPT-NeoX.
     """
     with open_checkpoint(folder) as checkpoint:
         files = checkpoint.tensors.keys()
@@ -65,7 +64,7 @@ def check_exportable(folder: Path, parameters: Iterable[str], stem: str) -> None
 
 
 def check_batch(global_batch: int, n_processes: int) -> None:
-    """Refuse a global batch that processes cannot share evenly."""
+    """Raise InputError if the global batch is not divisible by the number of processes."""
     if global_batch % n_processes:
         divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
         raise InputError(

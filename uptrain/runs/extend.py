@@ -1,4 +1,4 @@
-"""A longer run made of one that is there: it goes on from the last checkpoint whose learning rate both share."""
+"""Extend a run: make a longer one that resumes at the last checkpoint whose learning rates both share."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,28 +11,28 @@ from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, r
 from uptrain.data.run_data import find_data
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.metrics_log import read_metrics, write_metrics
-from uptrain.runs.run import make_folder, schedule_of
+from uptrain.runs.run import make_folder
 
 
 def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
-    """Return how many steps a longer run shall have; α counts from the same original."""
-    s, batch = run.settings, run.budget["global_batch_tokens"]
+    """Return the number of steps of the longer run; α refers to the same original."""
+    settings, batch = run.settings, run.budget["global_batch_tokens"]
     original = run.budget["original_tokens"]
     if alpha is not None and original is None:
         raise InputError("how many tokens the original was pre-trained on is not known; give --tokens or --steps.")
-    request = BudgetOptions(alpha, tokens, steps, original, None, batch, s.lr)
-    total = make_budget(request, {}, (), batch).steps
-    if total <= s.steps:
-        raise InputError(f"the run has {s.steps} steps already; {total} would not extend it.")
+    options = BudgetOptions(alpha, tokens, steps, original, None, batch, settings.lr)
+    total = make_budget(options, {}, (), batch).steps
+    if total <= settings.steps:
+        raise InputError(f"the run has {settings.steps} steps already; {total} would not extend it.")
     return total
 
 
 def extend(folder: Path, out: Path, steps: int) -> None:
-    """Make the folder of a longer run, with the checkpoint it goes on from and what was measured up to there."""
+    """Make the folder of a longer run, with the checkpoint that it resumes at and the metrics up to there."""
     run = Run.read(folder)
     longer = replace(run.settings, steps=steps)
     branch = branch_step(folder, run)
-    first_decay = decay_start(schedule_of(longer))
+    first_decay = decay_start(longer.make_schedule())
     assert first_decay is None or first_decay >= branch
     source = list_checkpoints(folder / CHECKPOINTS)[branch]
     if problem := find_damage(source):
@@ -45,15 +45,15 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     def fill(unfinished: Path) -> None:
         for name in (MANIFEST, *read_manifest(source)):
             copy_file(source / name, unfinished / CHECKPOINTS / source.name / name)
-        kept = [line for line in read_metrics(folder / METRICS) if line["step"] <= branch]
-        write_metrics(unfinished / METRICS, kept)
+        records = [record for record in read_metrics(folder / METRICS) if record["step"] <= branch]
+        write_metrics(unfinished / METRICS, records)
 
     make_folder(find_data(longer, folder), budget, run.identities, folder / MODEL, out, parent, fill)
 
 
 def branch_step(folder: Path, run: Run) -> int:
-    """Return the step from which a run can be made longer: the last whose learning rate the longer run shares."""
-    schedule = schedule_of(run.settings)
+    """Return the step to extend a run from: its last checkpoint that the longer run would share."""
+    schedule = run.settings.make_schedule()
     if schedule.kind == "cosine":
         raise InputError(
             f"{folder} has a cosine schedule, whose every step depends on its length; it cannot be extended. "

@@ -1,4 +1,4 @@
-"""A run's folder: the names in it, and what `run.json` holds. Reading it needs no torch."""
+"""Read and lock a run's folder: its file names and the content of `run.json`. Needs no torch."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,17 +27,17 @@ PARENT = {"run": str, "step": int}
 
 @dataclass(frozen=True)
 class Run:
-    """What RUN/run.json holds."""
+    """Content of RUN/run.json."""
 
     settings: Settings
     budget: dict[str, Any]
-    """How many steps, and where the number comes from."""
+    """The Budget, as `Budget.to_dict` returns it."""
     cache_sha256: str
     identities: dict[str, str]
-    """Of model, teacher and held-out data: see `uptrain.runs.fingerprints`."""
+    """Fingerprints of model, teacher and held-out data: see `uptrain.runs.fingerprints`."""
     versions: dict[str, str]
     parent: dict[str, Any] | None = None
-    """The run and step that this one goes on from, if it extends one."""
+    """Folder and step of the run that this one extends, if any."""
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
@@ -48,12 +48,12 @@ class Run:
             run = make(cls, parse_object(read_bytes_up_to(path, CONFIG_BYTES)))
             run._check()
         except InputError as error:
-            why = str(error).rstrip(".")
-            raise InputError(f"{path} is damaged, or of another version of Groupwise ({why}).") from error
+            reason = str(error).rstrip(".")
+            raise InputError(f"{path} is damaged, or of another version of Groupwise ({reason}).") from error
         return run
 
     def _check(self) -> None:
-        """Raise InputError where what lies outside `settings` is of another type, or means nothing."""
+        """Raise InputError for values outside `settings` of a wrong type or range."""
         check_types(self.budget, BUDGET, "budget")
         for key in ("steps", "global_batch_tokens", "tokens"):
             checks.whole_number(self.budget[key], f"budget.{key}")
@@ -68,10 +68,10 @@ class Run:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other trainings out of a run. Raises InputError if one is going on there."""
-    with ExitStack() as held:
+    """Lock a run against other trainings. Raises InputError if one is running there."""
+    with ExitStack() as lock:
         try:
-            held.enter_context(FileLock(folder / LOCK))
+            lock.enter_context(FileLock(folder / LOCK))
         except LockedError as error:
             raise InputError(f"{folder} is being trained by {error}; see `uptrain status {folder}`.") from error
         yield

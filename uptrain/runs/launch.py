@@ -1,9 +1,9 @@
-"""From the options of `uptrain run`, `resume` and `extend` to a training under way."""
+"""Launch `uptrain run`, `resume` and `extend`: resolve options, check inputs, train, and report the end."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, echo_line
 from model.common.errors import InputError
 from model.common.files import check_name
-from uptrain.budget.budget import Budget, BudgetOptions, make_budget, make_schedule, repetition_warning
+from uptrain.budget.budget import Budget, make_budget, make_schedule, repetition_warning
 from uptrain.budget.identify import source_names
 from uptrain.data.run_data import beside, cache_of, seq_len_of
 from uptrain.data.token_cache import Cache
@@ -24,57 +24,55 @@ from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
 from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.run import refuse_existing, resume, start
-from uptrain.runs.settings import Settings, default_micro_batch
+from uptrain.runs.settings import RunOptions, Settings, default_micro_batch
 from uptrain.training.losses import WITHOUT_TEACHER
 from uptrain.training.models import build_meta, parameter_names
 
-SHARES = 10
-"""A run saves and evaluates this often unless told otherwise."""
+DEFAULT_SAVES = 10
+"""Default number of checkpoints and of evaluations in a run."""
 
 
-def launch_new(
-    request: BudgetOptions,
-    *,
-    model: Path | None,
-    init: Path | None,
-    data: tuple[str, ...],
-    eval_data: str | None,
-    seq_len: int | None,
-    out: Path,
-    max_minutes: float | None,
-    **options: Any,
-) -> None:
-    """Start a run. Raises InputError for everything that can be known before training."""
-    if (model is None) == (init is None):
+def launch_new(options: RunOptions) -> None:
+    """Start a run. Raises InputError for every error that can be detected before training."""
+    if (options.model is None) == (options.init is None):
         raise InputError("give either MODEL, or --init FOLDER to train from nothing.")
-    folder = model or init
+    folder = options.model or options.init
     assert folder is not None
-    deadline = _deadline(max_minutes)
+    out, deadline = options.out, _deadline(options.max_minutes)
     refuse_existing(out)
-    # All that is refused for what the options say is refused before texts are tokenised, which may take hours.
-    length = seq_len_of(data, folder, seq_len)
-    settings, budget = make_settings(request, folder, is_new=init is not None, seq_len=length, **options)
-    check_models(model, teacher=Path(settings.teacher) if settings.teacher else None, seq_len=length)
-    eval_cache = _cache([eval_data], folder, length, beside(out, "eval_data")) if eval_data else None
-    cache = _cache(data, folder, length, beside(out, "data"))
-    settings = replace(settings, data=_text(cache), eval_data=_text(eval_cache))
+    # All options are checked before texts are tokenised, which may take hours.
+    seq_len = seq_len_of(options.data, folder, options.seq_len)
+    settings, budget = make_settings(options, folder, seq_len)
+    check_models(options.model, Path(settings.teacher) if settings.teacher else None, seq_len)
+    eval_cache = (
+        _find_cache([options.eval_data], folder, seq_len, beside(out, "eval_data")) if options.eval_data else None
+    )
+    cache = _find_cache(options.data, folder, seq_len, beside(out, "data"))
+    settings = replace(settings, data=_absolute(cache), eval_data=_absolute(eval_cache))
     warnings = warnings_of(settings)
-    _watch(settings.steps, out, lambda show: start(settings, budget, folder, out, deadline, _after(warnings, show)))
+
+    def work(show: ProgressSink) -> str:
+        return start(settings, budget.to_dict(), folder, out, deadline, _warn_at_start(warnings, show))
+
+    _watch(settings.steps, out, work)
 
 
 def check_models(model: Path | None, teacher: Path | None, seq_len: int) -> None:
-    """Refuse models that could not be trained, or taught by, whatever the data; `model` None is one from nothing."""
+    """Raise InputError for a student or teacher that cannot be used with any data.
+
+    `model` is None for a student with random weights.
+    """
     if model:
         check_exportable(model, *parameter_names(model))
-    pair = [build_meta(folder) for folder in (model, teacher) if folder]
-    for each in pair:
+    models = [build_meta(folder) for folder in (model, teacher) if folder]
+    for each in models:
         check_packing(each, seq_len)
-    if len(pair) == 2:
-        check_teacher(pair[0].head_weight.shape[0], pair[1].head_weight.shape[0], str(teacher))
+    if len(models) == 2:
+        check_teacher(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
 
 
 def launch_resumed(run: Path, max_minutes: float | None) -> None:
-    """Go on with a run."""
+    """Resume a run."""
     steps, deadline = Run.read(run).settings.steps, _deadline(max_minutes)
     _watch(steps, run, lambda show: resume(run, deadline, show))
 
@@ -82,7 +80,7 @@ def launch_resumed(run: Path, max_minutes: float | None) -> None:
 def launch_extended(
     run: Path, out: Path, alpha: float | None, tokens: int | None, steps: int | None, max_minutes: float | None
 ) -> None:
-    """Make a longer run of one that is there, and go on with it."""
+    """Make a longer run from an existing one, and resume it."""
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
     main_process_first(lambda: extend(run, out, total), out / RUN)
@@ -90,7 +88,7 @@ def launch_extended(
 
 
 def _watch(steps: int, out: Path, work: Callable[[ProgressSink], str]) -> None:
-    """Show a run while it goes on, and say how it ended."""
+    """Show the progress of a run, and print its status at the end."""
     with training_bar(steps) as show:
         status = work(show)
     destroy_process_group()
@@ -105,32 +103,32 @@ def _deadline(max_minutes: float | None) -> float:
     return math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
 
-def _cache(data: Sequence[str], folder: Path, seq_len: int, beside: Path) -> Path:
-    """Return the cache that sources name or are made into. Raises InputError where it is of another tokenizer."""
+def _find_cache(data: Sequence[str], folder: Path, seq_len: int, beside: Path) -> Path:
+    """Return the token cache of the sources, made if necessary. Raises InputError if its tokenizer is another."""
     path = cache_of(data, folder, seq_len, beside)
     check_tokenizer(Cache.open(path), path, folder)
     return path
 
 
-def _text(path: Path | None) -> str:
-    """Return a path as run.json holds it. Raises InputError where that is impossible."""
+def _absolute(path: Path | None) -> str:
+    """Return an absolute path for run.json, "" for None. Raises InputError for a name that JSON cannot hold."""
     if path is None:
         return ""
     check_name(path.resolve(), "a folder")
     return str(path.resolve())
 
 
-def warnings_of(s: Settings) -> list[str]:
-    """Return what is to be said of a run's data."""
-    cache = Cache.open(Path(s.data))
-    found = [repetition_warning(s.steps * s.global_batch / cache.n_windows)]
-    if s.eval_data and Cache.open(Path(s.eval_data)).manifest.sha256 == cache.manifest.sha256:
-        found.append("the held-out data are the training data, so held-out losses will not be those of new text.")
-    return [warning for warning in found if warning]
+def warnings_of(settings: Settings) -> list[str]:
+    """Return warnings about a run's data."""
+    cache = Cache.open(Path(settings.data))
+    warnings = [repetition_warning(settings.steps * settings.global_batch / cache.n_windows)]
+    if settings.eval_data and Cache.open(Path(settings.eval_data)).manifest.sha256 == cache.manifest.sha256:
+        warnings.append("the held-out data are the training data, so held-out losses will not be those of new text.")
+    return [warning for warning in warnings if warning]
 
 
-def _after(warnings: list[str], show: ProgressSink) -> ProgressSink:
-    """Say what is to be said of a run once it has begun, and show it."""
+def _warn_at_start(warnings: list[str], show: ProgressSink) -> ProgressSink:
+    """Return `show`, extended to print the warnings before the start event."""
 
     def warn_and_show(record: dict[str, Any]) -> None:
         for warning in warnings if record.get("event") == "started" else ():
@@ -140,52 +138,43 @@ def _after(warnings: list[str], show: ProgressSink) -> ProgressSink:
     return warn_and_show
 
 
-def make_settings(
-    request: BudgetOptions,
-    folder: Path,
-    *,
-    is_new: bool,
-    seq_len: int,
-    teacher: Path | None,
-    loss: str | None,
-    schedule: str,
-    warmup_steps: int | None,
-    precision: str | None,
-    micro_batch: int | None,
-    save_every_steps: int | None,
-    eval_every: int | None,
-    **same: Any,
-) -> tuple[Settings, dict[str, Any]]:
-    """Resolve every default; return the settings, but for the data, and where the number of steps comes from."""
-    loss = loss or ("distill" if teacher else WITHOUT_TEACHER)
-    if loss != WITHOUT_TEACHER and teacher is None:
+def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Settings, Budget]:
+    """Resolve every default; return the settings, with empty paths of the data, and the budget.
+
+    `folder` is that of `options.model` or `options.init`.
+    """
+    loss = options.loss or ("distill" if options.teacher else WITHOUT_TEACHER)
+    if loss != WITHOUT_TEACHER and options.teacher is None:
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
-    known = ({}, ()) if is_new else (read_config(folder)[1], source_names(folder))
-    budget = make_budget(request, *known, seq_len)
-    plan = make_schedule(budget, schedule, warmup_steps)
-    often = max(1, budget.steps // SHARES)
+    config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
+    budget = make_budget(options.budget, config, names, seq_len)
+    schedule = make_schedule(budget, options.schedule, options.warmup_steps)
+    interval = max(1, budget.steps // DEFAULT_SAVES)
     settings = Settings(
-        model="" if is_new else _text(folder),
+        model=_absolute(options.model),
         data="",
         eval_data="",
-        teacher=_text(teacher),
+        teacher=_absolute(options.teacher),
         loss=loss,
         steps=budget.steps,
         global_batch=budget.global_batch_tokens // seq_len,
-        micro_batch=micro_batch or default_micro_batch(seq_len),
-        schedule=plan.kind,
-        lr=plan.peak,
-        warmup_steps=plan.warmup_steps,
-        decay_fraction=plan.decay_fraction,
-        original_steps=plan.original_steps,
-        precision=precision or ("bf16" if has_accelerator() else "fp32"),
-        save_every=save_every_steps or often,
-        eval_every=eval_every or often,
-        **same,
+        micro_batch=options.micro_batch or default_micro_batch(seq_len),
+        schedule=schedule.kind,
+        lr=schedule.peak,
+        warmup_steps=schedule.warmup_steps,
+        decay_fraction=schedule.decay_fraction,
+        original_steps=schedule.original_steps,
+        precision=options.precision or ("bf16" if has_accelerator() else "fp32"),
+        optimizer=options.optimizer,
+        weight_decay=options.weight_decay,
+        trainable=options.trainable,
+        seed=options.seed,
+        save_every=options.save_every_steps or interval,
+        keep_last=options.keep_last,
+        eval_every=options.eval_every or interval,
+        spike_sigma=options.spike_sigma,
+        compile=options.compile,
+        activation_checkpointing=options.activation_checkpointing,
+        track=options.track,
     )
-    return settings, describe_budget(budget)
-
-
-def describe_budget(budget: Budget) -> dict[str, Any]:
-    original = budget.original.name if budget.original else None
-    return {**asdict(budget), "original": original, "tokens": budget.tokens}
+    return settings, budget

@@ -1,11 +1,11 @@
-"""`metrics.jsonl`: a line per step, evaluation and event, written by the main process.
+"""Write and read `metrics.jsonl`: one line per step, evaluation and event, written by the main process.
 
     {"step": 7, "loss": …, "learning_rate": …, "grad_norm": …, "tokens": …, "windows": …, "tokens_per_s": …}
     {"step": 8, "evaluation": {…}}
     {"step": 8, "event": "resumed", …}
 
-`step` counts finished steps. A number that is not finite, which JSON does not know, is null. When a run goes on from an
-earlier step, what came after it is cut away.
+`step` counts finished steps. Numbers that are not finite are null, since JSON cannot express them. When a run resumes
+at an earlier step, later lines are removed.
 """
 
 import json
@@ -22,7 +22,7 @@ from model.common.typed_json import check_types, parse_object
 
 Record = dict[str, Any]
 Number = float | None
-"""None for one that was not finite."""
+"""None if the number was not finite."""
 KINDS: dict[str, dict[str, Any]] = {
     "loss": {
         "step": int, "loss": Number, "learning_rate": float, "grad_norm": Number, "tokens": int, "windows": int,
@@ -31,23 +31,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "evaluation": {"step": int, "evaluation": dict[str, Number]},
     "event": {"step": int, "event": str},
 }  # fmt: skip
-"""The keys of a record by the one that tells its kind, and their types."""
+"""Required keys and their types of each kind of record, by the key that identifies the kind."""
 EVALUATION = {"targets": int, "loss": Number}
 TEACHER = {"teacher_loss": Number, "kl": Number, "agreement": float}
 BEGINNING = {"time": float, "processes": int, "device": str}
 LATEST = 253_402_300_799
-"""The last second of the year 9999, beyond which there are no dates."""
+"""Last second of the year 9999, the latest that `datetime` can represent."""
 
 
 class Metrics:
-    """The file of one run."""
+    """Metrics file of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting = ""
 
     def write(self, record: Record) -> str:
-        """Append a line. One that a full disk does not take waits for the next; then return why, the first time."""
+        """Append a line. If the disk is full, keep it for the next write, and return the error the first time."""
         is_first = not self._waiting
         self._waiting += _line(record)
         try:
@@ -57,7 +57,7 @@ class Metrics:
         return ""
 
     def flush(self) -> None:
-        """Write the lines that wait. Raises OSError if that fails, with the file as it was."""
+        """Write the pending lines. Raises OSError if that fails, with the file unchanged."""
         size = self.path.stat().st_size
         try:
             with self.path.open("a") as file:
@@ -68,33 +68,33 @@ class Metrics:
         self._waiting = ""
 
     def rewind(self, step: int) -> None:
-        """Cut away what a run going on from `step` will write anew: later steps, and evaluations from there on.
+        """Remove the lines that a run resumed at `step` writes again: later steps, and evaluations at or after `step`.
 
-        Lines are read from the end, and only down to the first step that stays, so that a long run resumes as fast as
-        a short one. Raises InputError where one is damaged.
+        Lines are read from the end down to the first step that stays, so that long runs resume as fast as short ones.
+        Raises InputError if one of them is damaged.
         """
-        lines, kept = _whole_lines(self.path), []
+        lines, kept_lines = _complete_lines(self.path), []
         while lines:
             record = _parse(self.path, len(lines), lines[-1])
             if "loss" in record and record["step"] <= step:
                 break
             if "event" in record or record["step"] < step:
-                kept.append(lines[-1])
+                kept_lines.append(lines[-1])
             lines.pop()
-        replace_file(self.path, "".join([*lines, *reversed(kept)]).encode())
+        replace_file(self.path, "".join([*lines, *reversed(kept_lines)]).encode())
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return all records. Raises InputError where a line is damaged."""
-    return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
+    """Return all records. Raises InputError if a line is damaged."""
+    return [_parse(path, number, line) for number, line in enumerate(_complete_lines(path), start=1)]
 
 
 def write_metrics(path: Path, records: list[Record]) -> None:
     path.write_text("".join(map(_line, records)))
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """Return all lines but a last one that a kill has cut."""
+def _complete_lines(path: Path) -> list[str]:
+    """Return all lines, without a last one that was cut off by a kill."""
     if not path.exists():
         return []
     check_regular(path)
@@ -107,13 +107,13 @@ def _parse(path: Path, number: int, line: str) -> Record:
         record = parse_object(line)
         _check(record)
     except InputError as error:
-        why = str(error).rstrip(".")
-        raise InputError(f"{path}:{number} is damaged ({why}); take the line out.") from error
+        reason = str(error).rstrip(".")
+        raise InputError(f"{path}:{number} is damaged ({reason}); take the line out.") from error
     return record
 
 
 def _check(record: Record) -> None:
-    """Raise InputError unless a record is of one of the kinds, its values of their types and possible."""
+    """Raise InputError unless a record is of one of the kinds, with values of valid types and ranges."""
     kind = next((key for key in KINDS if key in record), None)
     if kind is None:
         raise InputError(f"it has none of {', '.join(KINDS)}")

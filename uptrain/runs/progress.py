@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar where there is a terminal, else a line now and then."""
+"""Show the progress of training: a bar on a terminal, otherwise a line every half minute."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ ProgressSink = Callable[[dict[str, Any]], None]
 
 @contextmanager
 def training_bar(steps: int) -> Iterator[ProgressSink]:
-    """Yield a function that takes the records of `metrics.jsonl` as they are written."""
+    """Yield a function that shows a record of `metrics.jsonl`; call it for each one written."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield _Lines(steps)
@@ -35,7 +35,7 @@ def training_bar(steps: int) -> Iterator[ProgressSink]:
 
 
 class _Lines:
-    """Prints events and evaluations, and a step every half minute."""
+    """Print events and evaluations, and a step every half minute."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._last = steps, 0.0
@@ -56,16 +56,16 @@ def _short(record: dict[str, Any]) -> str:
 
 def _line(record: dict[str, Any]) -> str:
     if "evaluation" in record:
-        found = record["evaluation"]
-        text = f"step {record['step']}: held-out loss {found['loss']:.4f}"
-        if "kl" in found:
-            text += f", KL to the teacher {found['kl']:.4f}, the same choice at {found['agreement']:.1%} of tokens"
+        means = record["evaluation"]
+        text = f"step {record['step']}: held-out loss {means['loss']:.4f}"
+        if "kl" in means:
+            text += f", KL to the teacher {means['kl']:.4f}, the same choice at {means['agreement']:.1%} of tokens"
         return text
     if "event" not in record:
         return f"step {record['step']}: {_short(record)}"
     if record["event"] in ("started", "resumed"):
         lines = [f"Passed over: {problem}" for problem in record.get("passed_over", ())]
-        where = f"{record['processes']} x {record['device']}"
-        ready = f"READY: {record['event']} at step {record['step']} on {where}; signals are heeded from here on"
+        devices = f"{record['processes']} x {record['device']}"
+        ready = f"READY: {record['event']} at step {record['step']} on {devices}; signals are heeded from here on"
         return "\n".join([*lines, ready])
     return f"step {record['step']}: {record['event']}: {record['why']}"

@@ -1,7 +1,7 @@
-"""A run: its folder, and the way from settings to a training under way.
+"""Start and resume runs: make the run's folder, build the Training from the settings, and execute it.
 
-RUN/run.json              settings, budget, identities of data and model, versions
-RUN/model/                the model's config and tokenizer files, as they were: what resuming and exporting need
+RUN/run.json              settings, budget, fingerprints of data and models, versions
+RUN/model/                copies of the model's config and tokenizer files, for resuming and exporting
 RUN/checkpoints/          see `uptrain.checkpoints.save_load`
 RUN/metrics.jsonl         see `uptrain.runs.metrics_log`
 RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "halted" | "failed", "step": …}
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError, RankError, RunError
 from model.common.files import copy_file, replace_file, sync_tree, write_file
 from model.common.staging import Staging, check_out
-from uptrain.budget.schedule import Schedule
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.data.run_data import find_data
 from uptrain.data.token_cache import Cache
@@ -56,58 +54,56 @@ from uptrain.training.module import STUDENT, LossModule, blocks, choose_trainabl
 from uptrain.training.optimizer import make_optimizer
 
 
-def schedule_of(s: Settings) -> Schedule:
-    return Schedule(s.schedule, s.lr, s.steps, s.warmup_steps, s.decay_fraction, s.original_steps)
-
-
 def start(
-    s: Settings, budget: dict[str, Any], config_folder: Path, out: Path, deadline: float, show: ProgressSink
+    settings: Settings, budget: dict[str, Any], config_folder: Path, out: Path, deadline: float, show: ProgressSink
 ) -> str:
-    """Make the folder of a new run once everything given is open and fits, and train; return how it ended.
+    """Check and load all inputs, make the folder of a new run, and train; return the status at the end.
 
-    `config_folder` has the config and tokenizer: the model's folder, or that of a model to be trained from nothing.
+    `config_folder` holds the config and tokenizer: the folder of the model, or of `--init`.
     """
-    accelerator = make_accelerator(s.precision, block_names(config_folder), s.track, out)
-    check_batch(s.global_batch, accelerator.num_processes)
+    accelerator = make_accelerator(settings.precision, block_names(config_folder), settings.track, out)
+    check_batch(settings.global_batch, accelerator.num_processes)
     on_main(accelerator, lambda: refuse_existing(out))
-    training = build_first(s, config_folder, accelerator, out, deadline, show)
-    on_main(accelerator, lambda: make_folder(s, budget, identities(s), config_folder, out))
-    with _alone(accelerator, out):
-        return execute(out, s, training, RunState(), None)
+    training = build_first(settings, config_folder, accelerator, out, deadline, show)
+    on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
+    with _locked_on_main(accelerator, out):
+        return execute(out, settings, training, RunState(), None)
 
 
 def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
-    """Train on from the newest whole checkpoint, with any number of processes; from the beginning if there is none."""
+    """Resume at the newest intact checkpoint, with any world size; restart at step 0 if there is none."""
     run = Run.read(folder)
-    s = find_data(run.settings, folder)
-    accelerator = make_accelerator(s.precision, block_names(folder / MODEL), s.track, folder)
-    check_batch(s.global_batch, accelerator.num_processes)
-    check_same_data(s.data, run.cache_sha256)
-    with _alone(accelerator, folder):
-        found = Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last).newest()
-        on_main(accelerator, lambda: check_same(s, run.identities, with_model=found is None))
-        if found is None:
-            training = build_first(s, folder / MODEL, accelerator, folder, deadline, show)
-            return execute(folder, s, training, RunState(), None)
-        training = build(s, empty_student(folder / MODEL), accelerator, folder, deadline, show)
-        load(found.folder, training.trainee, training.optimizer)
+    settings = find_data(run.settings, folder)
+    accelerator = make_accelerator(settings.precision, block_names(folder / MODEL), settings.track, folder)
+    check_batch(settings.global_batch, accelerator.num_processes)
+    check_same_data(settings.data, run.cache_sha256)
+    with _locked_on_main(accelerator, folder):
+        checkpoint = Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last).newest()
+        on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
+        if checkpoint is None:
+            training = build_first(settings, folder / MODEL, accelerator, folder, deadline, show)
+            return execute(folder, settings, training, RunState(), None)
+        training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
+        load(checkpoint.folder, training.trainee, training.optimizer)
         if not has_finite_weights(training.trainee, accelerator):
-            raise InputError(f"{found.folder} holds weights that are NaN or infinite; remove it to use an older one.")
-        progress = RunState(**{name: found.state[name] for name in vars(RunState())})
-        training.saved_step, training.rotation_is_due = progress.step, True
-        return execute(folder, s, training, progress, found)
+            raise InputError(
+                f"{checkpoint.folder} holds weights that are NaN or infinite; remove it to use an older one."
+            )
+        state = RunState(**{name: checkpoint.state[name] for name in vars(RunState())})
+        training.saved_step, training.rotation_is_due = state.step, True
+        return execute(folder, settings, training, state, checkpoint)
 
 
 @contextmanager
-def _alone(accelerator: Accelerator, folder: Path) -> Iterator[None]:
-    """Refuse to train in a folder where others train; the main process looks for all."""
-    with ExitStack() as locks:
-        on_main(accelerator, lambda: locks.enter_context(locked(folder)))
+def _locked_on_main(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """Lock a run on the main process. Raises InputError on all ranks if another training runs there."""
+    with ExitStack() as lock:
+        on_main(accelerator, lambda: lock.enter_context(locked(folder)))
         yield
 
 
 def make_folder(
-    s: Settings,
+    settings: Settings,
     budget: dict[str, Any],
     identities: dict[str, str],
     config_folder: Path,
@@ -115,20 +111,23 @@ def make_folder(
     parent: dict[str, Any] | None = None,
     fill: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write a run's folder, all at once; `fill` may add to it before it appears."""
+    """Write a run's folder atomically; `fill` may add files before it is published."""
     refuse_existing(out)
     side_files, _ = list_files(config_folder)
-    files = {**side_files, "config.json": config_folder / "config.json", **_record_of(config_folder)}
+    files = {**side_files, "config.json": config_folder / "config.json"}
+    record = config_folder / "groupwise.json"
+    if record.is_file():
+        files[record.name] = record
     run = Run(
-        settings=s,
+        settings=settings,
         budget=budget,
-        cache_sha256=Cache.open(Path(s.data)).manifest.sha256,
+        cache_sha256=Cache.open(Path(settings.data)).manifest.sha256,
         identities=identities,
         versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
         parent=parent,
     )
     with Staging(out.resolve()) as staging:
-        staging.open(uuid4().hex)  # an interrupted start begins anew: this is soon done
+        staging.open(uuid4().hex)  # an interrupted start is not resumed: making the folder is fast
         try:
             for name, content in files.items():
                 copy_file(content, staging.folder / MODEL / name)
@@ -142,39 +141,36 @@ def make_folder(
 
 
 def refuse_existing(out: Path) -> None:
-    """Raise InputError if there is something where a run is to be made, or nothing can be."""
+    """Raise InputError if `out` exists or cannot be created."""
     check_out(out)
     if out.exists():
         hint = f"`uptrain resume {out}` goes on with it" if (out / RUN).exists() else "choose another --out"
         raise InputError(f"{out} exists already; {hint}.")
 
 
-def _record_of(folder: Path) -> dict[str, Path]:
-    path = folder / "groupwise.json"
-    return {path.name: path} if path.is_file() else {}
+def execute(
+    folder: Path, settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None
+) -> str:
+    """Train a run from `state.step`; return the status that run_state.json then holds.
 
-
-def execute(folder: Path, s: Settings, training: Training, progress: RunState, found: VerifiedCheckpoint | None) -> str:
-    """Train a run from where `progress` stands; return its status as run_state.json then has it.
-
-    Raises Halted as the loop does, and Failure if the last checkpoint could not be written.
+    Raises NonFiniteGradientsError like the loop, and RunError if the last checkpoint could not be written.
     """
     accelerator = training.accelerator
     training.checkpoints.clean_up()
-    if s.track:
-        accelerator.init_trackers(folder.name, config={k: v for k, v in asdict(s).items() if k != "track"})
+    if settings.track:
+        accelerator.init_trackers(folder.name, config={k: v for k, v in asdict(settings).items() if k != "track"})
     if accelerator.is_main_process:
-        _announce(training, progress, found)
-        _write_state(folder, "running", progress.step)
+        _log_start(training, state, checkpoint)
+        _write_state(folder, "running", state.step)
     try:
-        reason = train(training, progress)
+        reason = train(training, state)
     except Exception as error:
-        failure = _explain(error, folder, progress.step, accelerator)
+        failure = _explain(error, folder, state.step, accelerator)
         if accelerator.is_main_process:
             _write_state(
                 folder,
                 "halted" if isinstance(error, NonFiniteGradientsError) else "failed",
-                progress.step,
+                state.step,
                 str(failure),
             )
         if failure is error:
@@ -183,23 +179,24 @@ def execute(folder: Path, s: Settings, training: Training, progress: RunState, f
     status = "finished" if reason == "finished" else "preempted"
     if accelerator.is_main_process:
         training.metrics.flush()
-        _write_state(folder, status, progress.step, reason)
+        _write_state(folder, status, state.step, reason)
     for tracker in accelerator.trackers:
         tracker.finish()
     return status
 
 
 def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator) -> Exception:
-    """Return an error as one line for the user if it is no error of the program's, else as it is.
+    """Return a RunError of one line in place of an error that the user can resolve; return any other error unchanged.
 
-    What the processes agreed on, as that a save failed, the main one says for all. Any other is one process' own.
+    An error that all ranks share, such as a failed save, becomes a RunError, which the main process reports. An error
+    of one rank becomes a RankError.
     """
     hint = f"`uptrain resume {folder}` goes on from the newest checkpoint"
     if isinstance(error, SaveError):
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Put that right, then {hint}.")
     if is_lost_process(error):
-        said = " ".join(str(error).split())
-        return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {said}")
+        message = " ".join(str(error).split())
+        return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
     if accelerator.num_processes > 1 and isinstance(error, (InputError, OSError)):
         return RankError(
             f"process {accelerator.process_index}, after step {step}: {error}. Put that right, then {hint}."
@@ -208,84 +205,104 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
 
 
 def build_first(
-    s: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
+    settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
 ) -> Training:
-    """Build a training with the weights that a run begins with."""
+    """Build a Training with the initial weights of a run."""
     student, weights = load_on_main(
-        accelerator, lambda: first_student(s, config_folder), lambda: empty_student(config_folder)
+        accelerator, lambda: first_student(settings, config_folder), lambda: empty_student(config_folder)
     )
-    training = build(s, student, accelerator, folder, deadline, show)
+    training = build(settings, student, accelerator, folder, deadline, show)
     broadcast_weights(accelerator, training.trainee, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
 def build(
-    s: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
+    settings: Settings,
+    student: LanguageModel,
+    accelerator: Accelerator,
+    folder: Path,
+    deadline: float,
+    show: ProgressSink,
 ) -> Training:
-    """Open data and teacher, and spread the models over the processes. Writes nothing into the run's folder.
+    """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
 
-    Raises InputError for what does not fit together.
+    Raises InputError if data, student and teacher are incompatible.
     """
-    cache = Cache.open(Path(s.data))
-    eval_cache = Cache.open(Path(s.eval_data)) if s.eval_data else None
+    cache = Cache.open(Path(settings.data))
+    eval_cache = Cache.open(Path(settings.eval_data)) if settings.eval_data else None
     for opened in filter(None, (cache, eval_cache)):
         check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
         check_packing(student, opened.seq_len)
-    choose_trainable(student, s.trainable)
+    choose_trainable(student, settings.trainable)
     layers = blocks(student)
-    if s.activation_checkpointing:
+    if settings.activation_checkpointing:
         recompute_activations(layers)
-    if s.compile:
+    if settings.compile:
         compile_layers(layers)
     teacher = None
-    if s.teacher:
-        path = Path(s.teacher)
-        read, empty = (partial(make, path, s.precision) for make in (load_teacher, empty_teacher))
-        teacher, weights = load_on_main(accelerator, read, empty)
-        check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], s.teacher)
+    if settings.teacher:
+        path = Path(settings.teacher)
+        teacher, weights = load_on_main(
+            accelerator,
+            lambda: load_teacher(path, settings.precision),
+            lambda: empty_teacher(path, settings.precision),
+        )
+        check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
         check_packing(teacher, cache.seq_len)
         place_teacher(accelerator, teacher, blocks(teacher))
         broadcast_weights(accelerator, teacher, weights)
-    trainee = LossModule(student, s.loss, teacher)
-    optimizer = make_optimizer(s.optimizer, trainee, s.weight_decay)
+    trainee = LossModule(student, settings.loss, teacher)
+    optimizer = make_optimizer(settings.optimizer, trainee, settings.weight_decay)
     trainee, optimizer = accelerator.prepare(trainee, optimizer)
     return Training(
-        trainee=trainee, optimizer=optimizer.optimizer, accelerator=accelerator, cache=cache,
-        schedule=schedule_of(s), checkpoints=Checkpoints(folder / CHECKPOINTS, accelerator, s.keep_last),
-        metrics=Metrics(folder / METRICS), stop_request=stop_request,
-        global_batch=s.global_batch, micro_batch=s.micro_batch, seed=s.seed, save_every=s.save_every,
-        eval_cache=eval_cache, eval_every=s.eval_every, spike_sigma=s.spike_sigma, deadline=deadline, show=show,
-    )  # fmt: skip
+        trainee=trainee,
+        optimizer=optimizer.optimizer,
+        accelerator=accelerator,
+        cache=cache,
+        schedule=settings.make_schedule(),
+        checkpoints=Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last),
+        metrics=Metrics(folder / METRICS),
+        stop_request=stop_request,
+        global_batch=settings.global_batch,
+        micro_batch=settings.micro_batch,
+        seed=settings.seed,
+        save_every=settings.save_every,
+        eval_cache=eval_cache,
+        eval_every=settings.eval_every,
+        spike_sigma=settings.spike_sigma,
+        deadline=deadline,
+        show=show,
+    )
 
 
-def first_student(s: Settings, config_folder: Path) -> LanguageModel:
-    """Return the model that a run begins with."""
-    if not s.model:
-        return random_student(config_folder, s.seed)
-    model = Path(s.model)
+def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
+    """Return the student with its initial weights."""
+    if not settings.model:
+        return random_student(config_folder, settings.seed)
+    model = Path(settings.model)
     check_exportable(model, *parameter_names(model))
     return load_student(model)
 
 
 def check_same_data(data: str, sha256: str) -> None:
-    """Refuse to go on with other data than the run began with."""
-    found = Cache.open(Path(data)).manifest.sha256
-    if found != sha256:
+    """Raise InputError if the training data differ from those the run began with."""
+    current = Cache.open(Path(data)).manifest.sha256
+    if current != sha256:
         raise InputError(
-            f"{data} holds other data than when the run began (sha256 {found[:12]}, then {sha256[:12]}); "
+            f"{data} holds other data than when the run began (sha256 {current[:12]}, then {sha256[:12]}); "
             "bring that cache back, or start a new run."
         )
 
 
-def _announce(training: Training, progress: RunState, found: VerifiedCheckpoint | None) -> None:
-    """Write down that the run begins or goes on, and tell the world that signals are heeded from now on."""
-    training.metrics.rewind(progress.step)
-    event: dict[str, Any] = {"step": progress.step, "event": "resumed" if found else "started"}
+def _log_start(training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None) -> None:
+    """Log start or resume, and print READY: signals are handled from now on."""
+    training.metrics.rewind(state.step)
+    event: dict[str, Any] = {"step": state.step, "event": "resumed" if checkpoint else "started"}
     accelerator = training.accelerator
     event |= {"time": time.time(), "processes": accelerator.num_processes, "threads": torch.get_num_threads()}
     event["device"] = accelerator.device.type
-    if found and found.rejected:
-        event["passed_over"] = list(found.rejected)
+    if checkpoint and checkpoint.rejected:
+        event["passed_over"] = list(checkpoint.rejected)
     training.metrics.write(event)
     training.show(event)
 

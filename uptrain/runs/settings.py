@@ -1,11 +1,16 @@
-"""What a run was asked for. Written to RUN/run.json, from which it is resumed, extended and exported."""
+"""Define the options of `uptrain run` and the Settings they resolve to.
+
+Settings are written to RUN/run.json, and read to resume, extend and export the run.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from model.common import checks
 from model.common.errors import InputError
+from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.schedule import Schedule
 from uptrain.training.losses import LOSSES
 
@@ -14,38 +19,70 @@ TRAINABLE = ("all", "attention", "kv")
 PRECISIONS = ("bf16", "fp32")
 TRACKERS = ("tensorboard", "wandb")
 MICRO_BATCH_TOKENS = 8192
-"""Tokens that a process takes at a time, unless told otherwise."""
-LONGEST_DEFAULT = 4096
-"""Models of 100 000 tokens of context were pre-trained on shorter windows for most of their steps."""
+"""Default size of a micro-batch, in tokens."""
+MAX_DEFAULT_SEQ_LEN = 4096
+"""Models with a context of 100 000 tokens were pre-trained on shorter windows for most of their steps."""
 
 
 def default_seq_len(config: Mapping[str, Any]) -> int:
-    """Return the length of windows where none is given: the model's context, 4096 at most."""
+    """Return the default length of windows: the model's context, at most 4096."""
     context = config.get("max_position_embeddings")
     if context is None:
         raise InputError("config.json does not say the model's context; give --seq-len.")
-    return min(checks.whole_number(context, "config.json has max_position_embeddings", least=2), LONGEST_DEFAULT)
+    return min(checks.whole_number(context, "config.json has max_position_embeddings", least=2), MAX_DEFAULT_SEQ_LEN)
 
 
 def default_micro_batch(seq_len: int) -> int:
-    """Return windows that a process takes at a time."""
+    """Return the default number of windows in a micro-batch."""
     return max(1, MICRO_BATCH_TOKENS // seq_len)
 
 
 @dataclass(frozen=True)
+class RunOptions:
+    """Options of `uptrain run` as given; None stands for a default that depends on others."""
+
+    budget: BudgetOptions
+    model: Path | None
+    init: Path | None
+    """Folder of the config.json of a model to train from random weights. Exactly one of `model` and `init` is given."""
+    data: tuple[str, ...]
+    out: Path
+    schedule: str
+    optimizer: str
+    weight_decay: float
+    trainable: str
+    seed: int
+    keep_last: int
+    seq_len: int | None = None
+    eval_data: str | None = None
+    teacher: Path | None = None
+    loss: str | None = None
+    warmup_steps: int | None = None
+    precision: str | None = None
+    micro_batch: int | None = None
+    save_every_steps: int | None = None
+    eval_every: int | None = None
+    spike_sigma: float | None = None
+    compile: bool = False
+    activation_checkpointing: bool = False
+    track: tuple[str, ...] = ()
+    max_minutes: float | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
-    """The options of `uptrain run`, resolved: nothing here depends on defaults that a later version may change."""
+    """Resolved options of `uptrain run`: independent of defaults that a later version may change."""
 
     model: str
-    """Where the weights came from; empty for a model trained from nothing."""
+    """Folder of the initial weights; empty for a model trained from random weights."""
     data: str
-    """The token cache."""
+    """Folder of the token cache."""
     loss: str
     steps: int
     global_batch: int
     """Windows of one optimizer step, over all processes."""
     micro_batch: int
-    """Windows that one process takes at a time."""
+    """Windows per forward pass of one process."""
     schedule: str
     lr: float
     """Peak learning rate."""
@@ -57,21 +94,23 @@ class Settings:
     precision: str
     seed: int
     save_every: int
-    """In steps, as the following."""
+    """Steps between checkpoints."""
     keep_last: int
+    """Number of checkpoints to keep."""
     eval_every: int
+    """Steps between evaluations."""
     eval_data: str = ""
     teacher: str = ""
     original_steps: int = 0
-    """Of the original pre-training, where the schedule goes on counting from them."""
+    """Optimizer steps of the original pre-training, which the schedule inverse-sqrt continues; 0 if unknown."""
     spike_sigma: float | None = None
     compile: bool = False
     activation_checkpointing: bool = False
     track: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise InputError for values that no run has."""
-        Schedule(self.schedule, self.lr, self.steps, self.warmup_steps, self.decay_fraction, self.original_steps)
+        """Raise InputError for invalid values."""
+        self.make_schedule()
         for name, choices in (
             ("loss", LOSSES), ("optimizer", OPTIMIZERS), ("trainable", TRAINABLE), ("precision", PRECISIONS),
         ):  # fmt: skip
@@ -85,6 +124,10 @@ class Settings:
         checks.number(self.weight_decay, "weight_decay")
         if self.spike_sigma is not None:
             checks.number(self.spike_sigma, "spike_sigma", above=0.0)
+
+    def make_schedule(self) -> Schedule:
+        """Return the learning rate schedule. Raises InputError for invalid values."""
+        return Schedule(self.schedule, self.lr, self.steps, self.warmup_steps, self.decay_fraction, self.original_steps)
 
 
 def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
-"""Stopping on request: SIGTERM, SIGINT and SIGUSR1 ask for a save and an end; a second one ends at once.
+"""Handle stop requests: SIGTERM, SIGINT and SIGUSR1 request a save and an exit; a second one exits immediately.
 
-The handlers only take note. The loop reads it where all processes can agree, once a step.
+The handlers only set a flag. The loop reads it once per step, where all processes can agree.
 """
 
 import os
@@ -12,19 +12,20 @@ from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME_REQUEST_SECONDS = 1.0
-"""A launcher may pass on what the terminal has sent already; within this time it is one request."""
+"""Signals within this time count as one request: a launcher may forward a signal that the terminal sent as well."""
 KILLED = 130
+"""Exit code after a second signal."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by what."""
+    """Flag that this process was asked to stop, with the name of the signal."""
 
     def __init__(self) -> None:
         self.reason = ""
         self._first = 0.0
 
     def install(self) -> None:
-        """Take over the signals. Do so before slow imports: until then a signal kills."""
+        """Install the handlers. Call this before slow imports: until then a signal kills the process."""
         for number in _SIGNALS:
             signal.signal(number, self._take)
 
@@ -42,10 +43,10 @@ stop_request = StopRequest()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let each of the signals end what follows as Ctrl-C does: for work that has no steps and can be taken up again.
+    """Raise KeyboardInterrupt on each of the signals in this context: for resumable work without steps.
 
-    Only the first interrupts: another could strike while locks are held that workers wait for. One that comes later
-    than the same request would ends the process at once, and workers end with it.
+    Only the first signal raises: another could interrupt while locks are held that workers wait for. A signal after
+    _SAME_REQUEST_SECONDS ends the process immediately, and its workers with it.
     """
     first: float | None = None
 

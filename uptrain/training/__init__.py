@@ -1,0 +1,1 @@
+"""Training: the loop, models, losses, the optimizer and evaluation."""

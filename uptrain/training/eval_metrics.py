@@ -1,4 +1,4 @@
-"""What evaluation measures, batch by batch, as sums: losses, divergence from the teacher, agreement with it.
+"""Compute evaluation metrics as sums per batch: losses, divergence from the teacher, agreement with the teacher.
 
 Letters: N tokens, V vocabulary, M hidden size.
 """
@@ -16,35 +16,39 @@ from model.decoder.losses import IGNORED, ChunkLogits
 from uptrain.data.batch import Batch
 from uptrain.training.language_model import LanguageModel
 
-LARGEST = math.log(sys.float_info.max)
+_MAX_LOSS = math.log(sys.float_info.max)
+"""Largest loss whose perplexity is a finite float."""
 _CHUNK_LOGITS = 1 << 22
-"""Made at a time, of each model."""
+"""Logits that each model computes at a time."""
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Means per target over a held-out text."""
+    """Means per target over the held-out data."""
 
     targets: int
     loss: float
     """Cross-entropy, in nats."""
     teacher_loss: float | None = None
     kl: float | None = None
-    """KL(teacher ‖ student), in nats; 0 is complete recovery."""
+    """KL(teacher ‖ student), in nats; 0 means complete recovery."""
     agreement: float | None = None
-    """Share of targets where teacher and student would choose the same token."""
+    """Fraction of targets where teacher and student predict the same token."""
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < LARGEST else math.inf
+        return math.exp(self.loss) if self.loss < _MAX_LOSS else math.inf
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the values by name, without those that need a teacher if there was none."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     @classmethod
     def from_sums(cls, sums: Tensor, with_teacher: bool) -> "EvalResult":
-        """Make means of what `measure_batch` returned, added up."""
-        targets, loss, teacher_loss, kl, agreed = sums.tolist()
-        means = (x / max(targets, 1) for x in (loss, teacher_loss, kl, agreed))
-        loss, *rest = means
-        return cls(int(targets), loss, *rest) if with_teacher else cls(int(targets), loss)
+        """Return means from the total of the sums that `measure_batch` returns."""
+        targets, *totals = sums.tolist()
+        loss, *of_teacher = (total / max(targets, 1) for total in totals)
+        return cls(int(targets), loss, *of_teacher) if with_teacher else cls(int(targets), loss)
 
 
 def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
@@ -69,8 +73,8 @@ def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: 
     return sums
 
 
-class _GivenLogits:
-    """Logits that are there already, as `ChunkLogits`."""
+class _StoredLogits:
+    """Computed logits with the interface of `ChunkLogits`."""
 
     def __init__(self, logits_NV: Tensor) -> None:
         self.logits_NV = logits_NV
@@ -79,10 +83,13 @@ class _GivenLogits:
         return self.logits_NV[chunk].float()
 
 
-def _logits(model: LanguageModel, batch: Batch, kept_N: Tensor, chunk_size: int) -> ChunkLogits | _GivenLogits:
-    """Families of transformers may scale or cap their logits, so theirs come from their own forward."""
+def _logits(model: LanguageModel, batch: Batch, kept_N: Tensor, chunk_size: int) -> ChunkLogits | _StoredLogits:
+    """Return the logits of the kept targets.
+
+    transformers models may scale or cap logits, so theirs come from the model's own forward pass.
+    """
     if isinstance(model, LlamaForCausalLM):
         states_BTM = model.hidden(batch.ids_BT, batch.documents_BT)
         return ChunkLogits(states_BTM[:, :-1].flatten(0, 1)[kept_N], model.head_weight, chunk_size)
     logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
-    return _GivenLogits(logits_BTV[:, :-1].flatten(0, 1)[kept_N])
+    return _StoredLogits(logits_BTV[:, :-1].flatten(0, 1)[kept_N])

@@ -1,7 +1,6 @@
-"""Evaluation on held-out windows: every target counts once, however many processes share the work."""
+"""Evaluate a model on held-out windows: each target counts once, for any world size."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from uptrain.training.module import LossModule
 
 
 class Stopped(Exception):
-    """A process was asked to stop during an evaluation; all have left it."""
+    """Signal that a process was asked to stop during an evaluation. All ranks raise it."""
 
 
 def evaluate(
@@ -38,7 +37,10 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     advance: Callable[[float], None] = lambda n: None,
 ) -> EvalResult:
-    """Measure a prepared trainee on all windows of a cache. Raises Stopped on all processes once one should stop."""
+    """Evaluate a prepared LossModule on all windows of a token cache.
+
+    Raises Stopped on all ranks once `should_stop` is true on one.
+    """
     sums = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
     was_training = trainee.training
     trainee.eval()
@@ -55,23 +57,23 @@ def evaluate(
 
 
 def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterator[Batch]:
-    """Yield this process' share. All get equally many batches, since sharded models run in step."""
-    rank, world = accelerator.process_index, accelerator.num_processes
-    n_batches = -(-cache.n_windows // (micro_batch * world))
-    mine = np.arange(rank, cache.n_windows, world)
-    yield from micro_batches(cache, mine, micro_batch, accelerator.device)
-    for _ in range(n_batches - -(-len(mine) // micro_batch)):
+    """Yield this process's batches. All ranks get the same number, since sharded models run collectively."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    n_batches = -(-cache.n_windows // (micro_batch * world_size))
+    own_windows = np.arange(rank, cache.n_windows, world_size)
+    yield from micro_batches(cache, own_windows, micro_batch, accelerator.device)
+    for _ in range(n_batches - -(-len(own_windows) // micro_batch)):
         yield Batch.ignored(cache.seq_len, accelerator.device)
 
 
 def evaluate_folder(model: Path, **options: Any) -> dict[str, Any]:
-    """Measure a checkpoint folder on a cache; return `Measures` and perplexity, ready for JSON.
+    """Evaluate a checkpoint folder on a token cache; return the `EvalResult` and perplexity, ready for JSON.
 
-    Raises InputError where model, teacher and cache do not fit together, or nothing is to be predicted.
+    Raises InputError if model, teacher and cache are incompatible, or the cache has no targets.
     """
-    found = _evaluate_folder(model, **options)
+    result = _evaluate_folder(model, **options)
     destroy_process_group()
-    return {**{k: v for k, v in asdict(found).items() if v is not None}, "perplexity": found.perplexity}
+    return {**result.to_dict(), "perplexity": result.perplexity}
 
 
 def _evaluate_folder(
@@ -86,15 +88,15 @@ def _evaluate_folder(
     student = load_student(model)
     check_vocabulary(cache, student.head_weight.shape[0], str(data))
     check_packing(student, cache.seq_len)
-    parent = load_teacher(teacher, precision) if teacher else None
-    if parent is not None:
-        check_teacher(student.head_weight.shape[0], parent.head_weight.shape[0], str(teacher))
-        check_packing(parent, cache.seq_len)
-        parent.to(accelerator.device)
-    trainee = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, parent))
+    teacher_model = load_teacher(teacher, precision) if teacher else None
+    if teacher_model is not None:
+        check_teacher(student.head_weight.shape[0], teacher_model.head_weight.shape[0], str(teacher))
+        check_packing(teacher_model, cache.seq_len)
+        teacher_model.to(accelerator.device)
+    trainee = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, teacher_model))
     size = micro_batch or default_micro_batch(cache.seq_len)
     with console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:
-        found = evaluate(trainee, cache, size, accelerator, parent is not None, advance=advance)
-    if not found.targets:
+        result = evaluate(trainee, cache, size, accelerator, teacher_model is not None, advance=advance)
+    if not result.targets:
         raise InputError(f"{data} has nothing to predict: no document in it has two tokens.")
-    return found
+    return result

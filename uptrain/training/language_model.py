@@ -1,4 +1,4 @@
-"""What training asks of a model; `model.load_model` returns nothing that lacks it."""
+"""Define the type of models that can be trained: the classes that `load_model` returns."""
 
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.transformers_model import TransformersModel

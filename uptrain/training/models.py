@@ -1,4 +1,4 @@
-"""Students and teachers: read from a checkpoint, drawn at random, or empty until a training checkpoint fills them."""
+"""Build students and teachers: loaded from a checkpoint, initialised at random, or empty for a training checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,8 @@ from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
 from model.common import checks, console
 from model.common.errors import InputError
-from model.decoder import attention, loading
+from model.decoder import loading
+from model.decoder.attention import exclude_segments_from_compilation
 from model.decoder.config import NATIVE_FAMILIES, read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
@@ -20,12 +21,12 @@ from uptrain.training.language_model import LanguageModel
 
 
 def load_student(folder: Path) -> LanguageModel:
-    """Read a model to be trained, as float32 masters."""
+    """Load a model for training, as float32 masters."""
     return load_model(folder, torch.float32)
 
 
 def load_teacher(folder: Path, precision: str) -> LanguageModel:
-    """Read a model to learn from; it has no gradients."""
+    """Load a teacher, without gradients."""
     return load_model(folder, _teacher_dtype(precision)).requires_grad_(False)
 
 
@@ -50,7 +51,7 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
             model = LlamaForCausalLM(read_llama_config(config)).to(dtype)
         try:
             return model.to_empty(device="cpu").eval()
-        except RuntimeError as error:  # so torch says that there is not so much memory
+        except RuntimeError as error:  # torch raises it when memory does not suffice
             nbytes = sum(parameter.nbytes for parameter in model.parameters())
             raise InputError(
                 f"{folder}/config.json describes a model of {console.size(nbytes)}, for which there is no memory; "
@@ -60,9 +61,9 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
 
 
 def build_meta(folder: Path) -> LanguageModel:
-    """Return the model of a folder without memory: what can be known of it before it is read.
+    """Return the model of a folder on the meta device, for checks before it is loaded.
 
-    Raises CheckpointError where the files of a native model do not hold its parameters.
+    Raises CheckpointError if the files of a native model lack its parameters.
     """
     with open_checkpoint(folder) as checkpoint:
         if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
@@ -72,9 +73,9 @@ def build_meta(folder: Path) -> LanguageModel:
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
-    """Return what the parameters of a folder's model are called in memory, and the part that its files may lack.
+    """Return the parameter names of a folder's model in memory, and the prefix that its files may omit.
 
-    Nothing for our own code, whose names are those of the files.
+    Both are empty for native models, whose parameter names are those of the files.
     """
     _, config = read_config(folder)
     if config.get("model_type") in NATIVE_FAMILIES:
@@ -85,10 +86,11 @@ def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
 
 
 def random_student(folder: Path, seed: int) -> LanguageModel:
-    """Return the model of a folder's config.json with weights drawn anew, as GPT-2 and Llama begin.
+    """Return the model of a folder's config.json with random weights, initialised like GPT-2.
 
-    Normal with `initializer_range` (0.02 if config.json names none); what is added to the stream is divided by
-    √(2 · layers), so that the stream does not grow with depth (Radford et al. 2019). Norms are 1, biases 0.
+    Weights are normal with standard deviation `initializer_range` (default 0.02). Matrices that write to the residual
+    stream are divided by √(2 · layers), so that the stream does not grow with depth (Radford et al. 2019). Norms are 1,
+    biases 0.
     """
     _, config = read_config(folder)
     student = empty_student(folder)
@@ -103,31 +105,27 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
-                to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
-                scale = (2 * student.config.n_layers) ** -0.5 if to_stream else 1.0
+                writes_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = (2 * student.config.n_layers) ** -0.5 if writes_to_stream else 1.0
                 parameter.normal_(std=std * scale, generator=generator)
     return student
 
 
 def block_names(folder: Path) -> tuple[str, ...]:
-    """Return the class names of the layers of a folder's model, which are sharded one by one."""
+    """Return the class names of a folder's decoder layers, the units of FSDP."""
     _, config = read_config(folder)
     return ("Block",) if config.get("model_type") in NATIVE_FAMILIES else layer_class_names(folder)
 
 
 def compile_layers(layers: list[nn.Module], **options: Any) -> None:
-    """Let torch.compile make each layer faster, all but attention by documents.
-
-    That would be compiled anew for each batch, whose documents have other lengths.
-    """
-    # Not where it is defined, since that would load the compiler with the model.
-    attention.by_segment = torch.compiler.disable(attention.by_segment)  # type: ignore[no-untyped-call]
+    """Compile each layer with torch.compile, except attention by segments."""
+    exclude_segments_from_compilation()
     for layer in layers:
         layer.compile(**options)
 
 
 def recompute_activations(layers: list[nn.Module]) -> None:
-    """Let the backward pass compute each layer anew instead of keeping what it computed."""
+    """Recompute each layer's activations in the backward pass (activation checkpointing)."""
     for layer in layers:
         layer.forward = _recomputed(layer.forward)
 
@@ -135,8 +133,8 @@ def recompute_activations(layers: list[nn.Module]) -> None:
 def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from torch.utils.checkpoint import checkpoint
 
-    def recomputed(*inputs: Any, **options: Any) -> Tensor:  # torch.compile would pass over a `partial` of checkpoint
-        found: Tensor = checkpoint(forward, *inputs, use_reentrant=False, **options)
-        return found
+    def recomputed(*inputs: Any, **options: Any) -> Tensor:  # torch.compile ignores a `partial` of checkpoint
+        states_BTM: Tensor = checkpoint(forward, *inputs, use_reentrant=False, **options)
+        return states_BTM
 
     return recomputed

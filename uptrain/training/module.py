@@ -1,6 +1,6 @@
-"""The module that training wraps: the student with its loss inside, so that DDP and FSDP see one forward pass.
+"""Wrap the student and its loss in one module, so that DDP and FSDP see one forward pass.
 
-Inside that forward the head's matrix is a whole tensor also where FSDP shards it.
+Within this forward pass the head's matrix is unsharded, also under FSDP.
 """
 
 import torch
@@ -16,17 +16,17 @@ from uptrain.training.language_model import LanguageModel
 from uptrain.training.losses import find_loss
 
 STUDENT = "student."
-"""What the names of the model's tensors begin with in a training checkpoint."""
+"""Prefix of the model's tensor names in a training checkpoint."""
 
 
 class LossModule(nn.Module):
-    """Returns the loss summed over a batch's targets; with `measure`, what evaluation wants to know of it."""
+    """Return the loss summed over a batch's targets, or the sums of `measure_batch` with `measure`."""
 
     def __init__(self, student: LanguageModel, loss: str, teacher: LanguageModel | None) -> None:
         super().__init__()
         self.student = student
         self._loss_sum = find_loss(loss)
-        self._teacher = (teacher,)  # in a tuple it is no submodule: neither trained, nor wrapped, nor saved
+        self._teacher = (teacher,)  # a tuple keeps it from being a submodule, which would be trained, wrapped and saved
 
     @property
     def teacher(self) -> LanguageModel | None:
@@ -43,23 +43,25 @@ class LossModule(nn.Module):
 
 
 def choose_trainable(student: LanguageModel, part: str) -> None:
-    """Let gradients flow to `all` parameters, those of `attention`, or the `kv` projections alone."""
-    wanted = {"all": ("",), "attention": ("self_attn.",), "kv": ("self_attn.k_proj.", "self_attn.v_proj.")}[part]
+    """Enable gradients of `all` parameters, of `attention`, or of the `kv` projections only."""
+    patterns = {"all": ("",), "attention": ("self_attn.",), "kv": ("self_attn.k_proj.", "self_attn.v_proj.")}[part]
     for name, parameter in student.named_parameters():
-        parameter.requires_grad_(any(word in name for word in wanted))
+        parameter.requires_grad_(any(pattern in name for pattern in patterns))
     if not any(parameter.requires_grad for parameter in student.parameters()):
-        raise InputError(f"--trainable {part}: this model names no tensor {' or '.join(wanted)}; use --trainable all.")
+        raise InputError(
+            f"--trainable {part}: this model names no tensor {' or '.join(patterns)}; use --trainable all."
+        )
 
 
 def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:
-    """Say whether no weight is NaN or infinite. Every process looks at what it has of a sharded model."""
+    """Return whether all weights are finite. Each rank checks its own shards of a sharded model."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in map(torch.Tensor.detach, model.parameters())]
-    n_broken = torch.stack([~part.isfinite().all() for part in local]).sum().double()
+    n_broken = torch.stack([~tensor.isfinite().all() for tensor in local]).sum().double()
     return not all_reduce_sum(accelerator, n_broken.to(accelerator.device)).item()
 
 
 def blocks(student: LanguageModel) -> list[nn.Module]:
-    """Return the layers, which are compiled, sharded and recomputed one by one."""
+    """Return the decoder layers, the units of compilation, sharding and activation checkpointing."""
     if isinstance(student, LlamaForCausalLM):
         return list(student.model.layers)
     names = set(getattr(student.theirs, "_no_split_modules", None) or ())

@@ -1,0 +1,1 @@
+"""Tokenising of sources into a token cache: work units, quotas, worker processes and publishing."""

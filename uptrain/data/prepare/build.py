@@ -1,4 +1,4 @@
-"""The tokenising of all units that are needed and not finished yet."""
+"""Tokenise all needed work units that are not finished."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,30 +13,30 @@ from uptrain.data.prepare.work_units import Unit, UnitRecord
 from uptrain.data.prepare.workers import Pool, do_unit
 
 SKIPPED_SHARE = 0.001
-"""More bad records than this stop the build even where they are skipped: at its end, or …"""
+"""Largest share of bad records that may be skipped."""
 SKIPPED_RECORDS = 100_000
-"""… as soon as so many records were read."""
+"""Number of records after which SKIPPED_SHARE is checked during the build; otherwise at its end."""
 
 
 @dataclass
 class TokenizeJob:
-    """A build under way."""
+    """Build of a token cache: tokenise work units in a pool, and record the finished ones."""
 
-    lanes: list[SourceQuota]
-    share: MachineShard
+    source_quotas: list[SourceQuota]
+    machine_shard: MachineShard
     staging: Staging
     pool: Pool
     skip_bad: bool
     records: dict[int, UnitRecord]
-    """What is finished, by the units' numbers."""
+    """Finished work units by number."""
     _failed: dict[int, InputError] = field(default_factory=dict)
 
     def run(self, quiet: bool) -> None:
-        """Tokenise what is needed. Raises InputError for the first needed unit that fails, and OSError."""
+        """Tokenise all needed units. Raises InputError for the first needed unit that fails, and OSError."""
         self._check()
-        quotas = [lane.quota for lane in self.lanes if lane.quota is not None]
-        by_tokens = len(quotas) == len(self.lanes)
-        total = sum(quotas) / self.share.of if by_tokens else sum(unit.nbytes for unit in self._own())
+        quotas = [source_quota.quota for source_quota in self.source_quotas if source_quota.quota is not None]
+        by_tokens = len(quotas) == len(self.source_quotas)
+        total = sum(quotas) / self.machine_shard.of if by_tokens else sum(unit.nbytes for unit in self._own())
         with console.progress_bar("Tokenising", total, quiet, "tokens" if by_tokens else "bytes") as advance:
             for unit in self._own():
                 if unit.number in self.records:
@@ -51,38 +51,40 @@ class TokenizeJob:
                 self._check()
 
     def _own(self) -> Iterator[Unit]:
-        return (unit for lane in self.lanes for unit in lane.units if self.share.has(unit))
+        return (
+            unit for source_quota in self.source_quotas for unit in source_quota.units if self.machine_shard.has(unit)
+        )
 
     def _wanted(self) -> Iterator[Unit]:
-        """Yield what to do next, judged by what is finished at that moment."""
-        for lane in self.lanes:
-            for unit in filter(self.share.has, lane.units):
-                if lane.is_filled(self.records, self.share):
+        """Yield the next needed unit, given those finished when it is requested."""
+        for source_quota in self.source_quotas:
+            for unit in filter(self.machine_shard.has, source_quota.units):
+                if source_quota.is_filled(self.records, self.machine_shard):
                     break
                 if unit.number not in self.records:
                     yield unit
 
     def _check(self) -> None:
-        """Raise InputError for what is known to be wrong already, whatever the unfinished units bring.
+        """Raise InputError for errors that do not depend on unfinished units.
 
-        A unit that fails beyond the tokens that are wanted is no error: with fewer workers it might not have been read.
+        A failed unit beyond the quota is no error: with fewer workers it might not have been read.
         """
-        for lane in self.lanes:
-            check_bad(map(self.records.__getitem__, lane.prefix(self.records)), self.skip_bad)
-            for unit in lane.units:
-                if unit.number in self._failed and not lane.is_filled(self.records, self.share):
+        for source_quota in self.source_quotas:
+            check_bad(map(self.records.__getitem__, source_quota.prefix(self.records)), self.skip_bad)
+            for unit in source_quota.units:
+                if unit.number in self._failed and not source_quota.is_filled(self.records, self.machine_shard):
                     raise self._failed[unit.number]
-                if unit.number not in self.records and lane.quota is not None and self.share.has(unit):
+                if unit.number not in self.records and source_quota.quota is not None and self.machine_shard.has(unit):
                     break
 
 
 def check_bad(records: Iterable[UnitRecord], skip_bad: bool, at_end: bool = False) -> None:
-    """Raise InputError if these units have bad records and none, or not so many, may be skipped."""
+    """Raise InputError if the units have bad records and `skip_bad` is false, or more than SKIPPED_SHARE."""
     n_records = skipped = 0
     first = ""
-    for found in records:
-        n_records, skipped = n_records + found.n_records, skipped + found.skipped
-        first = first or found.first_bad
+    for unit_record in records:
+        n_records, skipped = n_records + unit_record.n_records, skipped + unit_record.skipped
+        first = first or unit_record.first_bad
         if skipped and not skip_bad:
             raise InputError(stop_message(first))
         if n_records >= SKIPPED_RECORDS:

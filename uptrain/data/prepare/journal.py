@@ -1,4 +1,4 @@
-"""The finished units of a staging folder, and those of other machines beside it."""
+"""Record finished work units in a staging folder, and join those of other machines."""
 
 import re
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ START_BYTES = 8
 
 @contextmanager
 def open_staging(out: Path, fingerprint: str) -> Iterator[Staging]:
-    """Hold the staging folder of `out`. If the input is refused before anything is finished, the folder goes again."""
+    """Open the staging folder of `out`. After an InputError, remove it if no unit is finished."""
     with Staging(out.resolve()) as staging:
-        kept = f"is finished is kept in {staging.root}, and the"
+        hint = f"is finished is kept in {staging.root}, and the"
         try:
             staging.open(fingerprint)
             yield staging
@@ -29,33 +29,38 @@ def open_staging(out: Path, fingerprint: str) -> Iterator[Staging]:
             if not staging.finished:
                 staging.discard()
                 raise
-            raise InputError(f"{error} (What {kept} corrected command goes on from there.)") from error
+            raise InputError(f"{error} (What {hint} corrected command goes on from there.)") from error
         except OSError as error:
-            raise OSError(f"{error}; what {kept} same command goes on from there.") from error
+            raise OSError(f"{error}; what {hint} same command goes on from there.") from error
 
 
-def target(out: Path, share: MachineShard | None) -> Path:
-    """Return the path beside which to build: OUT, or another for a machine's share of it."""
-    return out if share is None else out.with_name(f"{out.name}.shard-{share.number}-of-{share.of}")
+def target(out: Path, machine_shard: MachineShard | None) -> Path:
+    """Return the path beside which to stage the build: OUT, or a name of its own for a machine shard."""
+    return (
+        out
+        if machine_shard is None
+        else out.with_name(f"{out.name}.shard-{machine_shard.number}-of-{machine_shard.of}")
+    )
 
 
-def record(staging: Staging, unit: Unit, found: UnitRecord) -> None:
-    staging.record_file(str(unit.number), asdict(found))
+def record(staging: Staging, unit: Unit, unit_record: UnitRecord) -> None:
+    """Record a finished unit in the journal."""
+    staging.record_file(str(unit.number), asdict(unit_record))
 
 
 def load_records(staging: Staging, units: list[Unit], dtype: str) -> dict[int, UnitRecord]:
-    """Return the units whose shards are in the folder and whose sources are as they were, by number."""
-    found = {}
+    """Return, by number, the units whose cache shards are complete and whose sources are unchanged."""
+    records = {}
     for unit in units:
-        kept = staging.finished.get(str(unit.number))
-        if kept and kept["identity"] == unit.identity():
-            unit_record = UnitRecord(**kept)
-            if _is_whole(staging.folder, unit.number, unit_record, dtype):
-                found[unit.number] = unit_record
-    return found
+        entry = staging.finished.get(str(unit.number))
+        if entry and entry["identity"] == unit.identity():
+            unit_record = UnitRecord(**entry)
+            if _is_complete(staging.folder, unit.number, unit_record, dtype):
+                records[unit.number] = unit_record
+    return records
 
 
-def _is_whole(folder: Path, number: int, unit_record: UnitRecord, dtype: str) -> bool:
+def _is_complete(folder: Path, number: int, unit_record: UnitRecord, dtype: str) -> bool:
     sizes = unit_record.n_tokens * np.dtype(dtype).itemsize, unit_record.n_documents * START_BYTES
     paths = [folder / name for name in shard_names(number)]
     return all(path.is_file() and path.stat().st_size == size for path, size in zip(paths, sizes, strict=True))
@@ -63,29 +68,29 @@ def _is_whole(folder: Path, number: int, unit_record: UnitRecord, dtype: str) ->
 
 @contextmanager
 def joined(staging: Staging, units: list[Unit], dtype: str, fingerprint: str) -> Iterator[None]:
-    """Take over what was finished with `--shard`; if all ends well, what is left of it is removed.
+    """Move the finished units of all machine shards into `staging`; remove their folders if the context succeeds.
 
-    Raises InputError where a machine is still at it, or made its share in another way.
+    Raises InputError if a machine is still working on its shard, or used other options.
     """
     pattern = re.compile(re.escape(f".{staging.out.name}.shard-") + r"\d+-of-\d+\.groupwise")
     roots = [path for path in sorted(staging.root.parent.iterdir()) if pattern.fullmatch(path.name)]
-    with ExitStack() as held:
-        parts = [held.enter_context(_part(root, fingerprint)) for root in roots]
-        for part in parts:
-            for number, unit_record in load_records(part, units, dtype).items():
+    with ExitStack() as stack:
+        machine_shards = [stack.enter_context(_open_machine_shard(root, fingerprint)) for root in roots]
+        for machine_shard in machine_shards:
+            for number, unit_record in load_records(machine_shard, units, dtype).items():
                 for name in shard_names(number):
-                    (part.folder / name).rename(staging.folder / name)
+                    (machine_shard.folder / name).rename(staging.folder / name)
                 record(staging, units[number], unit_record)
         yield
-        for part in parts:
-            part.discard()
+        for machine_shard in machine_shards:
+            machine_shard.discard()
 
 
 @contextmanager
-def _part(root: Path, fingerprint: str) -> Iterator[Staging]:
-    """Hold the staging folder of a share."""
-    with Staging(root.with_name(root.name.removeprefix(".").removesuffix(".groupwise"))) as part:
-        if part.begun_with not in (None, fingerprint):
+def _open_machine_shard(root: Path, fingerprint: str) -> Iterator[Staging]:
+    """Open the staging folder of a machine shard."""
+    with Staging(root.with_name(root.name.removeprefix(".").removesuffix(".groupwise"))) as staging:
+        if staging.begun_with not in (None, fingerprint):
             raise InputError(f"{root} was made with another tokenizer or --text-column; remove it, or use the same.")
-        part.open(fingerprint)
-        yield part
+        staging.open(fingerprint)
+        yield staging

@@ -1,7 +1,7 @@
-"""Sources → token cache: plan, tokenise in parallel, publish.
+"""Make a token cache from sources: plan, tokenise in parallel, publish.
 
-Units are tokenised into a staging folder beside OUT, whose journal says which are finished, so that a build goes on
-where it was killed. The cache is the same, byte for byte, whatever the number of workers, machines and interruptions.
+Work units are tokenised into a staging folder beside OUT. Its journal records the finished ones, so that a killed build
+resumes. The cache is identical, byte for byte, for any number of workers, machines and interruptions.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from model.common.staging import check_out
 from uptrain.data.prepare import journal
 from uptrain.data.prepare.build import TokenizeJob
 from uptrain.data.prepare.publish import INPUTS, Kind, publish
-from uptrain.data.prepare.quotas import MachineShard, Records, SourceQuota, make_lanes
+from uptrain.data.prepare.quotas import MachineShard, Records, SourceQuota, make_source_quotas
 from uptrain.data.prepare.sources import Source, find_sources
 from uptrain.data.prepare.tokenise import Job
 from uptrain.data.prepare.tokenizer import load_tokenizer, tokenizer_sha256
@@ -25,70 +25,72 @@ from uptrain.data.prepare.workers import Pool
 from uptrain.data.token_cache import MANIFEST, Manifest
 
 UNITS_FORMAT = 1
-"""Raised when units come out otherwise than before, so that none made by an older version is joined."""
+"""Version of the content of work units. Increase it with each change, so that units of old versions are not reused."""
 UINT16_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What is asked for."""
+    """Options of `uptrain prepare`."""
 
     data: tuple[str, ...]
-    """See `uptrain.data.prepare.sources`."""
+    """Sources: see `uptrain.data.prepare.sources`."""
     out: Path
     seq_len: int
     tokenizer: Path | None = None
     vocab_size: int | None = None
-    """For data that is tokenised already, in place of a tokenizer."""
+    """Vocabulary size of tokenised data, in place of a tokenizer."""
     n_tokens: int | None = None
-    """None: all there are."""
+    """Number of tokens to take; None takes all."""
     text_column: str = "text"
     skip_bad: bool = False
     workers: int = 1
-    share: MachineShard | None = None
-    """Do only this part of the work, which a later request without it joins."""
+    machine_shard: MachineShard | None = None
+    """Tokenise only this machine shard; a later call without it joins all machine shards."""
 
 
 @dataclass(frozen=True)
 class _Plan:
     sources: list[Source]
     units: list[Unit]
-    lanes: list[SourceQuota]
+    source_quotas: list[SourceQuota]
     fingerprint: str
-    """Of all that the content of a unit depends on, but for its source."""
+    """Hash of everything that determines the content of a unit, besides its source."""
     inputs: str
-    """Of all that the cache depends on."""
+    """Hash of everything that determines the cache."""
 
 
-def prepare(request: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
-    """Make the token cache `request.out`, or with `request.share` a part of it; return what it holds.
+def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
+    """Make the token cache `options.out`, or a machine shard of it; return a summary.
 
-    Raises InputError for what the user can put right, and OSError if reading or writing fails midway. What is finished
-    is kept in the staging folder, and the corrected command goes on from there.
+    Raises InputError for invalid input, and OSError if reading or writing fails. Finished units stay in the staging
+    folder, where the corrected command resumes.
     """
-    check_out(request.out)
-    plan = _make_plan(request)
-    if request.out.exists():
-        return _summary(request.out, _already_complete(request.out, plan), plan, complete=True)
-    tokenizer = load_tokenizer(request.tokenizer) if request.tokenizer else None
-    vocab_size = tokenizer.vocab_size if tokenizer else request.vocab_size
+    check_out(options.out)
+    plan = _make_plan(options)
+    if options.out.exists():
+        return _summary(options.out, _already_complete(options.out, plan), plan, complete=True)
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    vocab_size = tokenizer.vocab_size if tokenizer else options.vocab_size
     assert vocab_size is not None
     kind = Kind(
-        request.seq_len, "uint16" if vocab_size <= UINT16_IDS else "uint32", vocab_size,
+        options.seq_len, "uint16" if vocab_size <= UINT16_IDS else "uint32", vocab_size,
         tokenizer.sha256 if tokenizer else "",
     )  # fmt: skip
-    with journal.open_staging(journal.target(request.out, request.share), plan.fingerprint) as staging:
-        job = Job(staging.folder, vocab_size, kind.dtype, request.text_column, request.skip_bad)
-        with Pool(request.workers, job, tokenizer) as pool, ExitStack() as joined:
-            if request.share is None:
+    with journal.open_staging(journal.target(options.out, options.machine_shard), plan.fingerprint) as staging:
+        job = Job(staging.folder, vocab_size, kind.dtype, options.text_column, options.skip_bad)
+        with Pool(options.workers, job, tokenizer) as pool, ExitStack() as joined:
+            if options.machine_shard is None:
                 joined.enter_context(journal.joined(staging, plan.units, kind.dtype, plan.fingerprint))
             records = journal.load_records(staging, plan.units, kind.dtype)
-            build = TokenizeJob(plan.lanes, request.share or MachineShard(), staging, pool, request.skip_bad, records)
+            build = TokenizeJob(
+                plan.source_quotas, options.machine_shard or MachineShard(), staging, pool, options.skip_bad, records
+            )
             build.run(quiet)
-            if request.share is not None:
-                return _summary_of_share(request.share, plan.units, records)
-            manifest = publish(build, plan.sources, request.n_tokens, kind, plan.inputs, quiet)
-    return _summary(request.out, manifest, plan, complete=False)
+            if options.machine_shard is not None:
+                return _summary_of_machine_shard(options.machine_shard, plan.units, records)
+            manifest = publish(build, plan.sources, options.n_tokens, kind, plan.inputs, quiet)
+    return _summary(options.out, manifest, plan, complete=False)
 
 
 def _summary(out: Path, manifest: Manifest, plan: _Plan, complete: bool) -> dict[str, Any]:
@@ -107,27 +109,27 @@ def _summary(out: Path, manifest: Manifest, plan: _Plan, complete: bool) -> dict
     }
 
 
-def _summary_of_share(share: MachineShard, units: list[Unit], records: Records) -> dict[str, Any]:
-    own = [records[unit.number] for unit in units if share.has(unit) and unit.number in records]
+def _summary_of_machine_shard(machine_shard: MachineShard, units: list[Unit], records: Records) -> dict[str, Any]:
+    own = [records[unit.number] for unit in units if machine_shard.has(unit) and unit.number in records]
     return {
-        "share": f"{share.number}/{share.of}",
+        "share": f"{machine_shard.number}/{machine_shard.of}",
         "units": len(own),
-        "documents": sum(found.n_documents for found in own),
-        "tokens": sum(found.n_tokens for found in own),
+        "documents": sum(unit_record.n_documents for unit_record in own),
+        "tokens": sum(unit_record.n_tokens for unit_record in own),
     }
 
 
-def _make_plan(request: PrepareOptions) -> _Plan:
-    if (request.tokenizer is None) == (request.vocab_size is None):
+def _make_plan(options: PrepareOptions) -> _Plan:
+    if (options.tokenizer is None) == (options.vocab_size is None):
         raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
-    tokenizer = tokenizer_sha256(request.tokenizer) if request.tokenizer else request.vocab_size
-    sources = find_sources(request.data)
+    tokenizer = tokenizer_sha256(options.tokenizer) if options.tokenizer else options.vocab_size
+    sources = find_sources(options.data)
     units = make_units(sources)
-    fingerprint = _hash([UNITS_FORMAT, tokenizer, request.text_column])
+    fingerprint = _hash([UNITS_FORMAT, tokenizer, options.text_column])
     weights = [str(source.weight) for source in sources]
     identities = [unit.identity() for unit in units]
-    inputs = _hash([fingerprint, identities, weights, request.seq_len, request.n_tokens, request.skip_bad])
-    return _Plan(sources, units, make_lanes(sources, units, request.n_tokens), fingerprint, inputs)
+    inputs = _hash([fingerprint, identities, weights, options.seq_len, options.n_tokens, options.skip_bad])
+    return _Plan(sources, units, make_source_quotas(sources, units, options.n_tokens), fingerprint, inputs)
 
 
 def _hash(value: Any) -> str:
@@ -135,7 +137,7 @@ def _hash(value: Any) -> str:
 
 
 def _already_complete(out: Path, plan: _Plan) -> Manifest:
-    """Return what OUT holds if it is what the plan would make. Raises InputError if not."""
+    """Return the manifest of OUT if it was made by the same plan. Raises InputError if not."""
     made_from = (out / INPUTS).read_text().strip() if (out / INPUTS).is_file() else ""
     if made_from != plan.inputs:
         kind = "a cache of other data or options" if (out / MANIFEST).is_file() else "no token cache"

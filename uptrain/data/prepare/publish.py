@@ -1,4 +1,4 @@
-"""Finished units → the shards that are needed, the last one cut, and the manifest; then the cache appears."""
+"""Publish a token cache: select the needed units, truncate the last one, write the manifest, rename the folder."""
 
 import hashlib
 import os
@@ -21,12 +21,12 @@ from uptrain.data.prepare.workers import Pool, do_checksum
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
 
 INPUTS = "inputs.sha256"
-"""A file of the cache: a hash of what it was made from, by which the same command knows that its work is done."""
+"""File of the cache with a hash of its inputs, by which the same command detects that the cache is complete."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a manifest says of the cache as a whole."""
+    """Fields of the manifest that concern the whole cache."""
 
     seq_len: int
     dtype: str
@@ -35,15 +35,19 @@ class Kind:
 
 
 Taken = list[tuple[Unit, int]]
-"""Units, and how many of their tokens."""
+"""Needed units, each with the number of tokens to take from it."""
 
 
 def publish(
     build: TokenizeJob, sources: list[Source], n_tokens: int | None, kind: Kind, inputs: str, quiet: bool
 ) -> Manifest:
-    """Make the staging folder the cache. Raises InputError if it has too few tokens, or a source changed meanwhile."""
+    """Turn the staging folder into the cache. Raises InputError if tokens are too few or a source has changed."""
     records, staging = build.records, build.staging
-    taken = [pair for lane in finalise_quotas(build.lanes, n_tokens, records) for pair in lane.taken(records)]
+    taken = [
+        pair
+        for source_quota in finalise_quotas(build.source_quotas, n_tokens, records)
+        for pair in source_quota.taken(records)
+    ]
     check_bad((records[unit.number] for unit, _ in taken), build.skip_bad, at_end=True)
     checksums = _checksums(taken, staging, build.pool, quiet)
     for unit, _ in taken:
@@ -61,34 +65,34 @@ def publish(
 
 
 def _checksums(taken: Taken, staging: Staging, pool: Pool, quiet: bool) -> dict[str, str]:
-    """Return the sha256 of every source file that was needed."""
+    """Return the sha256 of every needed source file, from the journal if it is recorded there."""
     paths = dict.fromkeys(piece.path for unit, _ in taken for piece in unit.pieces)
     identities = {path: file_identity(path) for path in paths}
-    known = {path: staging.finished.get(f"sha256 {path}", {}) for path in paths}
-    missing = [path for path in paths if known[path].get("identity") != identities[path]]
+    entries = {path: staging.finished.get(f"sha256 {path}", {}) for path in paths}
+    missing = [path for path in paths if entries[path].get("identity") != identities[path]]
     total = sum(Path(path).stat().st_size for path in missing)
     with console.progress_bar("Checksums of the sources", total, quiet) as advance:
         for path, future in pool.run(do_checksum, iter(missing), lambda n_read, _: advance(n_read)):
-            known[path] = {"identity": identities[path], "sha256": future.result()}
-            staging.record(f"sha256 {path}", known[path])
-    return {path: known[path]["sha256"] for path in paths}
+            entries[path] = {"identity": identities[path], "sha256": future.result()}
+            staging.record(f"sha256 {path}", entries[path])
+    return {path: entries[path]["sha256"] for path in paths}
 
 
-def _shard(folder: Path, unit: Unit, n: int, found: UnitRecord, dtype: str) -> CacheShard:
-    """Return a unit's shard, cut to its first n tokens."""
+def _shard(folder: Path, unit: Unit, n: int, unit_record: UnitRecord, dtype: str) -> CacheShard:
+    """Return a unit's cache shard, truncated to its first n tokens."""
     tokens, documents = shard_names(unit.number)
-    if n == found.n_tokens:
-        hashes = found.tokens_sha256, found.documents_sha256
-        return CacheShard(tokens, documents, n, found.n_documents, *hashes)
+    if n == unit_record.n_tokens:
+        hashes = unit_record.tokens_sha256, unit_record.documents_sha256
+        return CacheShard(tokens, documents, n, unit_record.n_documents, *hashes)
     starts = np.fromfile(folder / documents, "<i8")
     n_documents = int(np.searchsorted(starts, n))
     sizes = n * np.dtype(dtype).itemsize, n_documents * starts.itemsize
-    hashes = _cut(folder / tokens, sizes[0]), _cut(folder / documents, sizes[1])
+    hashes = _truncate(folder / tokens, sizes[0]), _truncate(folder / documents, sizes[1])
     return CacheShard(tokens, documents, n, n_documents, *hashes)
 
 
-def _cut(path: Path, size: int) -> str:
-    """Cut a file to its first bytes; return its new hash. (Should that be all for now, it is made anew next time.)"""
+def _truncate(path: Path, size: int) -> str:
+    """Truncate a file; return its new hash. (If killed after this, the unit is rebuilt.)"""
     os.truncate(path, size)
     sync_file(path)
     with path.open("rb") as file:
@@ -98,7 +102,7 @@ def _cut(path: Path, size: int) -> str:
 def _describe(
     source: Source, units: list[Unit], records: Records, shards: dict[int, CacheShard], checksums: dict[str, str]
 ) -> dict[str, Any]:
-    """Return what the manifest says of a source, as far as it was needed."""
+    """Return a source's entry in the manifest, for its needed units."""
     paths = list(dict.fromkeys(piece.path for unit in units for piece in unit.pieces))
     sums = [checksums[path] for path in paths]
     dropped: Counter[str] = Counter()
@@ -118,7 +122,7 @@ def _describe(
 
 
 def _write(staging: Staging, manifest: Manifest, inputs: str) -> None:
-    """Write what the cache holds beside its shards, and remove what it does not hold."""
+    """Write manifest and inputs, and remove all other files that are not cache shards of the manifest."""
     files = {MANIFEST: manifest.text(), INPUTS: f"{inputs}\n".encode()}
     staging.keep_only([*files, *(name for shard in manifest.shards for name in (shard.tokens, shard.documents))])
     for name, content in files.items():

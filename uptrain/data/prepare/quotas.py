@@ -1,7 +1,4 @@
-"""How many tokens are wanted of which units: the first N in order, or each source's share of a mixture.
-
-A *lane* is a row of units that has to bring a number of tokens: all units, or, in a mixture, those of one source.
-"""
+"""Compute quotas: the number of tokens to take from all units in order, or from each source of a mixture."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,12 +10,12 @@ from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 
 Records = Mapping[int, UnitRecord]
-"""What is finished, by the units' numbers."""
+"""Finished work units by number."""
 
 
 @dataclass(frozen=True)
 class MachineShard:
-    """Which part of the work this machine does: every n-th unit."""
+    """Work units of one machine: every `of`-th unit, beginning with number − 1."""
 
     number: int = 1
     of: int = 1
@@ -29,35 +26,37 @@ class MachineShard:
 
 @dataclass(frozen=True)
 class SourceQuota:
-    """Units whose first `quota` tokens are wanted, or all of them if that is None."""
+    """Work units, in order, with the number of tokens to take: all units, or those of one source of a mixture."""
 
     name: str
     units: list[Unit]
     quota: int | None
+    """Number of tokens; None takes all."""
     weight: Fraction
-    """Its part of all tokens; the weights of all lanes sum to 1."""
+    """Fraction of all tokens; the weights of all source quotas sum to 1."""
 
-    def found(self, records: Records) -> int:
+    def n_finished(self, records: Records) -> int:
+        """Return the number of tokens in finished units."""
         return sum(records[unit.number].n_tokens for unit in self.units if unit.number in records)
 
-    def is_filled(self, records: Records, share: MachineShard) -> bool:
-        """Whether the units that are finished without a gap bring the quota.
+    def is_filled(self, records: Records, machine_shard: MachineShard) -> bool:
+        """Return whether contiguous finished units meet the quota.
 
-        Units that other machines work on are taken to have as many tokens a byte as those that are finished here.
+        Units of other machines count with an estimate: the tokens per byte of the finished units.
         """
         if self.quota is None:
             return False
         n_bytes = sum(unit.nbytes for unit in self.units if unit.number in records)
-        per_byte = self.found(records) / max(n_bytes, 1)
+        tokens_per_byte = self.n_finished(records) / max(n_bytes, 1)
         tokens = 0.0
         for unit in self.units:
-            if unit.number not in records and share.has(unit):
+            if unit.number not in records and machine_shard.has(unit):
                 break
-            tokens += records[unit.number].n_tokens if unit.number in records else per_byte * unit.nbytes
+            tokens += records[unit.number].n_tokens if unit.number in records else tokens_per_byte * unit.nbytes
         return tokens >= self.quota
 
     def prefix(self, records: Records) -> Iterator[int]:
-        """Yield the numbers of the first units, as far as all are finished and needed."""
+        """Yield the numbers of the first units, while they are finished and needed."""
         tokens = 0
         for unit in self.units:
             if unit.number not in records or (self.quota is not None and tokens >= self.quota):
@@ -66,8 +65,8 @@ class SourceQuota:
             yield unit.number
 
     def taken(self, records: Records) -> Iterator[tuple[Unit, int]]:
-        """Yield the units that are needed, and how many of their tokens: all, but for the last."""
-        left = self.found(records) if self.quota is None else self.quota
+        """Yield the needed units, each with the number of tokens to take: all, except from the last."""
+        left = self.n_finished(records) if self.quota is None else self.quota
         for unit in self.units:
             if left == 0:
                 return
@@ -76,8 +75,8 @@ class SourceQuota:
             yield unit, n
 
 
-def make_lanes(sources: list[Source], units: list[Unit], n_tokens: int | None) -> list[SourceQuota]:
-    """Return the lanes in order. A mixture of all there is has no quotas yet: see `finalise_quotas`."""
+def make_source_quotas(sources: list[Source], units: list[Unit], n_tokens: int | None) -> list[SourceQuota]:
+    """Return the source quotas in order. Without `n_tokens` a mixture has none yet: see `finalise_quotas`."""
     weights = [source.weight for source in sources if source.weight is not None]
     if not weights:
         return [SourceQuota("the sources", units, n_tokens, Fraction(1))]
@@ -90,46 +89,48 @@ def make_lanes(sources: list[Source], units: list[Unit], n_tokens: int | None) -
 
 
 def divide(n: int, parts: list[Fraction]) -> list[int]:
-    """Divide a whole number in proportion: by largest remainders, so that it is divided exactly."""
-    shares = [n * part for part in parts]
-    whole = [math.floor(share) for share in shares]
-    by_remainder = sorted(range(len(parts)), key=lambda i: whole[i] - shares[i])
+    """Divide an integer in proportion to `parts`, exactly, by the method of largest remainders."""
+    exact = [n * part for part in parts]
+    whole = [math.floor(value) for value in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: whole[i] - exact[i])
     for i in by_remainder[: n - sum(whole)]:
         whole[i] += 1
     return whole
 
 
-def finalise_quotas(lanes: list[SourceQuota], n_tokens: int | None, records: Records) -> list[SourceQuota]:
-    """Return the lanes with their final quotas, once all needed units are finished.
+def finalise_quotas(source_quotas: list[SourceQuota], n_tokens: int | None, records: Records) -> list[SourceQuota]:
+    """Return the source quotas with their final numbers, once all needed units are finished.
 
-    Without a number of tokens a mixture is the largest one that every source has enough for. Raises InputError where a
-    source has too little.
+    Without `n_tokens`, a mixture is as large as its sources allow. Raises InputError if a source has too few tokens.
     """
-    if n_tokens is None and len(lanes) > 1:
-        n_tokens = min(_largest(lane, records) for lane in lanes)
-        quotas = divide(n_tokens, [lane.weight for lane in lanes])
-        lanes = [replace(lane, quota=quota) for lane, quota in zip(lanes, quotas, strict=True)]
-    for lane in lanes:
-        _check_enough(lane, n_tokens, records)
-    return lanes
+    if n_tokens is None and len(source_quotas) > 1:
+        n_tokens = min(_largest(source_quota, records) for source_quota in source_quotas)
+        quotas = divide(n_tokens, [source_quota.weight for source_quota in source_quotas])
+        source_quotas = [
+            replace(source_quota, quota=quota) for source_quota, quota in zip(source_quotas, quotas, strict=True)
+        ]
+    for source_quota in source_quotas:
+        _check_enough(source_quota, n_tokens, records)
+    return source_quotas
 
 
-def _largest(lane: SourceQuota, records: Records) -> int:
-    """Return the largest number of tokens in all of which this lane has enough for its part."""
-    return math.floor(lane.found(records) / lane.weight)
+def _largest(source_quota: SourceQuota, records: Records) -> int:
+    """Return the largest total number of tokens of which this source can supply its fraction."""
+    return math.floor(source_quota.n_finished(records) / source_quota.weight)
 
 
-def _check_enough(lane: SourceQuota, n_tokens: int | None, records: Records) -> None:
-    found = lane.found(records)
-    if found == 0:
-        raise InputError(f"{lane.name}: no tokens in it; every record was dropped, or there were none.")
-    if lane.quota is None or found >= lane.quota:
+def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Records) -> None:
+    available = source_quota.n_finished(records)
+    if available == 0:
+        raise InputError(f"{source_quota.name}: no tokens in it; every record was dropped, or there were none.")
+    if source_quota.quota is None or available >= source_quota.quota:
         return
-    if lane.weight == 1:
+    if source_quota.weight == 1:
         raise InputError(
-            f"{lane.name} have {found:,} tokens, fewer than --tokens {n_tokens:,}; add --data or lower it."
+            f"{source_quota.name} have {available:,} tokens, fewer than --tokens {n_tokens:,}; add --data or lower it."
         )
     raise InputError(
-        f"{lane.name} has {found:,} tokens, fewer than its {float(lane.weight):.4g} of --tokens {n_tokens:,}, which is "
-        f"{lane.quota:,}; lower --tokens to {_largest(lane, records):,} or less, or its weight."
+        f"{source_quota.name} has {available:,} tokens, fewer than its {float(source_quota.weight):.4g} of "
+        f"--tokens {n_tokens:,}, which is {source_quota.quota:,}; lower --tokens to "
+        f"{_largest(source_quota, records):,} or less, or its weight."
     )

@@ -1,4 +1,4 @@
-"""What `--data` names: files, folders and hub datasets, as lists of files of one format, with their weights.
+"""Find the sources that `--data` names: files, folders and hub datasets, each with its format and weight.
 
 PATH              a file, a folder of files of one format, or a folder of `datasets.save_to_disk`
 hub:NAME[:[CONFIG:]SPLIT]     a dataset of the Hugging Face hub
@@ -22,25 +22,25 @@ from uptrain.data.readers import READERS, find_reader, format_of
 
 ARROW = "arrow"
 _WEIGHT = re.compile(r"-?[\d.]{1,40}(?:e[+-]?\d{1,2})?|\d{1,40}/\d{1,40}", re.ASCII | re.IGNORECASE)
-"""A weight: exact, but not of so large an exponent that writing it out takes all memory."""
+"""Weights, which are read exactly. Exponents are limited, since large ones would exhaust memory."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One `--data`."""
+    """Source that one `--data` names."""
 
     name: str
-    """As it was given, without the weight."""
+    """Value of `--data` without the weight."""
     format: str
-    """A name of `READERS`."""
+    """Name in `READERS`."""
     files: tuple[str, ...]
     weight: Fraction | None = None
     ignored: tuple[str, ...] = ()
-    """Files of a folder that are of no known format."""
+    """Files of a folder with an unknown format."""
 
 
 def find_sources(data: tuple[str, ...]) -> list[Source]:
-    """Return the sources in the order given. Raises InputError for what is not there or not clear."""
+    """Return the sources in the order given. Raises InputError for missing files and ambiguous names or weights."""
     sources = [_find(*_split_weight(text)) for text in data]
     weighted = [source for source in sources if source.weight is not None]
     if weighted and len(weighted) < len(sources):
@@ -50,16 +50,16 @@ def find_sources(data: tuple[str, ...]) -> list[Source]:
 
 
 def _split_weight(text: str) -> tuple[str, Fraction | None]:
-    """Divide PATH=WEIGHT; a path that exists as it stands has no weight."""
-    path, equals, written = text.rpartition("=")
+    """Split PATH=WEIGHT into path and weight; an existing path that contains `=` has no weight."""
+    path, equals, digits = text.rpartition("=")
     if not equals or Path(text).exists():
         return text, None
     try:
-        if not _WEIGHT.fullmatch(written):
+        if not _WEIGHT.fullmatch(digits):
             raise ValueError("no number, or one of more digits than are read")
-        weight = Fraction(written)
+        weight = Fraction(digits)
     except (ValueError, ZeroDivisionError) as error:
-        raise InputError(f"--data {text}: no such file, and {written!r} is no weight such as 0.7.") from error
+        raise InputError(f"--data {text}: no such file, and {digits!r} is no weight such as 0.7.") from error
     if weight <= 0:
         raise InputError(f"--data {text}: a weight must be above 0; leave the source out instead.")
     return path, weight
@@ -74,10 +74,10 @@ def _find(name: str, weight: Fraction | None) -> Source:
         return _find_in_folder(path, weight)
     if not path.exists():
         raise InputError(f"--data {name}: no such file or folder. (A dataset of the hub is {HUB}{name}.)")
-    found = format_of(path.name)
-    if found is None:
-        raise InputError(f"--data {name}: not a known format; known are {_known()}.")
-    return Source(name, found, _readable((name,)), weight)
+    format_name = format_of(path.name)
+    if format_name is None:
+        raise InputError(f"--data {name}: not a known format; known are {_known_suffixes()}.")
+    return Source(name, format_name, _check_readable((name,)), weight)
 
 
 def _find_in_folder(folder: Path, weight: Fraction | None) -> Source:
@@ -90,7 +90,7 @@ def _find_in_folder(folder: Path, weight: Fraction | None) -> Source:
         names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
         if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
             raise InputError(f"{folder / 'state.json'} is damaged (_data_files); save the dataset anew.")
-        files = _readable(tuple(str(folder / str(name)) for name in names))
+        files = _check_readable(tuple(str(folder / str(name)) for name in names))
         return Source(str(folder), ARROW, files, weight)
     formats: dict[str | None, list[str]] = {}
     for path in sorted(folder.rglob("*")):
@@ -99,27 +99,28 @@ def _find_in_folder(folder: Path, weight: Fraction | None) -> Source:
             formats.setdefault(format_of(path.name), []).append(str(path))
     ignored = tuple(formats.pop(None, ()))
     if not formats:
-        raise InputError(f"--data {folder}: no file of a known format; known are {_known()}.")
+        raise InputError(f"--data {folder}: no file of a known format; known are {_known_suffixes()}.")
     if len(formats) > 1:
-        found = ", ".join(f"{len(files)} {name} (e.g. {files[0]})" for name, files in formats.items())
-        raise InputError(f"--data {folder}: files of several formats: {found}; give each its own --data.")
-    ((name, found_files),) = formats.items()
-    return Source(str(folder), str(name), _readable(tuple(found_files)), weight, ignored)
+        counts = ", ".join(f"{len(paths)} {name} (e.g. {paths[0]})" for name, paths in formats.items())
+        raise InputError(f"--data {folder}: files of several formats: {counts}; give each its own --data.")
+    ((name, paths),) = formats.items()
+    return Source(str(folder), str(name), _check_readable(tuple(paths)), weight, ignored)
 
 
 def _listed(path: Path, key: str) -> list[Any]:
-    """Return a list that `datasets` wrote into one of its JSON files."""
+    """Return a list from a JSON file of `datasets`."""
     content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        found = json.loads(content)[key]
-        if not isinstance(found, list):
+        entries = json.loads(content)[key]
+        if not isinstance(entries, list):
             raise TypeError(f"{key} is no list")
     except (ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error!r}); save the dataset anew.") from error
-    return found
+    return entries
 
 
-def _readable(files: tuple[str, ...]) -> tuple[str, ...]:
+def _check_readable(files: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the files. Raises InputError for one that is unreadable, no regular file, or damaged compressed data."""
     for file in files:
         if not os.access(file, os.R_OK):
             raise InputError(f"{file} cannot be read: {'no permission' if Path(file).exists() else 'it is missing'}.")
@@ -130,5 +131,5 @@ def _readable(files: tuple[str, ...]) -> tuple[str, ...]:
     return files
 
 
-def _known() -> str:
+def _known_suffixes() -> str:
     return ", ".join(suffix for name in READERS for suffix in find_reader(name).SUFFIXES)

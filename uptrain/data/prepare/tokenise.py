@@ -1,4 +1,4 @@
-"""A unit → a shard of the cache: what a worker does."""
+"""Tokenise a work unit into a cache shard, in a worker process."""
 
 import hashlib
 import os
@@ -19,33 +19,33 @@ from uptrain.data.readers import Document, Piece, Problem, Reader, find_reader
 from uptrain.data.readers.record import EMPTY, TOKEN_IDS
 
 BATCH = 1 << 20
-"""So many characters, token ids or bytes of the source are gathered, then encoded and written."""
+"""Number of characters, token ids or source bytes to gather before they are encoded and written."""
 
 Report = Callable[[int, int], None]
-"""Called with how many more bytes were read and tokens written. May raise, to stop the work."""
+"""Callback with the numbers of further bytes read and tokens written. May raise, to stop the work."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all units."""
+    """Settings that all units share."""
 
     folder: Path
     vocab_size: int
     dtype: str
     text_column: str
     skip_bad: bool
-    """Leave bad records out and count them, rather than stop at the first."""
+    """Whether to skip and count bad records; otherwise the first one is an error."""
 
 
 def shard_names(number: int) -> tuple[str, str]:
-    """Return the names of a shard's tokens and of its documents."""
+    """Return the file names of a cache shard: tokens and documents."""
     return f"tokens-{number:05}.bin", f"documents-{number:05}.bin"
 
 
 def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Report) -> UnitRecord:
-    """Write the shard of a unit, on the disk for good when this returns.
+    """Write the cache shard of a unit and sync it to the disk; return its record.
 
-    Raises InputError, with its place, for the first bad record unless they are skipped, and for a damaged file.
+    Raises InputError for a damaged file, and for the first bad record, with its position, unless they are skipped.
     """
     identity = unit.identity()
     with _Shard(job, unit.number) as shard:
@@ -61,7 +61,7 @@ def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Report) -> U
 
 
 class _Shard:
-    """The pair of files that a unit becomes, while they are written."""
+    """Cache shard while it is written."""
 
     def __init__(self, job: Job, number: int) -> None:
         self._paths = [job.folder / name for name in shard_names(number)]
@@ -86,7 +86,7 @@ class _Shard:
         self._file.write(content)
 
     def finish(self) -> tuple[str, str]:
-        """See the files to the disk, under their names; return their hashes."""
+        """Sync the files and rename them to their final names; return their hashes."""
         starts = np.array(self.starts, "<i8").tobytes()
         with _partial(self._paths[1]).open("wb") as documents:
             documents.write(starts)
@@ -103,7 +103,7 @@ def _partial(path: Path) -> Path:
 
 
 class _Work:
-    """Records come in, documents are gathered, encoded and written; the rest is counted."""
+    """Read records, gather, encode and write their documents, and count the rest."""
 
     def __init__(self, job: Job, shard: _Shard, encoder: Encoder | None, report: Report) -> None:
         self._job, self._shard, self._encoder, self._report = job, shard, encoder, report
@@ -132,10 +132,10 @@ class _Work:
             return document
         if isinstance(document, str):
             return None if self._encoder else Problem("a text, but no --tokenizer to tokenise it with")
-        out = (document < 0) | (document >= self._job.vocab_size)
-        if not out.any():
+        out_of_range = (document < 0) | (document >= self._job.vocab_size)
+        if not out_of_range.any():
             return None
-        position = int(out.argmax())
+        position = int(out_of_range.argmax())
         return Problem(
             f"token id {document[position]} at position {position} of {TOKEN_IDS!r}, outside the vocabulary of "
             f"{self._job.vocab_size:,}"
@@ -161,7 +161,7 @@ class _Work:
         filled = [ids for ids in documents if len(ids)]
         if filled:
             self._shard.write(filled)
-        if len(filled) < len(documents):  # texts that the tokenizer makes nothing of
+        if len(filled) < len(documents):  # the tokenizer returned no ids for some texts
             self.dropped[EMPTY.reason] += len(documents) - len(filled)
         self._gathered = []
         self._report(bytes_read, self._shard.n_tokens - before)

@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face folder: its identity, and the ids it gives a document.
+"""Load the tokenizer of a Hugging Face folder, compute its fingerprint, and encode documents.
 
-A document's ids are what the tokenizer itself gives its text, with the special tokens it adds by itself, and the
-end-of-sequence token last, if there is one and it is not there yet.
+A document's ids are the tokenizer's own output, including the special tokens that it adds. If the tokenizer has an
+end-of-sequence token, it is appended to ids that do not end with it.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ SETTINGS = (
     "legacy", "do_lower_case", "split_special_tokens", "added_tokens_decoder", "additional_special_tokens",
     "extra_special_tokens",
 )  # fmt: skip
-"""What in CONFIGS can change ids; chat templates, lengths, names and padding cannot."""
+"""Keys of CONFIGS that can change ids, unlike chat templates, lengths, names and padding."""
 
 
 def tokenizer_sha256(folder: Path) -> str:
-    """Return the identity of a folder's tokenizer: a hash of the files and settings that decide which ids it gives.
+    """Return the fingerprint of a folder's tokenizer: a hash of the files and settings that determine ids.
 
-    Equal files have equal identities, whatever else is in their folders. The reverse does not hold: the same tokenizer
-    saved anew by another version of transformers may be written otherwise. Raises InputError if there is none.
+    Equal files have equal fingerprints, regardless of other files in their folders. The reverse does not hold: another
+    version of transformers may save the same tokenizer differently. Raises InputError if there is no tokenizer.
     """
     names = [WHOLE] if (folder / WHOLE).is_file() else [name for name in VOCABULARIES if (folder / name).is_file()]
     if not names:
@@ -56,21 +56,21 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer as a few plain values, which every worker process makes its own encoder of."""
+    """Tokenizer as plain values, from which every worker process makes its own Encoder."""
 
     backend: str
-    """The fast tokenizer as JSON, after all that transformers makes of the folder."""
+    """JSON of the fast tokenizer, as transformers loads it from the folder."""
     splits_special: bool
-    """Whether a special token that is written out in a text is text like any other."""
+    """Whether special tokens that occur in a text are encoded as plain text."""
     eos_id: int | None
     vocab_size: int
-    """One more than the highest id."""
+    """Highest id + 1."""
     sha256: str
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read a folder's tokenizer with transformers, from local files alone. Raises InputError if it cannot be used."""
-    identity = tokenizer_sha256(folder)
+    """Load a folder's tokenizer with transformers, from local files only. Raises InputError if it is unusable."""
+    sha256 = tokenizer_sha256(folder)
     loaded = open_tokenizer(folder)
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
@@ -79,12 +79,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         )
     vocabulary = backend.get_vocab(with_added_tokens=True)
     return Tokenizer(
-        backend.to_str(), bool(loaded.split_special_tokens), loaded.eos_token_id, max(vocabulary.values()) + 1, identity
+        backend.to_str(), bool(loaded.split_special_tokens), loaded.eos_token_id, max(vocabulary.values()) + 1, sha256
     )
 
 
 class Encoder:
-    """Gives documents their ids."""
+    """Encode documents as token ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = Backend.from_str(tokenizer.backend)
@@ -94,10 +94,10 @@ class Encoder:
         self._eos_id = tokenizer.eos_id
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, which may be none."""
-        found = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
+        """Return the ids of each text; the list may be empty."""
+        ids_of_texts = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
         if self._eos_id is not None:
-            for ids in found:
+            for ids in ids_of_texts:
                 if not ids or ids[-1] != self._eos_id:
                     ids.append(self._eos_id)
-        return found
+        return ids_of_texts

@@ -1,6 +1,6 @@
-"""Units: what is tokenised in one go, becomes one shard of the cache, and need not be done again after a kill.
+"""Divide sources into work units. Each is tokenised at once, becomes one cache shard, and survives a kill.
 
-How sources are divided follows from their files alone, never from the number of workers or machines.
+The division depends on the files only, never on the number of workers or machines.
 """
 
 import os
@@ -14,17 +14,17 @@ from uptrain.data.readers import Piece, find_reader
 
 UNIT_BYTES = 64 << 20
 MAX_UNITS = 4096
-"""Very much data is divided into larger units, so that a cache keeps to a number of files that can all be mapped."""
+"""Maximum number of units. Large data get larger units, so that all cache shards can be mapped into memory."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Pieces of one source: a part of a large file, or several small files."""
+    """Work unit: pieces of one source, which are part of a large file or several small files."""
 
     number: int
-    """Its place in the order of all units of all sources, and its shard's number."""
+    """Index of the unit among those of all sources, and number of its cache shard."""
     source: int
-    """Which source it is of."""
+    """Index of its source."""
     format: str
     pieces: tuple[Piece, ...]
 
@@ -33,60 +33,56 @@ class Unit:
         return sum(piece.nbytes for piece in self.pieces)
 
     def identity(self) -> list[Any]:
-        """Return what tells whether the same bytes are still there: paths, sizes, times; and the pieces' borders."""
+        """Return paths, sizes, modification times and ranges of the pieces, which detect changed files."""
         return [[*file_identity(piece.path), piece.begin, piece.end] for piece in self.pieces]
 
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What came of a unit."""
+    """Record of a finished unit."""
 
     identity: list[Any]
     n_tokens: int
     n_documents: int
     n_records: int
     dropped: dict[str, int]
-    """Records that are no document, by reason; not those that were skipped."""
+    """Numbers of records without a document, by reason; does not include skipped ones."""
     skipped: int
-    """Bad records."""
+    """Number of bad records."""
     first_bad: str
-    """Place and reason of the first of them, or empty."""
+    """Position and reason of the first bad record; empty if there is none."""
     tokens_sha256: str
     documents_sha256: str
 
 
 def file_identity(path: str) -> list[Any]:
-    """Return a file's full path, size in bytes, and time of change in nanoseconds."""
+    """Return a file's absolute path, size in bytes, and modification time in nanoseconds."""
     stat = Path(path).stat()
-    return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]  # noqa: PTH100 (resolving links would cost a lot)
+    return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]  # noqa: PTH100 (resolving links is slow)
 
 
 def check_unchanged(unit: Unit, identity: list[Any]) -> None:
-    """Raise InputError if a file of the unit is not what it was."""
+    """Raise InputError if a file of the unit has changed."""
     for piece, before in zip(unit.pieces, identity, strict=True):
         if not Path(piece.path).exists() or file_identity(piece.path) != before[:3]:
             raise InputError(f"{piece.path} changed while it was read; start again when it is at rest.")
 
 
 def make_units(sources: list[Source]) -> list[Unit]:
-    """Divide the sources. Raises InputError for a file that cannot be opened as what its name says."""
+    """Divide the sources into units. Raises InputError for a file that is not of the format of its suffix."""
     total = sum(Path(file).stat().st_size for source in sources for file in source.files)
     unit_bytes = max(UNIT_BYTES, total // MAX_UNITS)
-    groups = [
-        (number, source.format, group)
-        for number, source in enumerate(sources)
-        for group in _group(_pieces(source, unit_bytes), unit_bytes)
-    ]
-    return [Unit(i, number, name, tuple(group)) for i, (number, name, group) in enumerate(groups)]
-
-
-def _pieces(source: Source, unit_bytes: int) -> list[Piece]:
-    reader = find_reader(source.format)
-    return [piece for file in source.files for piece in reader.split(file, unit_bytes)]
+    units: list[Unit] = []
+    for i, source in enumerate(sources):
+        reader = find_reader(source.format)
+        pieces = [piece for file in source.files for piece in reader.split(file, unit_bytes)]
+        for group in _group(pieces, unit_bytes):
+            units.append(Unit(len(units), i, source.format, tuple(group)))
+    return units
 
 
 def _group(pieces: list[Piece], unit_bytes: int) -> list[list[Piece]]:
-    """Put neighbours together while they stay within `unit_bytes`."""
+    """Group consecutive pieces up to `unit_bytes`."""
     groups: list[list[Piece]] = []
     size = 0
     for piece in pieces:

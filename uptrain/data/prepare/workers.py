@@ -1,4 +1,4 @@
-"""Worker processes, one core each, that end with their work, on request, and with the process that started them."""
+"""Run worker processes, one core each. They exit after their work, on request, and with their parent process."""
 
 import hashlib
 import multiprocessing
@@ -18,22 +18,22 @@ from uptrain.data.prepare.tokenizer import Encoder, Tokenizer
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 
 TICK_SECONDS = 0.2
-"""How often progress is shown."""
+"""Interval of progress updates."""
 BLOCK_BYTES = 1 << 20
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
-"""Called with how many more bytes were read, and tokens written, by all workers."""
+"""Callback with the numbers of further bytes read and tokens written by all workers."""
 
 
 class Stopped(Exception):
-    """The work was given up, since nobody waits for it any more."""
+    """Signal to abandon the work: the pool was closed."""
 
 
 @dataclass
 class _Shared:
-    """What the workers and the process that started them have in common."""
+    """Counters and stop flag that the workers share with their parent process."""
 
     n_read: Any
     n_written: Any
@@ -62,9 +62,9 @@ _worker: _Worker
 
 
 def _start(job: Job, tokenizer: Tokenizer | None, shared: _Shared) -> None:
-    """Make this process a worker."""
+    """Initialise this process as a worker."""
     global _worker
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the process that started this one, which then says stop
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and sets the stop flag
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -92,7 +92,7 @@ def do_checksum(path: str) -> str:
 
 
 class Pool:
-    """A number of workers; a context manager that stops them."""
+    """Pool of worker processes; a context manager that stops them."""
 
     def __init__(self, n: int, job: Job, tokenizer: Tokenizer | None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -111,10 +111,10 @@ class Pool:
     def run(
         self, do: Callable[[Item], Result], items: Iterator[Item], progress: Progress
     ) -> Iterator[tuple[Item, Future[Result]]]:
-        """Yield each item with what came of it, as they finish.
+        """Yield each item with its future, in the order of completion.
 
-        An item is asked for when a worker is free, so `items` may depend on what was finished before. Raises OSError
-        if a worker was killed.
+        The next item is requested when a worker is free, so `items` may depend on finished work. Raises OSError if a
+        worker was killed.
         """
         running: dict[Future[Result], Item] = {}
         while True:
@@ -130,6 +130,6 @@ class Pool:
                 yield running.pop(future), future
 
     def _report(self, progress: Progress) -> None:
-        now = self._shared.n_read.value, self._shared.n_written.value
-        progress(now[0] - self._reported[0], now[1] - self._reported[1])
-        self._reported = now
+        totals = self._shared.n_read.value, self._shared.n_written.value
+        progress(totals[0] - self._reported[0], totals[1] - self._reported[1])
+        self._reported = totals

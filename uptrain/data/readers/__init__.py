@@ -1,4 +1,6 @@
-"""Source files, one format a file. A new one: a module here with the `Reader` interface, and its name in `READERS`."""
+"""Readers of source files, one format per module. A new format needs a module with the interface `Reader` and its name
+in `READERS`.
+"""
 
 import importlib
 from typing import cast
@@ -15,5 +17,5 @@ def find_reader(name: str) -> Reader:
 
 
 def format_of(file_name: str) -> str | None:
-    """Return the format that a file's name says, or None."""
+    """Return the format of a file by the suffix of its name; None if unknown."""
     return next((name for name in READERS if file_name.endswith(find_reader(name).SUFFIXES)), None)

@@ -1,4 +1,4 @@
-"""Files of `datasets.save_to_disk` and of the hub's cache: mapped Arrow streams, read by record batches."""
+"""Read Arrow streams by record batches: the files of `datasets.save_to_disk` and of the hub's cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Documents from Arrow columns, which parquet files and folders of `save_to_disk` share."""
+"""Read documents from Arrow columns, for parquet files and folders of `save_to_disk`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from uptrain.data.readers.record import EMPTY, NULL, TOKEN_IDS, Document, Piece,
 
 @contextmanager
 def refusing_damage(path: str) -> Iterator[None]:
-    """Turn Arrow's errors about a file into an InputError."""
+    """Raise InputError in place of Arrow's errors about a file."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -23,7 +23,7 @@ def refusing_damage(path: str) -> Iterator[None]:
 
 
 def choose(schema: Any, text_column: str, path: str) -> str:
-    """Return the name of the column with the texts, else of that with token ids. Raises InputError if neither fits."""
+    """Return the name of the text column, or of the column of token ids. Raises InputError if neither is usable."""
     if text_column in schema.names:
         type_ = schema.field(text_column).type
         if not _is_text(type_):
@@ -47,17 +47,17 @@ def _is_list_of_integers(type_: Any) -> bool:
 
 
 def read(piece: Piece, name: str, batches: Iterator[Any], n_rows: int) -> Iterator[Read]:
-    """Yield the records of a piece's batches, from the column of this name."""
+    """Yield the records of a piece's batches from the column `name`."""
     row = 0
     with refusing_damage(piece.path):
         for batch in batches:
-            for found in documents(batch.column(name)):
+            for document in documents(batch.column(name)):
                 row += 1
-                yield Read(row, piece.nbytes * row // n_rows, found)
+                yield Read(row, piece.nbytes * row // n_rows, document)
 
 
 def documents(column: Any) -> Iterator[Document]:
-    """Yield the documents of an array of texts or of lists of token ids."""
+    """Yield the documents of a column of texts or of lists of token ids."""
     if not _is_text(column.type):
         yield from (_token_ids(value) for value in column)
         return

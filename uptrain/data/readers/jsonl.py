@@ -1,6 +1,6 @@
-"""JSON Lines, one object a line: plain, gzip, xz or zstd. Lines end with LF or CRLF; a file may begin with a BOM.
+"""Read JSON Lines, one object per line: plain, gzip, xz or zstd. Lines end with LF or CRLF; a BOM is skipped.
 
-Read with our own loop, since libraries stop at a bad line without saying which it is.
+We parse line by line ourselves, since libraries stop at a bad line without its number.
 """
 
 import json
@@ -17,7 +17,7 @@ COUNT_BYTES = 1 << 20
 
 
 def split(path: str, piece_bytes: int) -> list[Piece]:
-    """Divide a plain file by bytes; a line belongs to the piece in which it begins. A compressed one is one piece."""
+    """Divide a plain file by bytes; a line belongs to the piece in which it begins. A compressed file is one piece."""
     size = Path(path).stat().st_size
     if text_files.is_compressed(path):
         return [Piece(path, 0, size, size)]
@@ -45,23 +45,23 @@ def _plain_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
             if len(line) > text_files.MAX_LINE_BYTES:
                 text_files.refuse_long_line(piece.path, _lines_before(piece) + row)
             position += len(line)
-            if not line:  # the file has become shorter, which the planner notices
+            if not line:  # the file was truncated, which `check_unchanged` detects
                 return
             yield position - piece.begin, line
 
 
 def _seek_to_first_line(file: Any, piece: Piece) -> int:
-    """Go to the first line that begins in the piece, and return its offset."""
+    """Seek to the first line that begins in the piece; return its offset."""
     if piece.begin:
         file.seek(piece.begin - 1)
         while (line := file.readline(COUNT_BYTES)) and not line.endswith(b"\n"):
-            if file.tell() >= piece.end:  # the whole piece is part of a line that begins before it
+            if file.tell() >= piece.end:  # the piece lies within a line that begins before it
                 break
     return int(file.tell())
 
 
 def _lines_before(piece: Piece) -> int:
-    """Count the lines before a piece; done only when a message needs it."""
+    """Count the lines before a piece. Only error messages need it."""
     with Path(piece.path).open("rb", buffering=COUNT_BYTES) as file:
         left, count = _seek_to_first_line(file, piece), 0
         file.seek(0)
@@ -72,13 +72,13 @@ def _lines_before(piece: Piece) -> int:
 
 
 def parse(line: bytes, text_column: str) -> Document:
-    """Return the document of one line, or what is wrong with it."""
+    """Return the document of one line, or its Problem."""
     if not line.strip():
         return BLANK
     try:
-        found = document(json.loads(line.rstrip(b"\r\n").decode()), text_column)
-        if isinstance(found, str) and b"\\u" in line:
-            found.encode()
+        parsed = document(json.loads(line.rstrip(b"\r\n").decode()), text_column)
+        if isinstance(parsed, str) and b"\\u" in line:
+            parsed.encode()
     except UnicodeDecodeError as error:
         return Problem(f"not valid UTF-8 at byte {error.start + 1} of the line")
     except UnicodeEncodeError as error:
@@ -86,11 +86,11 @@ def parse(line: bytes, text_column: str) -> Document:
     except RecursionError:
         return Problem("not valid JSON: nested too deeply")
     except ValueError as error:
-        return Problem(_why_not_json(line, error))
-    return found
+        return Problem(_json_problem(line, error))
+    return parsed
 
 
-def _why_not_json(line: bytes, error: ValueError) -> str:
+def _json_problem(line: bytes, error: ValueError) -> str:
     detail = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
     if b"\0" in line:
         return f"not valid JSON: the line holds NUL bytes, the first at byte {line.index(0) + 1}"

@@ -1,4 +1,4 @@
-"""Parquet files, read by row groups."""
+"""Read Parquet files by row groups."""
 
 from collections.abc import Iterator
 from typing import Any

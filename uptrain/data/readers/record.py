@@ -1,4 +1,4 @@
-"""What readers give: records as documents or as what is wrong with them, and the pieces files are read in."""
+"""Define the interface of readers: the pieces of a file, and records as documents or Problems."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 TOKEN_IDS = "input_ids"
-"""The column of records that are tokenised already, as Hugging Face datasets name it."""
+"""Column of tokenised records, as Hugging Face datasets name it."""
 
 Integers = npt.NDArray[np.int64]
 
 
 class Problem(NamedTuple):
-    """A record that is no document."""
+    """Reason why a record has no document."""
 
     reason: str
     bad: bool = True
-    """Whether that is a mistake; if not, the record is dropped, and counted by its reason."""
+    """Whether the record is an error; otherwise it is dropped and counted by its reason."""
 
 
 NULL, EMPTY, BLANK = Problem("null", bad=False), Problem("empty", bad=False), Problem("blank lines", bad=False)
@@ -27,43 +27,43 @@ Document = str | Integers | Problem
 
 
 class Read(NamedTuple):
-    """One record of a piece."""
+    """Record of a piece."""
 
     row: int
-    """Its number within the piece, from 1."""
+    """Number of the record within the piece, from 1."""
     bytes_read: int
-    """How many bytes of the piece lie behind it, for progress: exact or nearly."""
+    """Bytes of the piece read so far, for progress; may be approximate."""
     document: Document
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one worker reads in one go: a file, or a part of one."""
+    """File or part of a file that one worker reads at once."""
 
     path: str
     begin: int
     end: int
-    """`begin` to `end`: bytes, row groups or record batches, as the reader counts."""
+    """`begin` to `end`: range of bytes, row groups or record batches, depending on the reader."""
     nbytes: int
 
 
 class Reader(Protocol):
-    """What each module of this folder offers."""
+    """Interface of each module in this folder."""
 
     SUFFIXES: tuple[str, ...]
 
     def split(self, path: str, piece_bytes: int) -> list[Piece]:
-        """Divide a file into pieces of about this size, in order. Raises InputError where it cannot be opened."""
+        """Divide a file into pieces of about this size, in order. Raises InputError if it cannot be opened."""
 
     def read(self, piece: Piece, text_column: str) -> Iterator[Read]:
-        """Yield the records of a piece. Raises InputError if the file, not just a record, is damaged."""
+        """Yield the records of a piece. Raises InputError if the file is damaged, and not only a record."""
 
     def place(self, piece: Piece, row: int) -> str:
-        """Say where a record lies, for people: `file:line`, or what comes closest."""
+        """Return the position of a record for messages, such as `file:line`."""
 
 
 def kind_of(value: Any) -> str:
-    """Name the JSON type of a value."""
+    """Return the JSON type of a value in words."""
     names = {
         bool: "true or false",
         int: "a number",
@@ -76,12 +76,12 @@ def kind_of(value: Any) -> str:
 
 
 def token_ids(value: Any) -> Document:
-    """Return a list of token ids as an array, or what is wrong with it."""
+    """Return a list of token ids as an array, or its Problem."""
     if value is None:
         return NULL
     try:
         ids = np.asarray(value) if isinstance(value, list) else None
-    except ValueError:  # lists of different lengths within
+    except ValueError:  # nested lists of different lengths
         ids = None
     if ids is not None and ids.size == 0:
         return EMPTY
@@ -91,7 +91,7 @@ def token_ids(value: Any) -> Document:
 
 
 def document(record: Any, text_column: str) -> Document:
-    """Return the document of a record read from JSON: its text, else its token ids."""
+    """Return the document of a JSON record: its text, otherwise its token ids."""
     if not isinstance(record, dict):
         return Problem(f"{kind_of(record)} instead of an object")
     if text_column in record:
@@ -105,13 +105,13 @@ def document(record: Any, text_column: str) -> Document:
 
 
 def some(names: list[str]) -> str:
-    """List the first few names."""
+    """Return the first six names as a list for messages."""
     shown = ", ".join(repr(name) for name in names[:6]) or "no fields"
     return f"{shown}, …" if len(names) > 6 else shown
 
 
 def group(path: str, sizes: list[int], piece_bytes: int) -> list[Piece]:
-    """Make pieces of about `piece_bytes` from a file's parts, which have these sizes."""
+    """Combine consecutive parts of a file, with these sizes in bytes, into pieces of about `piece_bytes`."""
     pieces, begin, nbytes = [], 0, 0
     for end, size in enumerate(sizes, 1):
         nbytes += size

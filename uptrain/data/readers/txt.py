@@ -1,4 +1,4 @@
-"""Plain text, one document a file."""
+"""Read plain text files, one document per file."""
 
 from collections.abc import Iterator
 from pathlib import Path

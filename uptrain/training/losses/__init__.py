@@ -1,8 +1,11 @@
-"""What training minimises, one file each with
+"""Training losses, one per file.
+
+Each module defines
 
     loss_sum(student, teacher, batch) -> Tensor
 
-the loss summed over the batch's targets, in float32; the loop divides by the number of targets of all processes.
+which returns the loss summed over the batch's targets, in float32. The loop divides it by the number of targets of all
+processes.
 """
 
 import importlib
@@ -19,12 +22,12 @@ LOSSES = {
     "distill": "KL divergence from the teacher",
     "mix": "half cross-entropy, half KL divergence",
 }
-"""What each is, in words."""
+"""Names of the losses and their descriptions."""
 WITHOUT_TEACHER = "next-token"
 
 
 def find_loss(name: str) -> "Callable[..., Tensor]":
-    """Return the function `loss_sum` of a loss. Raises InputError for a name that is none of LOSSES."""
+    """Return the function `loss_sum` of a loss. Raises InputError for a name that is not in LOSSES."""
     if name not in LOSSES:
         raise InputError(f"there is no loss {name!r}; there are {', '.join(LOSSES)}.")
     module = importlib.import_module(f"uptrain.training.losses.{name.replace('-', '_')}")

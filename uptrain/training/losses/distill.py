@@ -1,8 +1,8 @@
-"""Distillation: the forward KL divergence from the teacher's distribution of the next token to the student's.
+"""Compute the distillation loss: KL(teacher ‖ student) of the next-token distributions.
 
-At temperature 1 and over the whole vocabulary (Hinton et al. 2015; the top k alone would be a biased teacher, Anshumann
-et al. 2025). Logits are computed a chunk at a time (`model.decoder.losses`). Families run through transformers
-may scale, cap or bias their logits, so all of these come from their forward pass.
+The temperature is 1, and the sum runs over the whole vocabulary (Hinton et al. 2015): the top k alone would give a
+biased teacher (Anshumann et al. 2025). Logits are computed chunk by chunk (`model.decoder.losses`). transformers
+models may scale, cap or bias their logits, so their forward pass computes them, for all tokens at once.
 
 Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
 """
@@ -36,27 +36,29 @@ def chunked_kl(
 
     p = softmax(hidden · weightᵀ). Gradients flow to the student only.
     """
-    taught = ChunkLogits(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
-    return chunked_loss(student_NM, weight_VM, counts_N, lambda chunk, logits: _rule(taught.of(chunk), logits))
+    teacher_logits = ChunkLogits(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
+    return chunked_loss(
+        student_NM, weight_VM, counts_N, lambda chunk, logits_CV: _loss_and_grad(teacher_logits.of(chunk), logits_CV)
+    )
 
 
 def whole_logits(model: LanguageModel, batch: Batch) -> Tensor:
-    """Return the logits of each row's tokens but the last, [N, V]."""
+    """Return the logits of each row's tokens except the last, [N, V]."""
     logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
     assert isinstance(logits_BTV, Tensor)
     return logits_BTV[:, :-1].flatten(0, 1)
 
 
 def whole_kl(student_NV: Tensor, teacher: LanguageModel, batch: Batch, counts_N: Tensor) -> Tensor:
-    """Return the divergence of a student whose logits are there, with gradients to them."""
+    """Return the divergence for computed student logits, [N, V]; gradients flow to them."""
     with torch.no_grad():
         log_p_NV = whole_logits(teacher, batch)[counts_N].log_softmax(dim=1)
     log_q_NV = student_NV[counts_N].log_softmax(dim=1)
     return F.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)
 
 
-def _rule(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:
-    """Return the divergences, and make of the student's logits p_student − p_teacher."""
+def _loss_and_grad(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:
+    """Return the divergences, and overwrite the student's logits with their gradient, p_student − p_teacher."""
     for logits_CV in (teacher_CV, student_CV):
         logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
     ratio_CV = teacher_CV - student_CV

@@ -1,4 +1,4 @@
-"""Half next-token cross-entropy, half distillation."""
+"""Compute the mean of next-token cross-entropy and distillation loss."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from uptrain.training.losses.distill import chunked_kl, whole_kl, whole_logits
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
-    """Return Σ (−log p(next token) + KL(teacher ‖ student)) / 2, in nats. The student runs once for both."""
+    """Return Σ (−log p(next token) + KL(teacher ‖ student)) / 2, in nats, from one forward pass of the student."""
     assert teacher is not None
     targets_N = batch.labels_BT[:, 1:].flatten()
     if isinstance(student, TransformersModel) or isinstance(teacher, TransformersModel):

@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token: the pre-training loss, and the paper's."""
+"""Compute the cross-entropy of the next token: the loss of pre-training, and of the GQA paper."""
 
 from torch import Tensor
 
