@@ -1,4 +1,4 @@
-"""`convert inspect`: what a checkpoint is, and how its heads could be merged."""
+"""`convert inspect`: show a checkpoint's geometry, and the possible numbers of groups."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

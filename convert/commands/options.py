@@ -1,4 +1,4 @@
-"""The options that several commands share, each set as one dataclass."""
+"""Define the options that several commands share, each set as one dataclass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How OUT is written, and what is printed."""
+    """Options for writing OUT and for printing."""
 
     max_shard_size: str | None
     workers: int
@@ -27,6 +27,7 @@ class OutputOptions:
 
 
 def output_options(command: Command) -> Command:
+    """Add the options of OutputOptions to a command."""
     return _add(
         command,
         click.option("--max-shard-size", metavar="SIZE",
@@ -40,6 +41,7 @@ def output_options(command: Command) -> Command:
 
 
 def merge_options(command: Command) -> Command:
+    """Add the options of MergeOptions to a command."""
     return _add(
         command,
         click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)),
@@ -76,16 +78,16 @@ def merge_options(command: Command) -> Command:
 
 
 def merge_options_from(options: dict[str, Any]) -> MergeOptions:
-    """Take what `merge_options` added out of the options of a command."""
-    return _take(MergeOptions, options)
+    """Remove the options of `merge_options` from a command's options, and return them."""
+    return _pop(MergeOptions, options)
 
 
 def output_options_from(options: dict[str, Any]) -> OutputOptions:
-    """Take what `output_options` added out of the options of a command."""
-    return _take(OutputOptions, options)
+    """Remove the options of `output_options` from a command's options, and return them."""
+    return _pop(OutputOptions, options)
 
 
-def _take(kind: type[T], options: dict[str, Any]) -> T:
+def _pop(kind: type[T], options: dict[str, Any]) -> T:
     return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""`convert repeat-kv`: repeat the K/V heads, so that there are more."""
+"""`convert repeat-kv`: repeat each K/V head, for a larger number of K/V heads."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`convert to-hf`: write a checkpoint as a Hugging Face folder, its heads as they are."""
+"""`convert to-hf`: write a checkpoint as a Hugging Face folder without merging heads."""
 
 from pathlib import Path
 from typing import Any

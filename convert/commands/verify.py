@@ -43,8 +43,10 @@ def _print(findings: "Findings") -> None:
     for remark in findings.unchecked:
         console.echo_line(f"NOT CHECKED: {remark}")
     if findings.ok:
-        apart = findings.rounded
-        rounded = f", {len(apart)} of them but for rounding (at most {max(apart.values()):.2g} of 1)" if apart else ""
+        errors = findings.rounded
+        rounded = (
+            f", {len(errors)} of them but for rounding (at most {max(errors.values()):.2g} of 1)" if errors else ""
+        )
         console.echo(
             f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
             f"config and {findings.n_files} other files compared; all agree{rounded}."

@@ -1,4 +1,4 @@
-"""What a checkpoint is, and what merging its heads would bring."""
+"""Summarise a checkpoint, and the sizes after merging its heads."""
 
 from collections import Counter
 from typing import Any
@@ -8,13 +8,13 @@ from model.attention_layout import Heads
 from model.checkpoint import Checkpoint, Tensor
 from model.geometry import Geometry, read_geometry
 
-# Sizes people run: powers of two. vLLM and its kind want the query heads to divide evenly (vLLM, `ModelConfig`,
+# Common sizes: powers of two. vLLM and similar servers require that they divide the query heads (vLLM, `ModelConfig`,
 # `get_num_kv_heads` and `verify_with_parallel_config`).
 TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return geometry, dtypes, sizes and, for each legal number of groups, what it costs and serves."""
+    """Return geometry, dtypes, sizes and, for each legal number of groups, its sizes and tensor-parallel sizes."""
     geometry = read_geometry(checkpoint)
     dtypes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -43,6 +43,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def attention_kind(n_heads: int, n_kv_heads: int) -> str:
+    """Return MHA, MQA or GQA-G."""
     return "MQA" if n_kv_heads == 1 else "MHA" if n_kv_heads == n_heads else f"GQA-{n_kv_heads}"
 
 
@@ -65,5 +66,5 @@ def _kv_heads(geometry: Geometry) -> list[Heads]:
 
 
 def _nbytes(tensor: Tensor, heads: Heads) -> int:
-    """Return the bytes of all of these heads, which lie in `tensor` or in its likes."""
+    """Return the bytes of all of these heads. `tensor`: any of the tensors that hold them, for its row size."""
     return heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])

@@ -1,4 +1,4 @@
-"""What `convert inspect --heads` found, as a table."""
+"""Print the report of `convert inspect --heads` as a table."""
 
 from collections.abc import Sequence
 
@@ -14,6 +14,7 @@ _WIDTH = 110
 
 
 def print_heads(report: HeadReport) -> None:
+    """Print one row per layer, means over the layers, and a legend."""
     shown = shown_groups(report.n_kv_heads, report.groups)
     table = Table(title="\nHow alike K/V heads are, and what merging them loses", title_justify="left")
     for heading in ("layer", "K cosine\nraw", "K cosine\naligned", "V cosine\nraw", "V cosine\naligned"):
@@ -26,7 +27,7 @@ def print_heads(report: HeadReport) -> None:
     table.add_row("mean", *_cosines(report.layers), *_losses(report.layers, "pca", shown))
     table.add_row("mean *", *[""] * 4, *_losses(report.layers, "mean", shown))
     screen = console()
-    if not screen.is_terminal:  # in a file there is room for what an 80-column terminal would fold
+    if not screen.is_terminal:  # a file has no need to fold lines at 80 columns
         screen.width = max(screen.width, _WIDTH)
     screen.print(table)
     for line in (*_LEGEND, _worst_layers(report)):
@@ -41,10 +42,10 @@ _LEGEND = (
 
 
 def shown_groups(n_kv_heads: int, groups: tuple[int, ...]) -> list[int]:
-    """Return the numbers of groups that a table has room for: halves of what there is, and one."""
-    wanted = [n for n in groups if n * 2 == n_kv_heads or n * 4 == n_kv_heads or n * 8 == n_kv_heads or n == 1]
-    others = [n for n in groups if n not in wanted]
-    return sorted([*wanted, *others][:_MOST_SHOWN], reverse=True)
+    """Return the numbers of groups to show: successive halves of the K/V heads and 1 first, then others, up to four."""
+    preferred = [n for n in groups if n * 2 == n_kv_heads or n * 4 == n_kv_heads or n * 8 == n_kv_heads or n == 1]
+    remaining = [n for n in groups if n not in preferred]
+    return sorted([*preferred, *remaining][:_MOST_SHOWN], reverse=True)
 
 
 def _kind(groups: int) -> str:
