@@ -137,7 +137,7 @@ def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int
         int(number[1]),
         KeysValues(_raw_cosine(attention.k_KDX), _raw_cosine(attention.v_KDX)),
         *similarities(whole),
-        {method: {n: _lost(split(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
+        {method: {n: _loss(split(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
     )
 
 
@@ -149,7 +149,7 @@ def _mean_of_pairs(cosines_KK: Real) -> float:
     return float(cosines_KK[~np.eye(len(cosines_KK), dtype=bool)].mean())
 
 
-def _lost(groups: list[Moments], merge: Callable[[Moments], Maps]) -> KeysValues:
+def _loss(groups: list[Moments], merge: Callable[[Moments], Maps]) -> KeysValues:
     """Return a layer's loss over all groups, each weighted by its energy."""
     lost, whole = np.zeros(2), np.zeros(2)
     for moments in groups:

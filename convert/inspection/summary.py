@@ -4,8 +4,7 @@ from collections import Counter
 from typing import Any
 
 from convert.planning.notices import find_notes
-from model.attention_layout import Heads
-from model.checkpoint import Checkpoint, Tensor
+from model.checkpoint import Checkpoint
 from model.geometry import Geometry, read_geometry
 
 # Common sizes: powers of two. vLLM and similar servers require that they divide the query heads (vLLM, `ModelConfig`,
@@ -48,7 +47,11 @@ def attention_kind(n_heads: int, n_kv_heads: int) -> str:
 
 
 def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[str, Any]:
-    kv_bytes = sum(_nbytes(checkpoint.tensors[heads.tensors[0]], heads) for heads in _kv_heads(geometry))
+    kv_bytes = 0
+    for heads in geometry.attention.heads(geometry.n_kv_heads):
+        if heads.kind != "q":
+            tensor = checkpoint.tensors[heads.tensors[0]]  # any of the tensors that hold them, for its row size
+            kv_bytes += heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     sizes = [n for n in TENSOR_PARALLEL if geometry.n_heads % n == 0]
     return {
@@ -59,12 +62,3 @@ def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[
         "tensor_parallel_split": [n for n in sizes if groups % n == 0],
         "tensor_parallel_replicated": [n for n in sizes if groups % n and n % groups == 0],
     }
-
-
-def _kv_heads(geometry: Geometry) -> list[Heads]:
-    return [heads for heads in geometry.attention.heads(geometry.n_kv_heads) if heads.kind != "q"]
-
-
-def _nbytes(tensor: Tensor, heads: Heads) -> int:
-    """Return the bytes of all of these heads. `tensor`: any of the tensors that hold them, for its row size."""
-    return heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])

@@ -20,7 +20,7 @@ def print_heads(report: HeadReport) -> None:
     for heading in ("layer", "K cosine\nraw", "K cosine\naligned", "V cosine\nraw", "V cosine\naligned"):
         table.add_column(heading, justify="right")
     for groups in shown:
-        table.add_column(f"{_kind(groups)}: %\nlost K, V", justify="right")
+        table.add_column(f"{attention_kind(0, groups)}: %\nlost K, V", justify="right")
     for layer in report.layers:
         table.add_row(str(layer.layer), *_cosines([layer]), *_losses([layer], "pca", shown))
     table.add_section()
@@ -30,7 +30,8 @@ def print_heads(report: HeadReport) -> None:
     if not screen.is_terminal:  # a file has no need to fold lines at 80 columns
         screen.width = max(screen.width, _WIDTH)
     screen.print(table)
-    for line in (*_LEGEND, _worst_layers(report)):
+    worst = ", ".join(str(layer.layer) for layer in report.worst[:3])
+    for line in (*_LEGEND, f"\nLayers that lose most: {worst}."):
         screen.print(line, highlight=False)
 
 
@@ -46,10 +47,6 @@ def shown_groups(n_kv_heads: int, groups: tuple[int, ...]) -> list[int]:
     preferred = [n for n in groups if n * 2 == n_kv_heads or n * 4 == n_kv_heads or n * 8 == n_kv_heads or n == 1]
     remaining = [n for n in groups if n not in preferred]
     return sorted([*preferred, *remaining][:_MOST_SHOWN], reverse=True)
-
-
-def _kind(groups: int) -> str:
-    return attention_kind(0, groups)
 
 
 def _cosines(layers: Sequence[LayerHeads]) -> list[str]:
@@ -69,7 +66,3 @@ def _percent(share: float) -> str:
 
 def _mean(numbers: list[KeysValues]) -> KeysValues:
     return KeysValues(float(np.mean([n.k for n in numbers])), float(np.mean([n.v for n in numbers])))
-
-
-def _worst_layers(report: HeadReport) -> str:
-    return f"\nLayers that lose most: {', '.join(str(layer.layer) for layer in report.worst[:3])}."

@@ -12,19 +12,19 @@ from convert.merging.moments import Maps, Moments
 from convert.merging.weights import Real
 
 
-def renorm(moments: Moments, maps: Maps, how: str) -> Maps:
-    """Return the maps, rescaled by one of RENORMS.
+def renorm(moments: Moments, maps: Maps, mode: str) -> Maps:
+    """Return the maps, rescaled by `mode`, one of RENORMS.
 
     `norm`: scale shared keys and values to the mean norm of their group. `spread`: scale queries to keep the logit
     variance of each query head. `none`: keep the method's scale.
     """
-    if how == "norm":
+    if mode == "norm":
         return replace(
             maps,
             keys_DF=maps.keys_DF * _to_mean_length(moments, moments.keys_FF, maps.keys_DF),
             values_DF=maps.values_DF * _to_mean_length(moments, moments.values_FF, maps.values_DF),
         )
-    if how == "spread":
+    if mode == "spread":
         return replace(maps, queries_HDD=maps.queries_HDD * _to_old_spread(moments, maps)[:, None, None])
     return maps
 

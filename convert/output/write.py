@@ -110,7 +110,9 @@ class _ShardJob:
         if self._shard.name in self._staging.finished and self._path.exists():
             size = sum(tensor.nbytes for tensor in self._tensors)
             return [lambda: size]
-        tasks = [*self._regroupings(), *self._copies()]
+        regrouped = self._plan.regrouped
+        regroupings = [partial(self._regroup, regrouped[name]) for name in self._shard.tensors if name in regrouped]
+        tasks: list[Task] = [*regroupings, *self._copies()]
         self._left = len(tasks)
         return [self._counted(task) for task in tasks] or [self._finish]
 
@@ -142,11 +144,6 @@ class _ShardJob:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-    def _regroupings(self) -> Iterator[Task]:
-        for name in self._shard.tensors:
-            if name in self._plan.regrouped:
-                yield partial(self._regroup, self._plan.regrouped[name])
 
     def _regroup(self, regrouped: OutputTensor) -> int:
         """Write a tensor with K/V heads: copy rows, and merge rows or take them from a merged layer."""

@@ -178,15 +178,15 @@ def _group_nbytes(regrouped: OutputTensor) -> int:
 
 
 def _check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str) -> None:
-    has = geometry.n_kv_heads
+    n = geometry.n_kv_heads
     if method == REPEAT:
         _check_repeats(geometry, n_kv_heads)
     elif n_kv_heads not in geometry.legal_n_kv_heads:
         legal = ", ".join(map(str, geometry.legal_n_kv_heads))
-        if has % max(n_kv_heads, 1) == 0 < n_kv_heads:
+        if n % max(n_kv_heads, 1) == 0 < n_kv_heads:
             reason = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
         else:
-            reason = f"the model has {has} K/V heads, and groups (the K/V heads to keep) must divide them"
+            reason = f"the model has {n} K/V heads, and groups (the K/V heads to keep) must divide them"
         raise CheckpointError(f"--groups {n_kv_heads} is not possible: {reason}; choose one of {legal}.")
 
 

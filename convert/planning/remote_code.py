@@ -44,7 +44,9 @@ def _our_code(checkpoint: Checkpoint, code: CustomCode) -> Code:
     settings = {
         "model_type": code.model_type,
         "architectures": [code.architectures[name]],
-        "auto_map": {auto: f"{modules.get(auto, model_file.stem)}.{ours}" for auto, ours in code.auto_map.items()},
+        "auto_map": {
+            auto: f"{modules.get(auto, model_file.stem)}.{class_name}" for auto, class_name in code.auto_map.items()
+        },
     }
     return Code({file.name: file for file in code.files}, settings)
 

@@ -67,8 +67,8 @@ def _keys(moments: Moments, maps: Maps) -> Real:
     rows_N2, columns_N2, signs_2N = _basis(moments)
     queried_HDD = maps.queries_HDD @ moments.queries_HDD
     metric_DD = (queried_HDD @ maps.queries_HDD.transpose(0, 2, 1)).sum(axis=0)
-    wanted_DF = sum(queried_DD @ head_selector(moments, h) for h, queried_DD in enumerate(queried_HDD))
-    slope_DF = (wanted_DF - metric_DD @ maps.keys_DF) @ moments.keys_FF
+    target_DF = sum(queried_DD @ head_selector(moments, h) for h, queried_DD in enumerate(queried_HDD))
+    slope_DF = (target_DF - metric_DD @ maps.keys_DF) @ moments.keys_FF
     slope_N, curvature_NN = np.zeros(len(rows_N2)), np.zeros((len(rows_N2), len(rows_N2)))
     for i in range(2):
         slope_N += signs_2N[i] * slope_DF[rows_N2[:, i], columns_N2[:, i]]

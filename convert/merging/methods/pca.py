@@ -63,8 +63,8 @@ def _first_components(planes_PKK: Complex, weights_KP: Real) -> tuple[Complex, C
     first_PK = first_PK * np.exp(-1j * np.angle(np.take_along_axis(first_PK, strongest_P1, axis=1)))
     mix_PK = first_PK.conj() * weights_PK
     power_P = np.einsum("pk,pkl,pl->p", mix_PK, planes_PKK, mix_PK.conj(), optimize=True).real
-    wanted_P = np.einsum("pkk->p", planes_PKK).real / planes_PKK.shape[1]
-    scale_P1 = np.sqrt(np.where(power_P > 0, wanted_P / np.where(power_P > 0, power_P, 1), 1.0))[:, None]
+    mean_P = np.einsum("pkk->p", planes_PKK).real / planes_PKK.shape[1]
+    scale_P1 = np.sqrt(np.where(power_P > 0, mean_P / np.where(power_P > 0, power_P, 1), 1.0))[:, None]
     scale_P1 = np.maximum(scale_P1, 1e-300)
     return (mix_PK * scale_P1).T, (first_PK / weights_PK / scale_P1).T
 
@@ -79,7 +79,9 @@ def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
     root_FF = _root(heads_FF)
     metric_KDD = metric_HDD.reshape(-1, per_key, dim, dim).sum(axis=1)
     weighted_FF = (metric_KDD @ root_FF.reshape(-1, dim, len(root_FF))).reshape(root_FF.shape)
-    first_FS = _last_vectors(root_FF.T @ weighted_FF, size)[:, ::-1]
+    _, vectors_FF = np.linalg.eigh(root_FF.T @ weighted_FF)  # eigenvalues in ascending order
+    first_FS = np.array(vectors_FF[:, -size:])[:, ::-1]  # a copy, so that the other eigenvectors can be freed
+    del vectors_FF
     first_FS = first_FS * np.where(np.take_along_axis(first_FS, np.abs(first_FS).argmax(0)[None], 0) < 0, -1.0, 1.0)
     back_FS = root_FF @ first_FS
     shared_SF = np.linalg.solve(root_FF.T, first_FS).T
@@ -93,8 +95,3 @@ def _root(heads_FF: Real) -> Real:
     ridged_FF: Real = heads_FF.copy()
     ridged_FF[np.diag_indices_from(ridged_FF)] += float(_TINY * np.trace(heads_FF) / len(heads_FF)) or 1.0
     return np.asarray(np.linalg.cholesky(ridged_FF))
-
-
-def _last_vectors(symmetric_FF: Real, size: int) -> Real:
-    """Return the eigenvectors of the largest eigenvalues, the largest last, [F, size]."""
-    return np.array(np.linalg.eigh(symmetric_FF)[1][:, -size:])  # a copy, so that the other eigenvectors can be freed
