@@ -22,7 +22,7 @@ def cli() -> None:
 
     SOURCE is a Hugging Face folder (safetensors or .bin), a folder with Meta's consolidated.*.pth, a
     torch.distributed.checkpoint, a .gguf file, or the name of a model in the Hugging Face cache (org/name). OUT becomes
-    an ordinary Hugging Face folder. Merging costs quality: `uptrain evaluate` says how much, `uptrain run` restores it.
+    an ordinary Hugging Face folder. Merging lowers quality: `uptrain evaluate` measures it, `uptrain run` restores it.
     """
 
 

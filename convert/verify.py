@@ -67,7 +67,7 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        """Whether everything was compared and agrees."""
+        """True if everything was compared and agrees."""
         return not self.differences and not self.unchecked
 
 

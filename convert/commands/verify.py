@@ -23,7 +23,7 @@ def command(source: Path, out: Path, as_json: bool) -> None:
     """Check OUT against SOURCE.
 
     Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
-    anything differs, 4 if something could not be compared, as where OUT has lost the tokens it was calibrated on.
+    anything differs, 4 if something could not be compared, e.g. if OUT lacks the tokens it was calibrated on.
     """
     from convert.verify import verify
     from model.checkpoint import open_checkpoint

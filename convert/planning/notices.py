@@ -39,10 +39,7 @@ def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     table = config.get("auto_map")
     if not isinstance(table, dict) or family.custom_code is not None or family.needs_own_code is not None:
         return
-    models = (
-        "AutoConfig",
-        "AutoModel",
-    )  # prefixes of model keys; others are for tokenizers and processors
+    models = ("AutoConfig", "AutoModel")  # prefixes of model keys; others are for tokenizers and processors
     names = [value for key, value in table.items() if key.startswith(models) and isinstance(value, str)]
     places = dict.fromkeys(map(_place, names))
     if places:
