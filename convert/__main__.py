@@ -1,4 +1,4 @@
-"""`python -m convert`, which works where ImageMagick's `convert` comes first on the PATH."""
+"""Run `python -m convert`. It works even where ImageMagick's `convert` comes first on the PATH."""
 
 from convert.cli import main
 

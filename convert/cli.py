@@ -1,4 +1,4 @@
-"""The command line of `convert`: one file per command in `convert/commands/`.
+"""Define the command line of `convert`, with one file per command in `convert/commands/`.
 
 Exit codes: 0 success; 1 reading or writing failed midway (the same command continues); 2 the input is not acceptable;
 3 `verify` found a difference; 4 it found none, but could not compare everything.
@@ -22,7 +22,7 @@ def cli() -> None:
 
     SOURCE is a Hugging Face folder (safetensors or .bin), a folder with Meta's consolidated.*.pth, a
     torch.distributed.checkpoint, a .gguf file, or the name of a model in the Hugging Face cache (org/name). OUT becomes
-    an ordinary Hugging Face folder. Merging costs quality: `uptrain evaluate` says how much, `uptrain run` restores it.
+    an ordinary Hugging Face folder. Merging lowers quality: `uptrain evaluate` measures it, `uptrain run` restores it.
     """
 
 
@@ -31,6 +31,6 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """Run the command line. SIGTERM ends it as Ctrl-C does, so that temporary files are removed."""
+    """Run the command line. SIGTERM has the effect of Ctrl-C, so that temporary files are removed."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console.run(cli)

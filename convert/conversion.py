@@ -1,4 +1,4 @@
-"""The whole of a conversion: open, plan, check the target, execute, publish."""
+"""Run a conversion: check the target, calibrate, write, publish."""
 
 import os
 import shutil
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from convert.calibration.auto import AutoResult
 
 SPARE_BYTES = 16 << 20
-"""Room for what is not weights and not counted: config, journal, folders."""
+"""Reserved disk space for files that are not counted: config, journal, folders."""
 
 
 def check_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Path:
-    """Return OUT's real path if a conversion may write there. Raises CheckpointError if not."""
+    """Return OUT's resolved path. Raises CheckpointError if a conversion must not or cannot write there."""
     source = checkpoint.path.resolve()
     check_name(Path(source.name), "SOURCE")
     check_out(out)
@@ -55,7 +55,7 @@ def check_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Path:
 
 
 def _nearest_folder(out: Path) -> Path:
-    """Return what exists already of the path that leads to OUT."""
+    """Return the nearest parent of OUT that exists."""
     return next(parent for parent in out.parents if parent.exists())
 
 
@@ -66,7 +66,7 @@ def _is_replaceable(out: Path) -> bool:
 
 
 def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
-    """Raise CheckpointError if what is still to be written does not fit on the disk."""
+    """Raise CheckpointError if the bytes still to be written do not fit on the disk."""
     present = sum(path.stat().st_size for path in staging.root.rglob("*") if path.is_file())
     sizes = (c.stat().st_size if isinstance(c, Path) else len(c) for c in checkpoint.side_files.values())
     needed = plan.output_bytes + plan.scratch_bytes + sum(sizes) + SPARE_BYTES - present
@@ -79,7 +79,7 @@ def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
 
 
 def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Staging:
-    """Raise CheckpointError for everything that can be known to be wrong before writing."""
+    """Return the staging area for OUT. Raises CheckpointError for every problem that can be detected before writing."""
     staging = Staging(check_target(checkpoint, out, overwrite), _is_replaceable if overwrite else None)
     check_space(plan, checkpoint, staging)
     earlier_conversion(checkpoint)
@@ -95,12 +95,12 @@ def run(
     quiet: bool,
     requested: Plan | None = None,
 ) -> dict[str, Any]:
-    """Convert `checkpoint` into the folder `out`, which appears complete or not at all; return its `groupwise.json`.
+    """Convert `checkpoint` into the folder `out`, atomically; return the content of its `groupwise.json`.
 
-    `asked` is the plan as the user put it, where `auto` has chosen this one: its staging area goes on to be used.
+    `requested`: the plan before `auto` chose one; it identifies the staging area.
 
-    A run that was killed is continued. Raises CheckpointError for what the user can put right, with nothing left
-    behind, and OSError if reading or writing fails midway; then the staging folder is kept for the next try.
+    A killed run resumes. Raises CheckpointError for an error that the user can correct, after removing the staging
+    area. Raises OSError if reading or writing fails midway; the staging area stays for the next run.
     """
     staging = check(checkpoint, plan, out, overwrite)
     before = fingerprint(checkpoint, requested or plan)
@@ -118,49 +118,49 @@ def run(
 
 @contextmanager
 def _resumable(staging: Staging, fingerprint: str) -> Iterator[None]:
-    """Hold a staging area, with what was finished there. It is removed if the input proves to be at fault."""
+    """Open a staging area, with its finished parts from an earlier run. Remove it if the input is the error."""
     with staging:
         try:
             staging.open(fingerprint)
             yield
         except OSError as error:
-            kept = f"what is finished is kept in {staging.root}, and the same command continues from there"
-            raise OSError(f"{error}; {kept}.") from error
+            advice = f"what is finished is kept in {staging.root}, and the same command continues from there"
+            raise OSError(f"{error}; {advice}.") from error
         except InputError:
             staging.discard()
             raise
 
 
 def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
-    """Return the plan with all windows of its calibration text, once the model has written those it has to."""
-    sample = plan.recipe.sample
-    if sample is None or sample.ids_NT is not None or not plan.layers:
+    """Return the plan with all windows of its calibration text. The model writes its own windows, if any."""
+    text = plan.recipe.text
+    if text is None or text.ids_NT is not None or not plan.layers:
         return plan
-    from convert.calibration.own_text import OwnText  # runs the model, and so needs torch
+    from convert.calibration.own_text import OwnText  # imported here, because it needs torch
 
-    own = OwnText(checkpoint, sample.first, len(sample.own), sample.window, plan.recipe.seed)
+    own = OwnText(checkpoint, text.first, len(text.own), text.window, plan.recipe.seed)
     with console.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
         own_NT = own.write(staging.scratch / "own-text", progress)
-    recipe = replace(plan.recipe, sample=sample.with_own(own_NT))
+    recipe = replace(plan.recipe, text=text.with_own(own_NT))
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 
 def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:
-    """Leave the layers in a folder that are merged by what they do on a text, if any are."""
-    sample = plan.recipe.sample
-    if sample is None or not plan.layers:
+    """Write the merged layers into a folder, if the recipe has a calibration text."""
+    text = plan.recipe.text
+    if text is None or not plan.layers:
         return
-    from convert.calibration.solve import calibrate_layers  # runs the model, and so needs torch
+    from convert.calibration.solve import calibrate_layers  # imported here, because it needs torch
 
-    total = len(plan.layers) * sample.n_tokens
+    total = len(plan.layers) * text.n_tokens
     with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
-        calibrate_layers(checkpoint, plan.layers, sample, folder, progress)
+        calibrate_layers(checkpoint, plan.layers, text, folder, progress)
 
 
 def choose_recipe(
     checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, quiet: bool
 ) -> "AutoResult":  # fmt: skip
-    """Return the way to merge that `--method auto` finds best. What it finds out lies in OUT's staging area."""
+    """Return the recipe that `--method auto` chooses. The staging area of OUT stores the losses, for resuming."""
     from convert.calibration.auto import candidates, check_can_score, choose, work
 
     check_can_score(checkpoint)
@@ -174,22 +174,22 @@ def choose_recipe(
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
-    """Write everything but the weights; return the content of `groupwise.json`."""
+    """Write every file except the weights; return the content of `groupwise.json`."""
     folder = staging.folder
     record = build_record(checkpoint, plan, staging)
-    index, sample = index_text(plan.shards, plan.tensors), plan.recipe.sample
+    index, text = index_text(plan.shards, plan.tensors), plan.recipe.text
     files: dict[str, Path | bytes] = {
         **config_json.copied(checkpoint, plan),
         "config.json": config_json.config_text(checkpoint, plan),
         **({} if index is None else {INDEX: index}),
-        **({} if sample is None else {CALIBRATION_TOKENS: pack(sample)}),
+        **({} if text is None else {CALIBRATION_TOKENS: pack(text)}),
         RECORD_FILE: json_text(record),
         "README.md": model_card(checkpoint, plan, origin_of(checkpoint.path)),
     }
     for name, content in files.items():
         copy_file(content, folder / name)
-    staging.keep_only([*files, *(shard.name for shard in plan.shards)])  # a run before this one may have left others
-    for path in folder.rglob("*"):  # all written first, so that they reach the disk together
+    staging.keep_only([*files, *(shard.name for shard in plan.shards)])  # an earlier run may have left other files
+    for path in folder.rglob("*"):  # after all writes, so that the disk can combine them
         if path.is_dir():
             sync_folder(path)
         elif path.suffix != ".safetensors":

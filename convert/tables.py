@@ -1,4 +1,4 @@
-"""Results for people: tables, with rich. Machines get JSON instead (`--json`)."""
+"""Print results as tables, with rich. `--json` prints JSON instead."""
 
 import re
 from typing import Any
@@ -9,30 +9,34 @@ from rich.table import Table
 from model.common.console import console, duration, print_key_values, size
 
 
-def inspection(found: dict[str, Any]) -> None:
-    dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in found["bytes_by_dtype"].items())
+def inspection(summary: dict[str, Any]) -> None:
+    """Print what a checkpoint is, and a table of the possible numbers of groups."""
+    dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in summary["bytes_by_dtype"].items())
     print_key_values(
-        found["source"],
+        summary["source"],
         [
-            ("model_type", f"{found['model_type']} ({found['format']}, {len(found['files'])} file(s))"),
-            ("attention", f"{found['attention']}: {found['n_heads']} query heads, {found['n_kv_heads']} K/V heads"),
-            ("layers", str(found["n_layers"])),
-            ("head size, hidden size", f"{found['head_dim']}, {found['hidden_size']}"),
-            ("weights", f"{found['n_tensors']} tensors, {dtypes}"),
+            ("model_type", f"{summary['model_type']} ({summary['format']}, {len(summary['files'])} file(s))"),
+            (
+                "attention",
+                f"{summary['attention']}: {summary['n_heads']} query heads, {summary['n_kv_heads']} K/V heads",
+            ),
+            ("layers", str(summary["n_layers"])),
+            ("head size, hidden size", f"{summary['head_dim']}, {summary['hidden_size']}"),
+            ("weights", f"{summary['n_tensors']} tensors, {dtypes}"),
             *(
-                [("repeat-kv can make", f"{', '.join(map(str, found['repeats']))} K/V heads")]
-                if found["repeats"]
+                [("repeat-kv can make", f"{', '.join(map(str, summary['repeats']))} K/V heads")]
+                if summary["repeats"]
                 else []
             ),
-            *_remarks(found),
+            *_remarks(summary),
         ],
     )
     table = Table(title="\nWhat --groups can be", title_justify="left")
     headings = ("groups", "", "weights", "KV cache/token", "of now", "TP", "TP, heads copied")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in headings[-2:] else "right")
-    now = found["groups"][0]["kv_cache_bytes_per_token"]
-    for row in found["groups"]:
+    now = summary["groups"][0]["kv_cache_bytes_per_token"]
+    for row in summary["groups"]:
         cache = row["kv_cache_bytes_per_token"]
         table.add_row(
             str(row["groups"]),
@@ -50,15 +54,16 @@ def inspection(found: dict[str, Any]) -> None:
 
 
 def plan(planned: dict[str, Any]) -> None:
+    """Print a plan's summary."""
     cache = planned["kv_cache_bytes_per_token"]
-    what = "repeat" if planned["method"] == "repeat" else "merge"
+    action = "repeat" if planned["method"] == "repeat" else "merge"
     steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
-    how = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
+    method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
     print_key_values(
         f"{planned['source']} → {planned['out']}",
         [
-            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{how}"),
-            (f"to {what}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
+            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{method}"),
+            (f"to {action}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
             ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
@@ -72,21 +77,21 @@ def plan(planned: dict[str, Any]) -> None:
 def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
     scores = planned.get("auto", {})
     rows = [("auto: loss of", ", ".join(f"{name} {loss:.3f}" for name, loss in scores.items()))] if scores else []
-    sample = planned.get("calibration")
-    if sample:
-        n_tokens = sample["windows"] * sample["window"]
+    text = planned.get("calibration")
+    if text:
+        n_tokens = text["windows"] * text["window"]
         time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
         rows.append(("calibration", f"{n_tokens:,} tokens, estimate {time}, with {room} on the disk for as long"))
     return rows
 
 
-def _remarks(found: dict[str, Any]) -> list[tuple[str, str]]:
-    skipped_files = ", ".join(found["left_out"]) or "nothing is left out"
-    return [("not copied", skipped_files), *(("note", note) for note in found["notes"])]
+def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    skipped_files = ", ".join(summary["left_out"]) or "nothing is left out"
+    return [("not copied", skipped_files), *(("note", note) for note in summary["notes"])]
 
 
 def merges(report: list[dict[str, Any]]) -> None:
-    """Print how alike the merged heads were and how much shorter their merges are, for K and V over all layers."""
+    """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
     if not report:
         console().print("The number of K/V heads stays; every tensor was copied.")
         return
@@ -101,7 +106,7 @@ def merges(report: list[dict[str, Any]]) -> None:
 
 
 def _kind(entry: dict[str, Any]) -> str:
-    """Return what the entries of all layers have in common: the end of the name, and in a fused projection K or V."""
+    """Return the layer-independent name of an entry: the end of the tensor's name, and in a fused projection K or V."""
     parts = [part for part in entry["tensor"].removesuffix(".weight").split(".") if not part.isdecimal()]
     name = ".".join(parts[-3 if parts[-1] == "bias" else -2 :])
     return f"{name}, {entry['heads']}" if re.search("(?i)qkv|query_key_value", name) else name

@@ -1,6 +1,6 @@
-"""Check a converted folder against its source: read both again, recompute every merged tensor, compare all the rest.
+"""Check a converted folder against its source: recompute every merged tensor, and compare everything else.
 
-Nothing is taken from the conversion but its method, seed and number of groups.
+The expected tensors depend only on the source, and on OUT's recipe, number of groups and calibration tokens.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.calibration.text import NO_TORCH, CalibrationText, read_kept
+from convert.calibration.text import NO_TORCH, CalibrationText, read_stored
 from convert.conversion import calibrate
 from convert.merging.heads import merge_groups
 from convert.merging.layer import LayerMerge, MergedLayerCache, attention_of
@@ -38,35 +38,36 @@ from model.common.files import has_content
 
 PIECE = 8 << 20
 ROUNDING = 1e-3
-"""How far a tensor of a layer that was merged by the weights alone may be from the recomputed one, as a share of its
-norm; and a single number, as a share of their root mean square."""
+"""Tolerances for a layer merged by the weights alone: a tensor's error as a share of its norm, and an element's error
+as a share of the tensor's root mean square."""
 TENSOR_TOL, ELEMENT_TOL = 1e-2, 0.25
-"""The same of a layer merged by what it does on a text.
+"""The same tolerances for a layer merged with a calibration text.
 
-On another kind of processor some of the keys are drawn differently that calibrating looks at: one in 10^5, which moves
-the tensors of SmolLM2 by up to 0.002 of their norms, and single numbers by 0.07 of their root mean square.
+On another kind of processor, about one in 10^5 of the drawn keys differs. That changes the tensors of SmolLM2 by up to
+0.002 of their norms, and single elements by up to 0.07 of their root mean square.
 """
-WORSE = 1.05
-"""How much larger than a recomputed layer's the held-out error of a refined one may be. Training magnifies what differs
+MAX_ERROR_RATIO = 1.05
+"""Maximum held-out error of a refined layer, relative to the recomputed layer's. Training amplifies the differences
 between processors, so the weights themselves cannot be compared."""
 
 
 @dataclass
 class Findings:
-    """What was compared, and every difference found, in words."""
+    """Counts of the compared parts, and every difference, in words."""
 
     n_regrouped: int = 0
     n_copied: int = 0
     n_files: int = 0
     rounded: dict[str, float] = field(default_factory=dict)
-    """The merged tensors that another processor, or number of threads, makes a little different: how far, of 1."""
+    """Merged tensors that differ within the tolerance, as another processor or number of threads may cause: the error
+    relative to the tensor's norm."""
     unchecked: list[str] = field(default_factory=list)
-    """What could not be compared, and why."""
+    """Parts that could not be compared, each with the reason."""
     differences: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether everything was compared and agrees."""
+        """True if everything was compared and agrees."""
         return not self.differences and not self.unchecked
 
 
@@ -77,12 +78,12 @@ def verify(
     workers: int,
     quiet: bool = True,
 ) -> Findings:
-    """Compare the folder `out_path` with what converting `source` must give. Progress counts bytes of OUT's tensors.
+    """Compare the folder `out_path` with a conversion of `source`. `progress` counts bytes of OUT's tensors.
 
-    A calibration is repeated on the tokens that OUT keeps. The text that OUT names is neither opened nor fetched, since
-    OUT may come from anybody.
+    A calibration is repeated on the tokens stored in OUT. The text that OUT names is neither opened nor downloaded,
+    because OUT may be untrusted.
 
-    Raises CheckpointError if either cannot be read at all or OUT does not say how it was made.
+    Raises CheckpointError if either cannot be read, or OUT does not record its recipe.
     """
     record = read_record(out_path)
     findings = Findings()
@@ -115,7 +116,7 @@ def verify(
 
 
 def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings: Findings) -> Recipe:
-    """Return how OUT says it was made; with a remark where it does not keep the tokens it was calibrated on."""
+    """Return the recipe that OUT records. If OUT's calibration tokens are not usable, add to `findings.unchecked`."""
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
         raise CheckpointError(f"{out_path / RECORD_FILE} names no method and seed that this version knows.")
     renorm, refit = record.get("renorm", NONE), record.get("refit", False)
@@ -125,20 +126,20 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
     if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
         raise CheckpointError(f"{out_path / RECORD_FILE} names no method and seed that this version knows.")
     recorded = record.get("calibration")
-    sample = None if recorded is None else _sample(source, out_path, recorded, findings)
-    return Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, sample)
+    text = None if recorded is None else _stored_text(source, out_path, recorded, findings)
+    return Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, text)
 
 
-def _sample(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findings: Findings) -> CalibrationText:
-    """Return what OUT was calibrated on, with the tokens that it keeps if they are the recorded ones."""
+def _stored_text(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findings: Findings) -> CalibrationText:
+    """Return OUT's calibration text, with the tokens stored in OUT if they match the record."""
     try:
         if find_spec("torch") is None:
             raise CheckpointError(NO_TORCH)
         from convert.calibration.layer_stream import check_tokens
 
-        sample = read_kept(out_path, recorded)
-        check_tokens(source, sample)
-        return sample
+        text = read_stored(out_path, recorded)
+        check_tokens(source, text)
+        return text
     except CheckpointError as error:
         findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")
     return CalibrationText(recorded["text"], recorded["windows"], recorded["window"], None)
@@ -147,7 +148,7 @@ def _sample(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findin
 def _layers(
     source: Checkpoint, plan: Plan, scratch: Path, findings: Findings, workers: int, quiet: bool
 ) -> MergedLayerCache | None:  # fmt: skip
-    """Return the merged layers; None where they cannot be recomputed."""
+    """Return the merged layers; None if they cannot be recomputed."""
     if findings.unchecked:
         return None
     free = shutil.disk_usage(scratch).free
@@ -157,23 +158,23 @@ def _layers(
             "calibration again; set TMPDIR to a folder with more room."
         )
     calibrate(source, plan, scratch, quiet)
-    return MergedLayerCache(source, plan.workers(workers), scratch if plan.recipe.sample else None)
+    return MergedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
 
 
 def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]:
-    """Return the tensors that both have with the right dtype and shape."""
+    """Return the tensors with the expected dtype and shape in OUT; record the others as differences."""
     for name in plan.tensors.keys() - out.tensors.keys():
         findings.differences.append(f"the tensor {name} is missing")
     for name in out.tensors.keys() - plan.tensors.keys():
         findings.differences.append(f"the tensor {name} is not in the source")
     same = []
     for name, expected in plan.tensors.items():
-        found = out.tensors.get(name)
-        if found == expected:
+        tensor = out.tensors.get(name)
+        if tensor == expected:
             same.append(name)
-        elif found:
+        elif tensor:
             findings.differences.append(
-                f"the tensor {name} is {found.dtype} {found.shape}; it should be {expected.dtype} {expected.shape}"
+                f"the tensor {name} is {tensor.dtype} {tensor.shape}; it should be {expected.dtype} {expected.shape}"
             )
     return same
 
@@ -184,44 +185,44 @@ def _compare_tensor(
     if name in plan.regrouped and plan.regrouped[name].layer is not None:
         return _compare_merged(out, plan.regrouped[name].layer, layers, findings, name)
     if name in plan.regrouped:
-        expected, how = _recomputed(source, plan, name), "recomputed from the source"
+        expected, origin = _recomputed(source, plan, name), "recomputed from the source"
     else:
-        expected, how = _as_it_is(source, name), "copied from the source"
+        expected, origin = _source_bytes(source, name), "copied from the source"
     span = out.span(name)
-    assert span is not None, "OUT is safetensors, whose tensors lie there as they are"
+    assert span is not None, "OUT is safetensors, which stores tensors as plain bytes"
     with span.path.open("rb", buffering=0) as file:
         for offset, piece in expected:
             file.seek(span.offset + offset)
             if file.read(len(piece)) != piece:
-                return [f"the tensor {name} differs from the one {how}"]
+                return [f"the tensor {name} differs from the one {origin}"]
     return []
 
 
 Pieces = Iterator[tuple[int, bytes]]
-"""What a tensor of OUT must hold: from which byte on, and the bytes."""
+"""The expected content of a tensor of OUT: pieces of bytes, each with its offset."""
 
 
 def _compare_merged(
     out: Checkpoint, layer: LayerMerge | None, layers: MergedLayerCache | None, findings: Findings, name: str
 ) -> list[str]:
-    """Compare a tensor that came out of many sums, whose last digits depend on the order they are added in.
+    """Compare a tensor of a merged layer within a tolerance, because its last digits depend on the order of sums.
 
-    What is forgiven for that is no leave to change it afterwards: see `_compare_written`.
+    `_compare_written` separately detects any later change, by the recorded checksum.
     """
     if layers is None or layer is None:
         return []
-    expected, found = layers.get(layer).tensors[name], out.rows(name, 0, out.tensors[name].shape[0])
-    if found.tobytes() == expected.tobytes():
+    expected, actual = layers.get(layer).tensors[name], out.rows(name, 0, out.tensors[name].shape[0])
+    if actual.tobytes() == expected.tobytes():
         return []
     if layer.recipe.refine:
         return []  # see `_compare_refined`
-    wanted, got = expected.astype(np.float64), found.astype(np.float64)
-    step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of a bfloat16 or half; finer types need no more
-    beyond = np.maximum(np.abs(wanted - got) - step * np.abs(wanted), 0) / (np.sqrt(np.mean(wanted**2)) or 1.0)
-    apart = float(np.sqrt(np.mean(beyond**2)))
-    allowed, allowed_number = (TENSOR_TOL, ELEMENT_TOL) if layer.recipe.sample else (ROUNDING, ROUNDING)
-    if apart <= allowed and beyond.max() <= allowed_number:  # not so for NaN
-        findings.rounded[name] = apart
+    wide, wide_actual = expected.astype(np.float64), actual.astype(np.float64)
+    step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of bfloat16 or float16; sufficient for finer dtypes too
+    beyond = np.maximum(np.abs(wide - wide_actual) - step * np.abs(wide), 0) / (np.sqrt(np.mean(wide**2)) or 1.0)
+    error = float(np.sqrt(np.mean(beyond**2)))
+    tensor_tol, element_tol = (TENSOR_TOL, ELEMENT_TOL) if layer.recipe.text else (ROUNDING, ROUNDING)
+    if error <= tensor_tol and beyond.max() <= element_tol:  # false for NaN
+        findings.rounded[name] = error
         return []
     return [f"the tensor {name} differs from the one recomputed from the source"]
 
@@ -229,34 +230,36 @@ def _compare_merged(
 def _compare_refined(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache, scratch: Path, findings: Findings
 ) -> None:  # fmt: skip
-    """Compare refined layers that differ from the recomputed ones by what they do on the text that was held out."""
+    """Compare refined layers that differ from the recomputed ones by their held-out output errors."""
     from convert.calibration.solve import held_out_errors
 
-    sample = plan.recipe.sample
-    assert sample is not None
+    text = plan.recipe.text
+    assert text is not None
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return a layer's tensors as they are in OUT, and as recomputed."""
+        """Return a layer's tensors in OUT, and the recomputed ones."""
         expected = layers.get(plan.layers[index]).tensors
         return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
 
     def attentions(index: int) -> list[LayerAttention]:
         merge = plan.layers[index]
-        wide = ({name: widen(x).astype(np.float64) for name, x in found.items()} for found in versions(index))
+        wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
         return [attention_of(tensors, merge) for tensors in wide]
 
     def differs(index: int) -> bool:
-        found, expected = versions(index)
-        return any(found[name].tobytes() != expected[name].tobytes() for name in expected)
+        actual, expected = versions(index)
+        return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
 
     different = {index for index in range(len(plan.layers)) if differs(index)}
-    errors = held_out_errors(source, sample, scratch, different, attentions) if different else {}
-    for index, (theirs, ours) in errors.items():
-        if theirs <= WORSE * ours:  # not so for NaN
-            findings.rounded |= dict.fromkeys(plan.layers[index].weights, max(0.0, theirs / ours - 1) if ours else 0.0)
+    errors = held_out_errors(source, text, scratch, different, attentions) if different else {}
+    for index, (actual, expected) in errors.items():
+        if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
+            excess = max(0.0, actual / expected - 1) if expected else 0.0
+            findings.rounded |= dict.fromkeys(plan.layers[index].weights, excess)
         else:
             findings.differences.append(
-                f"layer {index} was refined; its held-out error is {theirs:.4g}, where recomputing it gives {ours:.4g}"
+                f"layer {index} was refined; its held-out error is {actual:.4g}, "
+                f"where recomputing it gives {expected:.4g}"
             )
 
 
@@ -271,7 +274,7 @@ def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
             yield row * row_nbytes, merged.tobytes()
 
 
-def _as_it_is(source: Checkpoint, name: str) -> Pieces:
+def _source_bytes(source: Checkpoint, name: str) -> Pieces:
     span, tensor = source.span(name), source.tensors[name]
     if span is None:
         n_rows = tensor.shape[0]
@@ -284,7 +287,7 @@ def _as_it_is(source: Checkpoint, name: str) -> Pieces:
 
 
 def _read(source: Checkpoint, name: str, row: int, n_rows: int, row_nbytes: int) -> Pieces:
-    """Read rows of the source, some at a time; offsets count from the first."""
+    """Read rows of the source in pieces. Offsets are bytes from the first row."""
     step = max(1, PIECE // row_nbytes)
     for start in range(0, n_rows, step):
         rows = source.rows(name, row + start, row + min(start + step, n_rows))
@@ -292,19 +295,19 @@ def _read(source: Checkpoint, name: str, row: int, n_rows: int, row_nbytes: int)
 
 
 def _compare_written(out: Checkpoint, record: dict[str, Any], name: str) -> list[str]:
-    found = digest(out.rows(name, 0, out.tensors[name].shape[0]))
-    if record["sha256"].get(name) == found:
+    sha256 = digest(out.rows(name, 0, out.tensors[name].shape[0]))
+    if record["sha256"].get(name) == sha256:
         return []
-    return [f"the tensor {name} has SHA-256 {found[:12]}…, not the one recorded at conversion"]
+    return [f"the tensor {name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]
 
 
 def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
     recorded = {file["name"]: file["sha256"] for file in record["source"]["files"]}
     with path.open("rb", buffering=0) as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if recorded.get(path.name) == found:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if recorded.get(path.name) == sha256:
         return []
-    return [f"the source file {path.name} has SHA-256 {found[:12]}…, not the one recorded at conversion"]
+    return [f"the source file {path.name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]
 
 
 def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
@@ -322,16 +325,16 @@ def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: F
 def _compare_files(
     source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
 ) -> None:  # fmt: skip
-    origin = record["source"]["name"], record["source"]["revision"]  # the same source may lie elsewhere now
-    wanted = {**config_json.copied(source, plan), "README.md": model_card(source, plan, origin)}
-    for name, content in wanted.items():
+    origin = record["source"]["name"], record["source"]["revision"]  # as recorded, because the source may have moved
+    expected = {**config_json.copied(source, plan), "README.md": model_card(source, plan, origin)}
+    for name, content in expected.items():
         path = out.path / name
         if not path.is_file():
             findings.differences.append(f"the file {name} is missing")
         elif not has_content(path, content):
             findings.differences.append(f"the file {name} differs from what the conversion writes")
-    findings.n_files = len(wanted)
-    for name in [*sorted(out.side_files.keys() - wanted.keys()), *out.skipped_files]:
+    findings.n_files = len(expected)
+    for name in [*sorted(out.side_files.keys() - expected.keys()), *out.skipped_files]:
         findings.differences.append(f"the file {name} is not the source's")
     for shard in out.shards:
         if shard.metadata.get("format") != "pt":

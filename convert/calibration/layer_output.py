@@ -1,6 +1,6 @@
-"""Run the attention of a merged layer on a text, and compare it with what the layer gave before.
+"""Run a merged layer's attention on a text, and measure its output error against the original layer.
 
-Letters: B windows together, T tokens, M hidden size, H query heads, G key/value heads, D head_dim, C = heads · D, X
+Letters: B windows in a batch, T tokens, M hidden size, H query heads, G key/value heads, D head_dim, C = heads · D, X
 inputs (the hidden size, and a constant 1 where there are biases).
 """
 
@@ -38,7 +38,7 @@ def weights_of(attention: LayerAttention) -> Weights:
 
 
 def with_weights(attention: LayerAttention, weights: Weights) -> LayerAttention:
-    """Return the attention with other values."""
+    """Return the attention with other values, in float64."""
     q_CX, k_CX, v_CX, o_MC = (matrix.detach().double().numpy() for matrix in weights)
     return replace(
         with_output(attention, o_MC),
@@ -61,7 +61,7 @@ def with_output(attention: LayerAttention, o_MC: Real) -> LayerAttention:
 
 
 def heads_out(layer: Layer, weights: Weights, x_BTM: Tensor) -> Tensor:
-    """Return what the heads give before the output projection, [B, T, H·D]."""
+    """Return the heads' outputs before the output projection, [B, T, H·D]."""
     head_dim = layer.text.config.head_dim
     rows = (weights.q_CX, weights.k_CX, weights.v_CX)
     q_BTHD, k_BTGD, v_BTGD = (_project(x_BTM, rows_CX, head_dim) for rows_CX in rows)
@@ -76,25 +76,25 @@ def _project(x_BTM: Tensor, rows_CX: Tensor, head_dim: int) -> Tensor:
 
 
 def parents_output(layer: Layer, windows: list[int]) -> Tensor:
-    """Return what the layer gave before it was merged, without the output projection's bias, [B, T, M].
+    """Return the original layer's attention output without the output projection's bias, [B, T, M].
 
-    `Layer.attend` must have left it on the disk.
+    Reads the file that `Layer.attend` writes, so call that first.
     """
     whole_BTM, bias_M = torch.from_numpy(layer.attended_NTM[windows]), layer.block.self_attn.o_proj.bias
     return whole_BTM if bias_M is None else whole_BTM - bias_M
 
 
 def outputs(layer: Layer, merged: LayerAttention, windows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each window what the merged heads give, [T, H·D], and what the layer gave before, [T, M]."""
+    """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
     weights = weights_of(merged)
-    for chosen in layer.text.batches(list(windows)):
-        yield from zip(heads_out(layer, weights, layer.inputs(chosen)), parents_output(layer, chosen), strict=True)
+    for batch in layer.text.batches(list(windows)):
+        yield from zip(heads_out(layer, weights, layer.inputs(batch)), parents_output(layer, batch), strict=True)
 
 
 def squared_error(layer: Layer, weights: Weights, windows: Iterable[int]) -> float:
-    """Return how far a merged layer is from what it gave before, summed over windows."""
+    """Return the squared output error of a merged layer, summed over windows."""
     total = 0.0
-    for chosen in layer.text.batches(list(windows)):
-        out_BTM = heads_out(layer, weights, layer.inputs(chosen)) @ weights.o_MC.T
-        total += float((parents_output(layer, chosen) - out_BTM).double().square().sum())
+    for batch in layer.text.batches(list(windows)):
+        out_BTM = heads_out(layer, weights, layer.inputs(batch)) @ weights.o_MC.T
+        total += float((parents_output(layer, batch) - out_BTM).double().square().sum())
     return total

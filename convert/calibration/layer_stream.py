@@ -1,11 +1,11 @@
-"""A text's way through a model, one layer in memory at a time.
+"""Run a text through a model with one layer in memory at a time.
 
-The states between layers lie on the disk, so that memory grows neither with the text nor with the model's depth:
+The states between layers are files, so that memory grows neither with the text nor with the model's depth:
 
-    FOLDER/states-0012.npy      what goes into layer 12, float32 [windows, tokens, hidden]
-    FOLDER/attended.npy         what its attention adds
+    FOLDER/states-0012.npy      the inputs of layer 12, float32 [windows, tokens, hidden]
+    FOLDER/attended.npy         the output of its attention
 
-A walk that was killed goes on at the layer whose states it has. Letters: N windows, B of them together, T tokens, M
+A killed run resumes at the layer whose states are in FOLDER. Letters: N windows, B windows in a batch, T tokens, M
 hidden size, H query heads, G key/value heads, D head_dim.
 """
 
@@ -32,12 +32,12 @@ from model.decoder.masks import text_mask
 from model.decoder.rope import rotate, rotations
 
 _BATCH_TOKENS = 1024
-"""Run together: more do not stay in a processor's cache."""
+"""Tokens per batch. Larger batches do not fit in a processor's cache."""
 
 States = NDArray[np.float32]
 
 Progress = Callable[[int], None]
-"""Called with the number of tokens that have just passed a layer."""
+"""Called with the number of tokens that a layer has just processed."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,28 @@ Watch = Callable[[Heads], None]
 
 
 class CalibrationWindows:
-    """What is the same in all layers: geometry, rotary angles, masks."""
+    """The parts that all layers share: model config, rotary angles, masks, batches of windows."""
 
-    def __init__(self, config: LlamaConfig, sample: CalibrationText) -> None:
-        self.config, self.n_windows, self.length = config, sample.n_windows, sample.window
+    def __init__(self, config: LlamaConfig, text: CalibrationText) -> None:
+        self.config, self.n_windows, self.length = config, text.n_windows, text.window
         positions_1T = torch.arange(self.length)[None]
         self.rotation: Rotation = rotations(config.rope, positions_1T, torch.tensor([[self.length]]), torch.float32)
         self._batch = max(1, _BATCH_TOKENS // self.length)
 
     def mask(self, index: int, n_rows: int) -> Mask:
+        """Return the attention mask of layer `index` for a batch of `n_rows` windows."""
         return text_mask(n_rows, 0, self.length, self.config.windows[index], None, torch.device("cpu"))
 
     def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:
-        """Yield windows, all or these, as many at a time as are run together."""
-        chosen = list(range(self.n_windows) if windows is None else windows)
-        for start in range(0, len(chosen), self._batch):
-            yield chosen[start : start + self._batch]
+        """Yield the indices of all windows, or of `windows`, batch by batch."""
+        indices = list(range(self.n_windows) if windows is None else windows)
+        for start in range(0, len(indices), self._batch):
+            yield indices[start : start + self._batch]
 
 
 @dataclass
 class Layer:
-    """One layer and what goes into it."""
+    """One layer and its input states."""
 
     text: CalibrationWindows
     index: int
@@ -83,12 +84,12 @@ class Layer:
     folder: Path
 
     def inputs(self, windows: list[int]) -> Tensor:
-        """Return what the layer's attention reads, [B, T, M]."""
+        """Return the normalised inputs of the layer's attention, [B, T, M]."""
         x_BTM: Tensor = self.block.input_layernorm(torch.from_numpy(self.states_NTM[windows]))
         return x_BTM
 
     def attend(self, watch: Watch) -> None:
-        """Run the layer's attention over the text, as its weights now are; `watch` sees the heads of every batch."""
+        """Run the layer's attention on the text, with its current weights. Calls `watch` with each batch's heads."""
         attention, rotation = self.block.self_attn, self.text.rotation
         with _writing(self._attended, self.states_NTM.shape, durable=False) as write:
             for windows in self.text.batches():
@@ -107,7 +108,7 @@ class Layer:
 
     @property
     def attended_NTM(self) -> States:
-        """What the layer's attention gave."""
+        """The attention's output, with the output projection's bias."""
         attended_NTM: States = np.load(self._attended, mmap_mode="r", allow_pickle=False)
         return attended_NTM
 
@@ -116,7 +117,7 @@ class Layer:
         return self.folder / "attended.npy"
 
     def run_mlp(self, progress: Progress) -> None:
-        """Write what the layer makes of its states, and remove these."""
+        """Write the layer's output states, the next layer's inputs, and remove its input states."""
         block, attended_NTM = self.block, self.attended_NTM
         with _writing(_states(self.folder, self.index + 1), self.states_NTM.shape) as write:
             for windows in self.text.batches():
@@ -135,24 +136,24 @@ class Layer:
             )
 
 
-def iter_layers(checkpoint: Checkpoint, sample: CalibrationText, folder: Path, progress: Progress) -> Iterator[Layer]:
-    """Yield layer after layer, each to be run by its `attend`; then the text goes on through its MLP.
+def iter_layers(checkpoint: Checkpoint, text: CalibrationText, folder: Path, progress: Progress) -> Iterator[Layer]:
+    """Yield each layer. The caller runs `attend`, then `iter_layers` runs the MLP.
 
-    For use in inference mode. The states after the last layer stay in the folder (`last_states`).
+    Use it without gradients. The states after the last layer stay in the folder (`last_states`).
     """
     config = read_llama_config(checkpoint.config)
-    text = CalibrationWindows(config, sample)
-    first = _begin(checkpoint, sample, folder)
-    progress(first * sample.n_tokens)
+    windows = CalibrationWindows(config, text)
+    first = _begin(checkpoint, text, folder)
+    progress(first * text.n_tokens)
     for index in range(first, config.n_layers):
         states_NTM = np.load(_states(folder, index), mmap_mode="r", allow_pickle=False)
-        layer = Layer(text, index, load_block(checkpoint, config, index), states_NTM, folder)
+        layer = Layer(windows, index, load_block(checkpoint, config, index), states_NTM, folder)
         yield layer
         layer.run_mlp(progress)
 
 
 def check_can_walk(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedMethodError where the project's own code cannot run the model."""
+    """Raise UnsupportedMethodError if the project's own decoder cannot run the model."""
     try:
         read_llama_config(checkpoint.config)
         check_runnable(checkpoint)
@@ -160,13 +161,13 @@ def check_can_walk(checkpoint: Checkpoint) -> None:
         raise UnsupportedMethodError(str(error)) from error
 
 
-def check_tokens(checkpoint: Checkpoint, sample: CalibrationText) -> None:
-    """Raise CheckpointError where the text has tokens that the model does not know, by its embedding."""
+def check_tokens(checkpoint: Checkpoint, text: CalibrationText) -> None:
+    """Raise CheckpointError if the text has token ids beyond the rows of the embedding."""
     embedding = checkpoint.tensors.get(embedding_name(checkpoint))
     if embedding is None:
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {embedding_name(checkpoint)}.")
-    known = [ids_NT for ids_NT in (sample.ids_NT, sample.read_NT) if ids_NT is not None and ids_NT.size]
-    largest = max((int(ids_NT.max()) for ids_NT in known), default=0)
+    ids = [ids_NT for ids_NT in (text.ids_NT, text.read_NT) if ids_NT is not None and ids_NT.size]
+    largest = max((int(ids_NT.max()) for ids_NT in ids), default=0)
     if largest >= embedding.shape[0]:
         raise CheckpointError(
             f"tokenizer.json gives the id {largest}, but the model has {embedding.shape[0]} tokens; they do not belong "
@@ -175,7 +176,7 @@ def check_tokens(checkpoint: Checkpoint, sample: CalibrationText) -> None:
 
 
 def last_states(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Return the file of what the last layer gave."""
+    """Return the file of the last layer's output states."""
     return _states(folder, read_llama_config(checkpoint.config).n_layers)
 
 
@@ -183,25 +184,25 @@ def _states(folder: Path, index: int) -> Path:
     return folder / f"states-{index:04}.npy"
 
 
-def _begin(checkpoint: Checkpoint, sample: CalibrationText, folder: Path) -> int:
-    """Return the layer to go on with: the first one, with the embeddings as its states, if there are none yet."""
-    kept = sorted(folder.glob("states-*.npy"))
-    for old in kept[:-1]:
+def _begin(checkpoint: Checkpoint, text: CalibrationText, folder: Path) -> int:
+    """Return the layer to resume at; write the embeddings on a fresh start."""
+    states = sorted(folder.glob("states-*.npy"))
+    for old in states[:-1]:
         old.unlink()
-    if kept:
-        return int(kept[-1].stem.removeprefix("states-"))
+    if states:
+        return int(states[-1].stem.removeprefix("states-"))
     embedding_VM = load_embedding(checkpoint)
-    assert sample.ids_NT is not None
-    shape = (sample.n_windows, sample.window, embedding_VM.shape[1])
+    assert text.ids_NT is not None
+    shape = (text.n_windows, text.window, embedding_VM.shape[1])
     with _writing(_states(folder, 0), shape) as write:
-        for ids_T in sample.ids_NT:
+        for ids_T in text.ids_NT:
             write(embedding_VM[torch.from_numpy(ids_T)])
     return 0
 
 
 @contextmanager
 def _writing(path: Path, shape: tuple[int, ...], durable: bool = True) -> Iterator[Callable[[Tensor], None]]:
-    """Give a function that adds windows to an array on the disk, which takes its name when it is complete."""
+    """Yield a function that appends windows to an array file. The file gets its name when it is complete."""
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})

@@ -1,13 +1,13 @@
-"""Let a model write the text that it is calibrated on: `--calibration self`.
+"""Let the model write its own calibration text: `--calibration self`.
 
-A document begins with the token that stands before a text and a random token of the vocabulary (as in LLM-QAT, Liu et
-al. 2023, arXiv:2305.17888, section 3.1), or, every other one, with what a chat template puts before a user's words (as
-in Magpie, Xu et al. 2024, arXiv:2406.08464). The model writes on from there. Where it ends a document, or after 256
-tokens, the next begins, until the window is full.
+A document begins with the beginning-of-text token and a random token of the vocabulary (as in LLM-QAT, Liu et al. 2023,
+arXiv:2305.17888, section 3.1). With a chat template, every other document begins instead with the template's tokens
+before the user's message (as in Magpie, Xu et al. 2024, arXiv:2406.08464). The model generates the rest. The next
+document begins where the model ends one, or after 256 tokens, until the window is full.
 
     FOLDER/batch-0003.ids     the token ids of a finished batch, int64 [rows, tokens]
 
-A killed run continues with the batch it was at, and gives the same ids: each batch has a seed of its own.
+A killed run resumes at the batch it had reached. Each batch has its own seed, so the ids are the same.
 Letters: B rows, T tokens, N windows.
 """
 
@@ -36,26 +36,26 @@ from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import embedding_name, load_llama, stop_ids
 
 TEMPERATURE, TOP_P = 1.0, 1.0
-"""By docs/study.md, "What the merge is calibrated on"."""
+"""Chosen by docs/study.md, "What the merge is calibrated on"."""
 DOCUMENT_TOKENS = 256
-"""After which the next document begins: many short ones say more of the model than few long ones."""
+"""Maximum tokens per document. Many short documents represent the model better than few long ones."""
 BATCH_ROWS = 64
 CACHE_BYTES = 4 << 30
-"""What the KV cache of a batch may take: where it would take more, fewer rows are written together."""
+"""Maximum bytes of a batch's KV cache. It limits the rows per batch."""
 _MARK = "\N{REPLACEMENT CHARACTER}words\N{REPLACEMENT CHARACTER}"
 _TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template")
 
 
 @dataclass(frozen=True)
 class OwnText:
-    """What a model is to write."""
+    """A request for text written by the model itself."""
 
     checkpoint: Checkpoint
     first: tuple[int, ...]
-    """What its tokenizer puts before a text."""
+    """Tokens that its tokenizer puts before a text."""
     n_windows: int
     window: int
-    """Tokens in each."""
+    """Tokens per window."""
     seed: int
 
     @property
@@ -64,18 +64,18 @@ class OwnText:
 
     @property
     def memory(self) -> int:
-        """Bytes that the model takes with the KV cache and the logits of a batch."""
+        """Bytes of the model's weights, and of a batch's KV cache and logits."""
         weights = sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
         config = read_llama_config(self.checkpoint.config)
         return weights + self._rows * (self._row_bytes + 3 * 4 * config.vocab_size)
 
     @property
     def n_steps(self) -> int:
-        """How many times the whole model is run, for one token of each row."""
+        """Number of runs of the whole model. Each run gives one token per row."""
         return -(-self.n_windows // self._rows) * self.window
 
     def check_memory(self) -> None:
-        """Raise CheckpointError where the machine has less memory than the model takes."""
+        """Raise CheckpointError if the machine has less free memory than `memory`."""
         available = psutil.virtual_memory().available
         if self.memory > available:
             raise CheckpointError(
@@ -85,33 +85,33 @@ class OwnText:
             )
 
     def write(self, folder: Path, progress: Progress) -> NDArray[np.int64]:
-        """Return what the model writes, [N, T]. Progress counts tokens.
+        """Return the token ids that the model writes, [N, T]. `progress` counts tokens.
 
-        Raises CheckpointError where the model cannot be loaded, or makes NaN.
+        Raises CheckpointError if the model cannot be loaded, or its logits are not finite.
         """
         folder.mkdir(parents=True, exist_ok=True)
         starts = range(0, self.n_windows, self._rows)
         batches = {folder / f"batch-{number:04}.ids": start for number, start in enumerate(starts)}
-        left = {file: start for file, start in batches.items() if not file.exists()}
-        progress(self.n_tokens - sum(self._rows_from(start) * self.window for start in left.values()))
-        if left:
+        unwritten = {file: start for file, start in batches.items() if not file.exists()}
+        progress(self.n_tokens - sum(self._rows_from(start) * self.window for start in unwritten.values()))
+        if unwritten:
             writer = _Writer(self.checkpoint, self.first)
-            for file, start in left.items():
+            for file, start in unwritten.items():
                 ids_BT = writer.write(self._rows_from(start), self.window, (self.seed, start), progress)
                 replace_file(file, ids_BT.tobytes())
-        found = [np.frombuffer(file.read_bytes(), np.int64) for file in batches]
-        return np.concatenate(found).reshape(self.n_windows, self.window)
+        ids = [np.frombuffer(file.read_bytes(), np.int64) for file in batches]
+        return np.concatenate(ids).reshape(self.n_windows, self.window)
 
     @property
     def _row_bytes(self) -> int:
-        """Bytes that a row's KV cache takes."""
+        """Bytes of one row's KV cache."""
         config = read_llama_config(self.checkpoint.config)
         bytes_per_value = max(t.nbytes // prod(t.shape) for t in self.checkpoint.tensors.values() if t.shape)
         return 2 * config.n_layers * config.n_kv_heads * config.head_dim * self.window * bytes_per_value
 
     @property
     def _rows(self) -> int:
-        """How many rows are written together. It does not depend on the machine, since the ids depend on it."""
+        """Rows per batch. It must not depend on the machine, because the ids depend on it."""
         return max(1, min(BATCH_ROWS, self.n_windows, CACHE_BYTES // self._row_bytes))
 
     def _rows_from(self, start: int) -> int:
@@ -119,7 +119,7 @@ class OwnText:
 
 
 class _Writer:
-    """A model in memory, and what its documents begin with."""
+    """A model in memory, and the tokens that its documents begin with."""
 
     def __init__(self, checkpoint: Checkpoint, first: Sequence[int]) -> None:
         self._model: LlamaForCausalLM = load_llama(checkpoint, None, "cpu")
@@ -137,7 +137,7 @@ class _Writer:
 
     @torch.inference_mode()
     def write(self, n_rows: int, window: int, seed: tuple[int, int], progress: Progress) -> NDArray[np.int64]:
-        """Return rows of so many tokens, [B, T]."""
+        """Return `n_rows` rows of `window` tokens, [B, T]."""
         config, weight = self._model.config, self._model.head_weight
         rng = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
@@ -156,7 +156,7 @@ class _Writer:
         return ids_BT
 
     def _beginnings(self, rng: np.random.Generator) -> Iterator[list[list[int]]]:
-        """Yield what to give of one document after another: at its beginning, and each time the model ends a part."""
+        """Yield each document's prompts: one for its beginning, and one for each time the model ends a part."""
         while True:
             yield [[*self._first, int(rng.choice(self._vocabulary))]]
             if self._chat:
@@ -164,42 +164,42 @@ class _Writer:
 
 
 class _Row:
-    """A window that is being written: which tokens are given, and which are the model's choice."""
+    """A window that is being written, from prompt tokens and tokens chosen by the model."""
 
     def __init__(self, beginnings: Iterator[list[list[int]]], ends: frozenset[int]) -> None:
         self._beginnings, self._ends = beginnings, ends
         self._parts: list[list[int]] = []
-        self._given: list[int] = []
+        self._prompt: list[int] = []
         self._length = 0
 
     def next_token(self, chosen: int | None) -> int:
-        """Return the token that comes next; `chosen` is the model's, None at the beginning."""
-        if not self._given and (chosen is None or self._length >= DOCUMENT_TOKENS):
+        """Return the next token. `chosen` is the model's choice, None at the beginning of the window."""
+        if not self._prompt and (chosen is None or self._length >= DOCUMENT_TOKENS):
             self._begin()
-        elif not self._given and chosen in self._ends:
+        elif not self._prompt and chosen in self._ends:
             assert chosen is not None
             if not self._parts:
                 self._begin()
-            self._given = [chosen, *(self._given or self._parts.pop(0))]
+            self._prompt = [chosen, *(self._prompt or self._parts.pop(0))]
         self._length += 1
-        following = self._given.pop(0) if self._given else chosen
-        assert following is not None, "documents begin with at least one given token"
+        following = self._prompt.pop(0) if self._prompt else chosen
+        assert following is not None, "a document's prompt has at least one token"
         return following
 
     def _begin(self) -> None:
-        self._given, *self._parts = next(self._beginnings)
+        self._prompt, *self._parts = next(self._beginnings)
         self._length = 0
 
 
 def _token_before_texts(checkpoint: Checkpoint) -> tuple[int, ...]:
-    found = checkpoint.config.get("bos_token_id")
-    return (found,) if type(found) is int and found >= 0 else ()
+    token = checkpoint.config.get("bos_token_id")
+    return (token,) if type(token) is int and token >= 0 else ()
 
 
 def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-    """Return what the chat template puts before a user's words and before the answer, and the ids of ordinary tokens.
+    """Return the chat template's tokens before the user's message and before the answer, and the ordinary token ids.
 
-    Without a template, the former is empty.
+    Without a template, the first tuple is empty.
     """
     with TemporaryDirectory() as folder:
         for name, content in checkpoint.side_files.items():
@@ -213,12 +213,12 @@ def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...]
     try:
         chat = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
         parts = str(tokenizer.apply_chat_template(chat, tokenize=False)).split(_MARK)
-    except Exception as error:  # a template may raise what it likes
+    except Exception as error:  # a template may raise any exception
         console.warn(f"the chat template cannot be used ({error}); no text begins with it.")
         return (), vocabulary
     if len(parts) != 3:
         console.warn("the chat template leaves out what a user says; no text begins with it.")
         return (), vocabulary
     before, between, _ = (tuple(tokenizer(part, add_special_tokens=False).input_ids) for part in parts)
-    # The model itself writes the token that ends the user's words.
+    # The model itself writes the token that ends the user's message.
     return (before, between[1:] if between and between[0] in special else between), vocabulary

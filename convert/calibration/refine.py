@@ -1,10 +1,10 @@
-"""Train a merged layer's attention to give what the layer gave before, one layer at a time.
+"""Train a merged layer's attention to reproduce the original layer's output, one layer at a time.
 
 The closed form (`convert.merging.methods.fit`) minimises the errors of logits and of values separately, to second
-order. Gradient descent starts there and minimises the error of the attention's output over queries, keys, values and
-output projection together. The layer reads the parent's states. It needs neither the rest of the model nor labels.
+order. Gradient descent starts from it and minimises the output error over queries, keys, values and output projection
+together. The layer reads the parent's states. It needs neither the rest of the model nor labels.
 
-Every fourth window is held out. The weights are those that served best there, which may be the ones it began with.
+Every fourth window is held out. The result is the weights with the least held-out error, possibly the initial ones.
 """
 
 import math
@@ -19,23 +19,24 @@ from convert.calibration.refit import is_held_out
 from convert.merging.weights import LayerAttention
 
 BATCH_TOKENS = 1024
-"""Of a step."""
+"""Tokens per step."""
 RATE = 0.32
-"""The peak of the learning rate, as a share of each matrix's root mean square, times the root of the hidden size.
+"""Peak learning rate, as a share of each matrix's root mean square, times the root of the hidden size.
 
-Adam moves all numbers of a matrix by the rate, and what that does to its products grows with the root of its width.
+Adam moves every element of a matrix by about the learning rate. The effect on the matrix's products grows with the root
+of its width.
 """
 WARMUP = 0.05
-"""The share of steps in which the rate rises; it falls as a cosine after them."""
+"""Share of steps with a rising learning rate; a cosine decay follows."""
 EVALUATIONS = 4
-"""How many times the error on the held-out windows is measured."""
+"""Number of times the held-out error is measured during training."""
 BETAS = (0.9, 0.95)
 
 
 def refine(layer: Layer, merged: LayerAttention, n_tokens: int) -> LayerAttention:
-    """Return the layer, trained on so many tokens: the text's windows, again and again.
+    """Return the layer after training on `n_tokens` tokens. The text's windows are repeated as often as needed.
 
-    `Layer.attend` must have left on the disk what the layer gave before.
+    Reads the file that `Layer.attend` writes, so call that first.
     """
     held = [n for n in range(layer.text.n_windows) if is_held_out(n)]
     batch = max(1, BATCH_TOKENS // layer.text.length)
@@ -47,16 +48,16 @@ def refine(layer: Layer, merged: LayerAttention, n_tokens: int) -> LayerAttentio
         for step, windows in enumerate(islice(_shuffled(layer, batch), n_steps), start=1):
             training.step(windows)
             if step * EVALUATIONS // n_steps > (step - 1) * EVALUATIONS // n_steps:
-                found = training.weights()
+                weights = training.weights()
                 with torch.no_grad():
-                    error = squared_error(layer, found, held)
+                    error = squared_error(layer, weights, held)
                 if error < least:
-                    best, least = found, error
+                    best, least = weights, error
     return merged if best is start else with_weights(merged, best)
 
 
 def _shuffled(layer: Layer, batch: int) -> Iterator[list[int]]:
-    """Yield batches of the windows that are not held out, in another order each time round."""
+    """Yield batches of the training windows without end, shuffled anew for each pass."""
     windows = [n for n in range(layer.text.n_windows) if not is_held_out(n)]
     generator = torch.Generator().manual_seed(layer.index)
     waiting: list[int] = []
@@ -90,9 +91,11 @@ class _Training:
         self._schedule.step()
 
     def weights(self) -> Weights:
+        """Return a copy of the current weights."""
         return Weights(*(matrix.detach().clone() for matrix in self._weights))
 
     def _share_of_peak(self, step: int) -> float:
+        """Return the learning rate of a step, as a share of its peak."""
         warmup = max(1.0, WARMUP * self._n_steps)
         if step < warmup:
             return (step + 1) / warmup

@@ -1,7 +1,7 @@
-"""Fit a merged layer's output projection to what the layer gave before, by ridge regression on a text.
+"""Fit a merged layer's output projection to the original layer's output, by ridge regression on a text.
 
-Every fourth window is held out. How strongly the solution is held to the projection as it was is chosen there, and
-where nothing helps there, the projection stays: so a refit does not make a layer worse.
+Every fourth window is held out. The ridge penalty with the least held-out error is chosen. If none lowers that error,
+the projection stays as it is, so a refit never increases the held-out error.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ HELD_OUT_EVERY = 4
 
 
 class _Sums:
-    """What least squares needs of windows: products of features and targets. C features, M outputs."""
+    """The products of features and targets that least squares needs, summed over windows. C features, M outputs."""
 
     def __init__(self, n_features: int, n_outputs: int) -> None:
         self.power_CC = torch.zeros(n_features, n_features, dtype=torch.float64)
@@ -29,40 +29,41 @@ class _Sums:
         self.cross_CM += (heads_TC.T @ target_TM).double()
 
     def slope(self, o_CM: Tensor) -> Tensor:
-        """Return how a projection would have to change for less error, [C, M]."""
+        """Return half the negative gradient of the squared error, [C, M]."""
         return self.cross_CM - self.power_CC @ o_CM
 
     def error(self, o_CM: Tensor) -> float:
-        """Return the squared error that a projection leaves, less the targets' power."""
+        """Return the squared error of a projection, less the targets' power."""
         return float((o_CM * (self.power_CC @ o_CM - 2 * self.cross_CM)).sum())
 
 
 def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]]) -> LayerAttention:
-    """Return the layer with the output projection that serves best.
+    """Return the layer with the output projection that has the least held-out error.
 
-    `answers` are, window by window, what the merged layer's heads give [T, H·D] and what the layer must make of it
-    [T, M], without the projection's bias.
+    `answers` yields for each window the merged heads' outputs [T, H·D] and the target output [T, M], without the
+    projection's bias.
     """
     old_CM = torch.from_numpy(output_matrix(merged).T.copy())
     fit, held = (_Sums(*old_CM.shape) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
         (held if is_held_out(window) else fit).add(heads_TC, target_TM)
     best_CM, least = old_CM, held.error(old_CM)
-    for found_CM in _solutions(old_CM, fit):
-        if (error := held.error(found_CM)) < least:
-            best_CM, least = found_CM, error
+    for o_CM in _solutions(old_CM, fit):
+        if (error := held.error(o_CM)) < least:
+            best_CM, least = o_CM, error
     return merged if best_CM is old_CM else with_output(merged, best_CM.T.numpy())
 
 
 def _solutions(old_CM: Tensor, fit: _Sums) -> Iterator[Tensor]:
-    """Yield the projections that least squares finds, held to the old one by each of PULLS."""
+    """Yield the least-squares projection for each of RIDGE_PENALTIES. The penalty is on the change from the old one."""
     mean_power = float(fit.power_CC.diagonal().mean()) or 1.0
     slope_CM = fit.slope(old_CM)
-    for pull in RIDGE_PENALTIES:
-        held_CC = fit.power_CC.clone()
-        held_CC.diagonal().add_(pull * mean_power)
-        yield torch.linalg.solve(held_CC, slope_CM).add_(old_CM)
+    for penalty in RIDGE_PENALTIES:
+        ridged_CC = fit.power_CC.clone()
+        ridged_CC.diagonal().add_(penalty * mean_power)
+        yield torch.linalg.solve(ridged_CC, slope_CM).add_(old_CM)
 
 
 def is_held_out(window: int) -> bool:
+    """Return whether a window is held out: every fourth one."""
     return window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1

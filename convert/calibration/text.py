@@ -1,7 +1,7 @@
-"""The text that a conversion is calibrated on, as windows of the model's own tokens.
+"""Read the calibration text of a conversion, as windows of the model's own tokens.
 
-It is the text that ships with Groupwise, a file, a dataset, or text that the model writes itself (`own_text.py`).
-Several of these are mixed window by window.
+The text is the one that ships with Groupwise, a file, a dataset, or text that the model writes itself (`own_text.py`).
+Several texts are mixed window by window.
 """
 
 import hashlib
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
 SHIPPED, SELF = "shipped", "self"
 DEFAULT_TOKENS = 65_536
 LONGEST_WINDOW = 1024
-"""Tokens that attention is watched over together: most of what it does happens within them, and cost grows with it."""
+"""Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
 _PIECE = 1 << 16
 _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
 
 
 @dataclass(frozen=True, eq=False)
 class CalibrationText:
-    """Windows of tokens, and where they come from. N windows, T tokens in each."""
+    """Windows of tokens, and their sources. N windows, T tokens in each."""
 
     name: str
-    """`shipped`, `self`, the path or dataset as it was given, or several joined by +."""
+    """`shipped`, `self`, the path or dataset as the user wrote it, or several joined by +."""
     n_windows: int
     window: int
-    """Tokens in each."""
+    """Tokens per window."""
     ids_NT: NDArray[np.int64] | None
-    """None until the model has written its windows, and where `verify` has no tokens."""
+    """None until the model has written its windows, and if `verify` has no tokens."""
     own: tuple[int, ...] = ()
-    """The windows that the model writes."""
+    """Indices of the windows that the model writes."""
     first: tuple[int, ...] = ()
-    """What the tokenizer puts before a text."""
+    """Tokens that the tokenizer puts before a text."""
     read_NT: NDArray[np.int64] | None = None
     """The other windows, in order."""
     own_bytes: int = 0
-    """Memory that writing takes, in bytes."""
+    """Peak memory of writing, in bytes."""
     own_steps: int = 0
-    """How many times writing runs the whole model."""
+    """Number of times that writing runs the whole model."""
 
     @property
     def n_tokens(self) -> int:
@@ -73,23 +73,23 @@ class CalibrationText:
 
     @property
     def label(self) -> str:
-        """What to call the text, without the folders it lies in."""
+        """The text's description for people, without folders."""
         return " and ".join(map(_label, self.parts))
 
     @property
     def record(self) -> dict[str, object]:
-        """What `groupwise.json` says of it."""
+        """The text's entry in `groupwise.json`."""
         return {
             "text": self.name, "sha256_of_ids": _sha256(self.ids_NT), "windows": self.n_windows, "window": self.window,
         }  # fmt: skip
 
     @property
     def facts(self) -> dict[str, object]:
-        """What the output depends on, as far as it is known before the model has written its windows."""
+        """All that determines the output before the model has written its windows."""
         return {**self.record, "sha256_of_read": _sha256(self.read_NT)}
 
     def with_own(self, own_NT: NDArray[np.int64]) -> "CalibrationText":
-        """Return the sample with the windows that the model has written."""
+        """Return the text with the windows that the model has written."""
         assert self.read_NT is not None
         ids_NT = np.empty((self.n_windows, self.window), dtype=np.int64)
         ids_NT[list(self.own)] = own_NT
@@ -99,8 +99,8 @@ class CalibrationText:
 
 def _label(part: str) -> str:
     on_the_hub = part.startswith(HUB) and not Path(part.removeprefix(HUB)).is_absolute()
-    known = {SHIPPED: "the text that ships with Groupwise", SELF: "text that the model wrote itself"}
-    return known.get(part) or (part if on_the_hub else Path(part).name)
+    labels = {SHIPPED: "the text that ships with Groupwise", SELF: "text that the model wrote itself"}
+    return labels.get(part) or (part if on_the_hub else Path(part).name)
 
 
 def _sha256(ids_NT: NDArray[np.int64] | None) -> str | None:
@@ -108,9 +108,9 @@ def _sha256(ids_NT: NDArray[np.int64] | None) -> str | None:
 
 
 def split_name(name: str) -> list[str]:
-    """Return the parts of a --calibration: `self`, `shipped`, then a path or dataset, whose name may hold a +."""
+    """Split a --calibration into parts: `self`, `shipped`, then a path or dataset, whose name may contain a +."""
     parts: list[str] = []
-    for _ in (SELF, SHIPPED):  # at most two, however often a file that is checked may repeat them
+    for _ in (SELF, SHIPPED):  # at most two, so that a crafted groupwise.json cannot make the list long
         word, plus, rest = name.partition("+")
         if not plus or word not in (SELF, SHIPPED):
             break
@@ -119,41 +119,42 @@ def split_name(name: str) -> list[str]:
     return [*parts, name]
 
 
-def pack(sample: CalibrationText) -> bytes:
-    """Return the token ids as OUT keeps them: xz of 16 or 32 bits each, little-endian, window after window."""
-    assert sample.ids_NT is not None
-    return lzma.compress(sample.ids_NT.astype("<u2" if sample.ids_NT.max() < 1 << 16 else "<u4").tobytes(), preset=9)
+def pack(text: CalibrationText) -> bytes:
+    """Return the token ids as OUT stores them: xz of 16 or 32 bits each, little-endian, window after window."""
+    assert text.ids_NT is not None
+    return lzma.compress(text.ids_NT.astype("<u2" if text.ids_NT.max() < 1 << 16 else "<u4").tobytes(), preset=9)
 
 
-def read_kept(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
-    """Return the sample that OUT was calibrated on, with the tokens that it keeps.
+def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
+    """Return the text that OUT was calibrated on, with the tokens stored in OUT.
 
-    Raises CheckpointError where these are missing, damaged, or not those that `groupwise.json` records.
+    Raises CheckpointError if the tokens are missing, damaged, or not those that `groupwise.json` records.
     """
     path, shape = folder / CALIBRATION_TOKENS, (recorded["windows"], recorded["window"])
-    sample = CalibrationText(recorded["text"], *shape, None)
+    text = CalibrationText(recorded["text"], *shape, None)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
-    if min(shape) < 1 or not sample.n_tokens <= MAX_TOKENS:
+    if min(shape) < 1 or not text.n_tokens <= MAX_TOKENS:
         raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
     content = read_bytes_up_to(path, 4 * MAX_TOKENS)
     decompressor = lzma.LZMADecompressor(memlimit=text_files.MAX_WINDOW_BYTES)
     try:
-        ids = decompressor.decompress(content, max_length=4 * sample.n_tokens + 1)
+        ids = decompressor.decompress(content, max_length=4 * text.n_tokens + 1)
     except lzma.LZMAError as error:
         raise CheckpointError(f"{path} is damaged ({error})") from error
     is_whole = decompressor.eof and not decompressor.unused_data
-    dtype = {2 * sample.n_tokens: "<u2", 4 * sample.n_tokens: "<u4"}.get(len(ids)) if is_whole else None
-    found = None if dtype is None else np.frombuffer(ids, dtype).astype(np.int64).reshape(shape)
-    if found is None or _sha256(found) != recorded["sha256_of_ids"]:
+    dtype = {2 * text.n_tokens: "<u2", 4 * text.n_tokens: "<u4"}.get(len(ids)) if is_whole else None
+    ids_NT = None if dtype is None else np.frombuffer(ids, dtype).astype(np.int64).reshape(shape)
+    if ids_NT is None or _sha256(ids_NT) != recorded["sha256_of_ids"]:
         raise CheckpointError(f"{path} does not hold the tokens that were recorded at conversion")
-    return replace(sample, ids_NT=found)
+    return replace(text, ids_NT=ids_NT)
 
 
-def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> CalibrationText:
-    """Read as many tokens as wanted of a text, or of several by turns; what the model is to write comes later.
+def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> CalibrationText:
+    """Read `n_tokens` tokens of a text, or of several texts with their windows alternating.
 
-    A text is `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz), or a dataset of the hub.
+    A text is `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz), or a dataset of the hub. The windows
+    of `self` stay open, for the model to write later (`with_own`).
 
     Raises UnsupportedMethodError if the checkpoint has no tokenizer.json, CheckpointError if the text is too short.
     """
@@ -168,15 +169,15 @@ def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Calibration
         raise CheckpointError(
             f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
         )
-    # The period of this order is no divisor of four, as every fourth window is held out (`convert.calibration.refit`).
+    # Every fourth window is held out (`convert.calibration.refit`), so the order's period must not divide four.
     part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
     tokenizer = _open_tokenizer(checkpoint)
     first = _before_texts(tokenizer, checkpoint)
     read_NT = np.zeros((n_windows, window), dtype=np.int64)
     for number, part in enumerate(parts):
         if part != SELF:
-            chosen = np.flatnonzero(np.equal(part_N, number))
-            read_NT[chosen] = _read_windows(tokenizer, checkpoint, part, first, (len(chosen), window))
+            rows = np.flatnonzero(np.equal(part_N, number))
+            read_NT[rows] = _read_windows(tokenizer, checkpoint, part, first, (len(rows), window))
     own = tuple(n for n in range(n_windows) if parts[part_N[n]] == SELF)
     read_NT = np.delete(read_NT, own, axis=0)
     return CalibrationText(name, n_windows, window, None if own else read_NT, own, tuple(first), read_NT)
@@ -185,7 +186,10 @@ def read_sample(checkpoint: Checkpoint, name: str, n_tokens: int) -> Calibration
 def _read_windows(
     tokenizer: "Tokenizer", checkpoint: Checkpoint, name: str, first: list[int], shape: tuple[int, int]
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Return so many windows of a text, each beginning as a text does. Raises CheckpointError where it is too short."""
+    """Return windows of a text, `shape` = (windows, tokens), each with the tokens `first` before it.
+
+    Raises CheckpointError if the text is too short.
+    """
     n_windows, window = shape
     length = window - len(first)
     ids: list[int] = []
@@ -203,7 +207,7 @@ def _read_windows(
 
 
 def _context(checkpoint: Checkpoint) -> int:
-    """Return the longest text that the model takes; a model that does not say takes any."""
+    """Return the model's maximum context; LONGEST_WINDOW if its config has none."""
     context = checkpoint.config.get("max_position_embeddings")
     if context is None:
         return LONGEST_WINDOW
@@ -224,7 +228,7 @@ def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
     text = read_bytes_up_to(content, TOKENIZER_BYTES) if isinstance(content, Path) else content
     try:
         tokenizer = Tokenizer.from_str(text.decode())
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no narrower class
         raise CheckpointError(f"{checkpoint.path}/tokenizer.json is damaged ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -232,7 +236,7 @@ def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
 
 
 def _before_texts(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
-    """Return what the tokenizer puts before a text: a beginning-of-text token, or nothing."""
+    """Return the tokens that the tokenizer puts before a text: a beginning-of-text token, or none."""
     added, bare = (_encode(tokenizer, "a", checkpoint, special) for special in (True, False))
     starts = added.index(bare[0]) if bare and bare[0] in added else 0
     return added[:starts]
@@ -241,7 +245,7 @@ def _before_texts(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
 def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: bool = False) -> list[int]:
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no narrower class
         raise UnsupportedMethodError(
             f"{checkpoint.path}/tokenizer.json cannot read the calibration text ({error})."
         ) from error
@@ -252,7 +256,7 @@ NO_TORCH = "calibrating runs the model, which needs torch and tokenizers: pip in
 
 
 def _pieces(name: str) -> Iterator[str]:
-    """Yield the text some thousand characters at a time."""
+    """Yield the text in pieces of at most _PIECE characters."""
     if name.startswith(HUB):
         for text in hub_texts(name):
             yield from _cut(StringIO(text))
@@ -285,9 +289,9 @@ def _files(name: str) -> list[Path]:
     names = sorted(path.iterdir()) if path.is_dir() else [path]
     files = [file for file in names if _kind(file) is not None and file.is_file()]
     if not files:
-        why = "it holds no text that is read here" if path.exists() else "there is no such text"
+        problem = "it holds no text that is read here" if path.exists() else "there is no such text"
         raise CheckpointError(
-            f"--calibration {name}: {why}; give {SELF}, {SHIPPED}, a .txt or .jsonl file (also .gz, .xz), a folder "
+            f"--calibration {name}: {problem}; give {SELF}, {SHIPPED}, a .txt or .jsonl file (also .gz, .xz), a folder "
             f"of them, {HUB}NAME for a dataset of the hub, or {NONE}."
         )
     return files
@@ -308,9 +312,9 @@ def _open(path: Path) -> Iterator[IO[str]]:
 
 def _text_of(line: str, where: str) -> str:
     try:
-        found = json.loads(line)["text"]
+        text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{where}: not a JSON object with a key text.") from error
-    if not isinstance(found, str):
+    if not isinstance(text, str):
         raise CheckpointError(f"{where}: what stands under text is no text.")
-    return found.encode(errors="replace").decode()
+    return text.encode(errors="replace").decode()

@@ -1,3 +1,3 @@
-"""The commands of `convert`, one file each. They parse, call and print, and import what they need when they run."""
+"""Hold the commands of `convert`, one file each. A command imports the packages it needs when it runs."""
 
 COMMANDS = ("inspect", "mha_to_gqa", "mha_to_mqa", "to_hf", "repeat_kv", "verify")

@@ -1,4 +1,4 @@
-"""What all commands that write a checkpoint do: resolve the options, plan, convert, and print the result."""
+"""Convert for all commands that write a checkpoint: resolve the options, plan, convert, and print the result."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from model.checkpoint.writer import parse_size
 from model.common import console
 
 SLOW_SECONDS = 60
-"""A calibration that takes longer is announced."""
+"""A message announces a calibration that is estimated to take longer."""
 
 
 def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
-    """Convert SOURCE to so many K/V heads, or to as many as it has, and print what was done."""
+    """Convert SOURCE to `n_kv_heads` K/V heads, and print the result. None keeps their number."""
     size = parse_size(output.max_shard_size) if output.max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         conversion.check_target(checkpoint, out, output.overwrite)
@@ -29,9 +29,9 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
         if output.dry_run:
             conversion.check(checkpoint, plan, out, output.overwrite)
         elif recipe.method == AUTO:
-            choice = conversion.choose_recipe(checkpoint, plan, out, output.overwrite, quiet=output.as_json)
-            plan = make_plan(checkpoint, n_kv_heads, choice.recipe, size)
-            estimate["auto"] = choice.losses
+            chosen = conversion.choose_recipe(checkpoint, plan, out, output.overwrite, quiet=output.as_json)
+            plan = make_plan(checkpoint, n_kv_heads, chosen.recipe, size)
+            estimate["auto"] = chosen.losses
         summary = {"source": str(source), "out": str(out), **plan.summary(output.workers)}
         summary |= {"notes": (*remarks, *plan.notes), "left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:
@@ -49,7 +49,7 @@ def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], 
         tables.merges(record["merge_report"])
     tables.plan(summary)
     console.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
-    text = plan.recipe.sample
+    text = plan.recipe.text
     if text and text.private:
         console.echo(
             f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
@@ -59,7 +59,7 @@ def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], 
 
 def _estimate(plan: Plan, quiet: bool) -> dict[str, Any]:
     """Return the time and disk space of a calibration; announce a slow one."""
-    if plan.recipe.sample is None:
+    if plan.recipe.text is None:
         return {}
     from convert.calibration.estimate import calibration_seconds
 

@@ -1,4 +1,4 @@
-"""`convert inspect`: what a checkpoint is, and how its heads could be merged."""
+"""`convert inspect`: show a checkpoint's geometry, and the possible numbers of groups."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
               help="Also show how alike the K/V heads of each layer are, and what merging them would lose. "
               "Reads all attention weights.")  # fmt: skip
 @click.option("--figure", type=click.Path(path_type=Path), metavar="FILE.png",
-              help="Draw what --heads finds.")  # fmt: skip
+              help="Draw the result of --heads.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
 def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> None:
-    """Show the geometry of SOURCE, and what --groups can be.
+    """Show the geometry of SOURCE, and the possible values of --groups.
 
     For each number of groups: the size, the KV cache, and the tensor-parallel sizes it allows.
     """

@@ -21,7 +21,7 @@ def command(source: Path, out: Path, groups: int, **options: Any) -> None:
     """Merge the K/V heads of SOURCE into G groups.
 
     OUT becomes the merged model. G must divide the number of K/V heads SOURCE has; `convert inspect SOURCE` lists the
-    possible values. A killed run leaves no OUT; the same command continues it.
+    possible values. A killed run writes no OUT; the same command resumes it.
     """
     from convert.commands.convert import convert
 

@@ -1,4 +1,4 @@
-"""The options that several commands share, each set as one dataclass."""
+"""Define the options that several commands share, each set as one dataclass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How OUT is written, and what is printed."""
+    """Options for writing OUT and for printing."""
 
     max_shard_size: str | None
     workers: int
@@ -27,19 +27,21 @@ class OutputOptions:
 
 
 def output_options(command: Command) -> Command:
+    """Add the options of OutputOptions to a command."""
     return _add(
         command,
         click.option("--max-shard-size", metavar="SIZE",
                      help="Divide the output anew, e.g. 5GB.  [default: the source's own shards]"),
         click.option("--workers", type=click.IntRange(min=1), default=WORKERS, show_default=True,
                      help="Threads that copy, merge and checksum. They mostly wait for the disk."),
-        click.option("--dry-run", is_flag=True, help="Print what would be done, and write nothing."),
+        click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing."),
         click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar."),
     )  # fmt: skip
 
 
 def merge_options(command: Command) -> Command:
+    """Add the options of MergeOptions to a command."""
     return _add(
         command,
         click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)),
@@ -57,35 +59,35 @@ def merge_options(command: Command) -> Command:
                      help="Which heads share a group: neighbours, or for aligned, pca and fit those that are most "
                      "alike; queries move with them."),
         click.option("--refit", is_flag=True,
-                     help="Fit output projections to what the layers gave before, where that lowers the error on "
+                     help="Fit output projections to the original layers' outputs, where that lowers the error on "
                      "held-out text.  [default: only where no --method is given]"),
         click.option("--refine", type=click.IntRange(0, MAX_TOKENS), default=0, show_default=True, metavar="TOKENS",
                      help="Then train each merged layer's attention on this many tokens of the calibration text, to "
-                     "give what the layer gave before. The weights with the least error on held-out text are kept."),
+                     "reproduce the original layer's output. Keeps the weights with the least error on held-out text."),
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, for aligned, pca and fit: shipped (a text of many kinds, part "
                      "of Groupwise), self (the model writes it, which needs the whole model in memory), a .txt or "
                      ".jsonl file (also .gz, .xz), a folder of them, or hub:NAME[:[CONFIG:]SPLIT]; self+shipped, "
-                     "self+TEXT, … take windows of each by turns. none merges by the weights alone.  "
+                     "self+TEXT, … alternate between their windows. none merges by the weights alone.  "
                      "[default: shipped]"),
         click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
-                     help="How much of it.  [default: 65536]"),
+                     help="Tokens of the text to use.  [default: 65536]"),
         click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
                      help="Seed of --method random and --calibration self."),
     )  # fmt: skip
 
 
 def merge_options_from(options: dict[str, Any]) -> MergeOptions:
-    """Take what `merge_options` added out of the options of a command."""
-    return _take(MergeOptions, options)
+    """Remove the options of `merge_options` from a command's options, and return them."""
+    return _pop(MergeOptions, options)
 
 
 def output_options_from(options: dict[str, Any]) -> OutputOptions:
-    """Take what `output_options` added out of the options of a command."""
-    return _take(OutputOptions, options)
+    """Remove the options of `output_options` from a command's options, and return them."""
+    return _pop(OutputOptions, options)
 
 
-def _take(kind: type[T], options: dict[str, Any]) -> T:
+def _pop(kind: type[T], options: dict[str, Any]) -> T:
     return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 

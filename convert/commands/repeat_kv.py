@@ -1,4 +1,4 @@
-"""`convert repeat-kv`: repeat the K/V heads, so that there are more."""
+"""`convert repeat-kv`: repeat each K/V head, for a larger number of K/V heads."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from convert.commands.options import output_options, output_options_from
 @click.option("--kv-heads", type=int, required=True, metavar="N", help="K/V heads to have, each of SOURCE's repeated.")
 @output_options
 def command(source: Path, out: Path, kv_heads: int, **options: Any) -> None:
-    """Repeat the K/V heads of SOURCE, so that there are N.
+    """Repeat the K/V heads of SOURCE to make N.
 
-    For engines that cannot divide a few K/V heads among more devices. OUT computes what SOURCE does, with a larger KV
-    cache. N must be a multiple of SOURCE's number that divides the query heads; `convert inspect SOURCE` lists them.
+    For engines that cannot divide few K/V heads among more devices. OUT gives the same results as SOURCE, with a larger
+    KV cache. N must be a multiple of SOURCE's number that divides the query heads; `convert inspect SOURCE` lists them.
     """
     from convert.commands.convert import convert
     from convert.merging.methods import REPEAT

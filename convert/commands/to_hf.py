@@ -1,4 +1,4 @@
-"""`convert to-hf`: write a checkpoint as a Hugging Face folder, its heads as they are."""
+"""`convert to-hf`: write a checkpoint as a Hugging Face folder without merging heads."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from convert.commands.options import output_options, output_options_from
 @click.argument("out", type=click.Path(path_type=Path))
 @output_options
 def command(source: Path, out: Path, **options: Any) -> None:
-    """Write SOURCE as a Hugging Face folder with safetensors, its heads as they are.
+    """Write SOURCE as a Hugging Face folder with safetensors, without merging heads.
 
     For checkpoints in another format: Meta's, .bin, .gguf, torch.distributed.checkpoint.
     """

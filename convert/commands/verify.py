@@ -23,7 +23,7 @@ def command(source: Path, out: Path, as_json: bool) -> None:
     """Check OUT against SOURCE.
 
     Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
-    anything differs, 4 if something could not be compared, as where OUT has lost the tokens it was calibrated on.
+    anything differs, 4 if something could not be compared, e.g. if OUT lacks the tokens it was calibrated on.
     """
     from convert.verify import verify
     from model.checkpoint import open_checkpoint
@@ -43,8 +43,10 @@ def _print(findings: "Findings") -> None:
     for remark in findings.unchecked:
         console.echo_line(f"NOT CHECKED: {remark}")
     if findings.ok:
-        apart = findings.rounded
-        rounded = f", {len(apart)} of them but for rounding (at most {max(apart.values()):.2g} of 1)" if apart else ""
+        errors = findings.rounded
+        rounded = (
+            f", {len(errors)} of them but for rounding (at most {max(errors.values()):.2g} of 1)" if errors else ""
+        )
         console.echo(
             f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
             f"config and {findings.n_files} other files compared; all agree{rounded}."

@@ -1,7 +1,7 @@
-"""What `convert inspect --heads` found, as a picture: what each layer loses, and how alike the worst one's heads are.
+"""Draw the report of `convert inspect --heads`: each layer's losses, and the cosines of the worst layer's heads.
 
-Colours are cividis and viridis, which the colour-blind can read and which stay in order when printed in grey: darker is
-more. Both go from 0 to 1, so that pictures of two models can be laid side by side.
+Colours are cividis and viridis, which are readable with colour blindness and keep their order in greyscale: darker is
+more. Both scales run from 0 to 1, so that figures of two models are comparable.
 """
 
 import io
@@ -22,7 +22,7 @@ INK, EMPTY = "#1c1c1e", "#ececef"
 LOST, ALIKE = "cividis_r", "viridis_r"
 _ROW_INCHES, _COLUMN_INCHES = 0.27, 0.62
 _MOST_NUMBERS = 12
-"""Heads up to which the cells of a square hold their numbers."""
+"""Number of heads up to which the cells of a cosine matrix show numbers."""
 _STYLE: dict[Any, Any] = {
     "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.labelcolor": INK, "text.color": INK, "axes.titlecolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -31,7 +31,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_png(report: HeadReport, name: str) -> bytes:
-    """Return the picture, for white paper; `name` is the model's."""
+    """Return the figure as PNG, for a white background. `name`: the model's name."""
     width = max(2.6, 1.1 + _COLUMN_INCHES * len(report.groups))
     height = max(6.4, 2.0 + _ROW_INCHES * len(report.layers))
     with matplotlib.rc_context(_STYLE):
@@ -68,9 +68,9 @@ def _draw_worst(figure: SubFigure, layer: LayerHeads) -> None:
     grid = figure.subplots(2, 1)
     kinds = (("K", layer.keys_KK), ("V", layer.values_KK))
     for axes, (kind, cosines_KK) in zip(grid, kinds, strict=True):
-        # A head's likeness to itself says nothing, and would outshine the rest.
-        others_KK = np.where(np.eye(len(cosines_KK), dtype=bool), np.nan, cosines_KK)
-        image = _heat_map(axes, others_KK, ALIKE, percent=False)
+        # Hide the diagonal: the cosine of a head with itself is always 1.
+        pairs_KK = np.where(np.eye(len(cosines_KK), dtype=bool), np.nan, cosines_KK)
+        image = _heat_map(axes, pairs_KK, ALIKE, percent=False)
         axes.set(title=f"Layer {layer.layer}, which loses most: {kind} heads", aspect="equal")
         axes.set(xlabel=f"{kind} head", ylabel=f"{kind} head")
         ticks = range(0, len(cosines_KK), -(-len(cosines_KK) // 16))
@@ -91,12 +91,12 @@ def _heat_map(axes: Axes, numbers: Real, colours: str, percent: bool) -> AxesIma
             if np.isnan(number):
                 continue
             text = _percent(float(number)) if percent else f"{number:.2f}".removeprefix("0")
-            axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=_on(colour_map, number))
+            axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=_text_colour(colour_map, number))
     return image
 
 
-def _on(colour_map: Colormap, number: float) -> str:
-    """Return a colour for a number that can be read on its cell."""
+def _text_colour(colour_map: Colormap, number: float) -> str:
+    """Return a text colour that is readable on the cell of a number."""
     red, green, blue, _ = colour_map(number)
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 

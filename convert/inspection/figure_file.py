@@ -1,4 +1,4 @@
-"""Where a picture goes: whether it can be drawn and written is known before the work for it begins."""
+"""Check early that a figure can be drawn and written."""
 
 import os
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from model.common.errors import InputError
 
 
 def check(path: Path) -> None:
-    """Raise InputError if no picture can be written there."""
+    """Raise InputError if no figure can be drawn and written to `path`."""
     if find_spec("matplotlib") is None:
         raise InputError("--figure needs matplotlib: pip install 'groupwise[torch]'; or leave --figure out.")
     if path.suffix.lower() != ".png" or path.is_dir():

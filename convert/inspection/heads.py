@@ -1,4 +1,4 @@
-"""How alike a model's K and V heads are, layer by layer, and what merging them would lose: from the weights alone.
+"""Measure the cosines of a model's K and V heads, layer by layer, and the losses of merging, by the weights alone.
 
 H query heads, K key/value heads, D head_dim, F = K·D.
 """
@@ -48,18 +48,18 @@ class KeysValues:
 
 @dataclass(frozen=True, eq=False)
 class LayerHeads:
-    """What is known of one layer's heads."""
+    """Cosines and losses of one layer's heads."""
 
     layer: int
     raw: KeysValues
-    """Mean cosine of two heads as they stand."""
+    """Mean cosine of two heads before alignment."""
     keys_KK: Real
-    """Cosines of K heads after the best turns of their rotary planes."""
+    """Cosines of K heads after the best rotations of their rotary planes."""
     values_KK: Real
     """Cosines of V heads after the best rotation."""
     lost: dict[str, dict[int, KeysValues]]
-    """By method and number of groups: the share of the logits' energy that sharing keys loses, of the output's that
-    sharing values does."""
+    """Losses by method and number of groups: of keys as a share of the logits' energy, of values as a share of the
+    output's."""
 
     @property
     def aligned(self) -> KeysValues:
@@ -67,7 +67,7 @@ class LayerHeads:
 
     @property
     def mean_loss(self) -> float:
-        """Mean pca loss over all numbers of groups; ranks layers."""
+        """Mean pca loss over all numbers of groups. It ranks layers."""
         return float(np.mean([lost.mean for lost in self.lost["pca"].values()]))
 
     @property
@@ -81,21 +81,21 @@ class LayerHeads:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """All layers, in order."""
+    """The report on all layers, in order."""
 
     n_kv_heads: int
     groups: tuple[int, ...]
-    """The numbers of groups that merge heads, from many to few."""
+    """The numbers of groups that merge heads, in descending order."""
     layers: tuple[LayerHeads, ...]
 
     @property
     def worst(self) -> list[LayerHeads]:
-        """The layers, from those that lose most."""
+        """The layers in descending order of loss."""
         return sorted(self.layers, key=lambda layer: -layer.mean_loss)
 
     @property
     def record(self) -> dict[str, Any]:
-        """What `--json` says."""
+        """The report's entries for `--json`."""
         return {
             "layers": [layer.record for layer in self.layers],
             "worst_layers": [layer.layer for layer in self.worst],
@@ -103,9 +103,9 @@ class HeadReport:
 
 
 def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
-    """Return the layers that there can be a report on.
+    """Return the layers to report on.
 
-    Raises CheckpointError where the family's heads cannot be aligned, or there are none to merge.
+    Raises CheckpointError if the family's heads cannot be aligned, or each layer has one K/V head.
     """
     geometry = read_geometry(checkpoint)
     if geometry.n_kv_heads == 1:
@@ -119,14 +119,14 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
 
 
 def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress) -> HeadReport:
-    """Look at one layer after another. Raises CheckpointError at a NaN or infinity. Progress counts layers."""
-    has, *fewer = reversed(read_geometry(checkpoint).legal_n_kv_heads)
+    """Report on each layer. `progress` counts layers. Raises CheckpointError if a weight is NaN or infinite."""
+    n_kv_heads, *fewer = reversed(read_geometry(checkpoint).legal_n_kv_heads)
     layers = []
     for merge in merges:
         attention = read_attention(checkpoint, merge)
         layers.append(_report_layer(attention, merge, fewer))
         progress(1)
-    return HeadReport(has, tuple(fewer), tuple(layers))
+    return HeadReport(n_kv_heads, tuple(fewer), tuple(layers))
 
 
 def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int]) -> LayerHeads:
@@ -137,7 +137,7 @@ def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int
         int(number[1]),
         KeysValues(_raw_cosine(attention.k_KDX), _raw_cosine(attention.v_KDX)),
         *similarities(whole),
-        {method: {n: _lost(split(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
+        {method: {n: _loss(split(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
     )
 
 
@@ -149,8 +149,8 @@ def _mean_of_pairs(cosines_KK: Real) -> float:
     return float(cosines_KK[~np.eye(len(cosines_KK), dtype=bool)].mean())
 
 
-def _lost(groups: list[Moments], merge: Callable[[Moments], Maps]) -> KeysValues:
-    """Return what a layer loses; a group counts by how much it gives."""
+def _loss(groups: list[Moments], merge: Callable[[Moments], Maps]) -> KeysValues:
+    """Return a layer's loss over all groups, each weighted by its energy."""
     lost, whole = np.zeros(2), np.zeros(2)
     for moments in groups:
         maps, energy = merge(moments), np.array(energies(moments))
@@ -161,7 +161,7 @@ def _lost(groups: list[Moments], merge: Callable[[Moments], Maps]) -> KeysValues
 
 
 def _mean(moments: Moments) -> Maps:
-    """Return what `--method mean` does: queries and output projection read the mean as they read their own head."""
+    """Return the maps of `--method mean`: the mean head replaces each head, and queries and outputs stay."""
     n, size = moments.n_keys, moments.head_dim
     mean_DF = np.tile(np.eye(size), n) / n
     same_HDD = np.tile(np.eye(size), (len(moments.queries_HDD), 1, 1))

@@ -1,20 +1,19 @@
-"""What a checkpoint is, and what merging its heads would bring."""
+"""Summarise a checkpoint, and the sizes after merging its heads."""
 
 from collections import Counter
 from typing import Any
 
 from convert.planning.notices import find_notes
-from model.attention_layout import Heads
-from model.checkpoint import Checkpoint, Tensor
+from model.checkpoint import Checkpoint
 from model.geometry import Geometry, read_geometry
 
-# Sizes people run: powers of two. vLLM and its kind want the query heads to divide evenly (vLLM, `ModelConfig`,
+# Common sizes: powers of two. vLLM and similar servers require that they divide the query heads (vLLM, `ModelConfig`,
 # `get_num_kv_heads` and `verify_with_parallel_config`).
 TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return geometry, dtypes, sizes and, for each legal number of groups, what it costs and serves."""
+    """Return geometry, dtypes, sizes and, for each legal number of groups, its sizes and tensor-parallel sizes."""
     geometry = read_geometry(checkpoint)
     dtypes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -43,11 +42,16 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def attention_kind(n_heads: int, n_kv_heads: int) -> str:
+    """Return MHA, MQA or GQA-G."""
     return "MQA" if n_kv_heads == 1 else "MHA" if n_kv_heads == n_heads else f"GQA-{n_kv_heads}"
 
 
 def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[str, Any]:
-    kv_bytes = sum(_nbytes(checkpoint.tensors[heads.tensors[0]], heads) for heads in _kv_heads(geometry))
+    kv_bytes = 0
+    for heads in geometry.attention.heads(geometry.n_kv_heads):
+        if heads.kind != "q":
+            tensor = checkpoint.tensors[heads.tensors[0]]  # any of the tensors that hold them, for its row size
+            kv_bytes += heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     sizes = [n for n in TENSOR_PARALLEL if geometry.n_heads % n == 0]
     return {
@@ -58,12 +62,3 @@ def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[
         "tensor_parallel_split": [n for n in sizes if groups % n == 0],
         "tensor_parallel_replicated": [n for n in sizes if groups % n and n % groups == 0],
     }
-
-
-def _kv_heads(geometry: Geometry) -> list[Heads]:
-    return [heads for heads in geometry.attention.heads(geometry.n_kv_heads) if heads.kind != "q"]
-
-
-def _nbytes(tensor: Tensor, heads: Heads) -> int:
-    """Return the bytes of all of these heads, which lie in `tensor` or in its likes."""
-    return heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])

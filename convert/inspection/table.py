@@ -1,4 +1,4 @@
-"""What `convert inspect --heads` found, as a table."""
+"""Print the report of `convert inspect --heads` as a table."""
 
 from collections.abc import Sequence
 
@@ -14,22 +14,24 @@ _WIDTH = 110
 
 
 def print_heads(report: HeadReport) -> None:
+    """Print one row per layer, means over the layers, and a legend."""
     shown = shown_groups(report.n_kv_heads, report.groups)
     table = Table(title="\nHow alike K/V heads are, and what merging them loses", title_justify="left")
     for heading in ("layer", "K cosine\nraw", "K cosine\naligned", "V cosine\nraw", "V cosine\naligned"):
         table.add_column(heading, justify="right")
     for groups in shown:
-        table.add_column(f"{_kind(groups)}: %\nlost K, V", justify="right")
+        table.add_column(f"{attention_kind(0, groups)}: %\nlost K, V", justify="right")
     for layer in report.layers:
         table.add_row(str(layer.layer), *_cosines([layer]), *_losses([layer], "pca", shown))
     table.add_section()
     table.add_row("mean", *_cosines(report.layers), *_losses(report.layers, "pca", shown))
     table.add_row("mean *", *[""] * 4, *_losses(report.layers, "mean", shown))
     screen = console()
-    if not screen.is_terminal:  # in a file there is room for what an 80-column terminal would fold
+    if not screen.is_terminal:  # a file has no need to fold lines at 80 columns
         screen.width = max(screen.width, _WIDTH)
     screen.print(table)
-    for line in (*_LEGEND, _worst_layers(report)):
+    worst = ", ".join(str(layer.layer) for layer in report.worst[:3])
+    for line in (*_LEGEND, f"\nLayers that lose most: {worst}."):
         screen.print(line, highlight=False)
 
 
@@ -41,14 +43,10 @@ _LEGEND = (
 
 
 def shown_groups(n_kv_heads: int, groups: tuple[int, ...]) -> list[int]:
-    """Return the numbers of groups that a table has room for: halves of what there is, and one."""
-    wanted = [n for n in groups if n * 2 == n_kv_heads or n * 4 == n_kv_heads or n * 8 == n_kv_heads or n == 1]
-    others = [n for n in groups if n not in wanted]
-    return sorted([*wanted, *others][:_MOST_SHOWN], reverse=True)
-
-
-def _kind(groups: int) -> str:
-    return attention_kind(0, groups)
+    """Return the numbers of groups to show: successive halves of the K/V heads and 1 first, then others, up to four."""
+    preferred = [n for n in groups if n * 2 == n_kv_heads or n * 4 == n_kv_heads or n * 8 == n_kv_heads or n == 1]
+    remaining = [n for n in groups if n not in preferred]
+    return sorted([*preferred, *remaining][:_MOST_SHOWN], reverse=True)
 
 
 def _cosines(layers: Sequence[LayerHeads]) -> list[str]:
@@ -68,7 +66,3 @@ def _percent(share: float) -> str:
 
 def _mean(numbers: list[KeysValues]) -> KeysValues:
     return KeysValues(float(np.mean([n.k for n in numbers])), float(np.mean([n.v for n in numbers])))
-
-
-def _worst_layers(report: HeadReport) -> str:
-    return f"\nLayers that lose most: {', '.join(str(layer.layer) for layer in report.worst[:3])}."

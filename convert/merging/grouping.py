@@ -1,7 +1,7 @@
-"""Which key/value heads share a group: neighbours, or those that are most alike once they are aligned.
+"""Choose which key/value heads share a group: neighbours, or the most similar heads after alignment.
 
-Heads may change places together with the queries that read them and their columns of the output projection: the layer
-computes the same, and the groups are neighbours again.
+Reordering heads together with their queries and their columns of the output projection leaves the layer's output
+unchanged. So the heads of a group can always become neighbours.
 """
 
 from dataclasses import replace
@@ -14,13 +14,13 @@ from convert.merging.moments import Moments, key_planes
 from convert.merging.weights import LayerAttention, Real
 
 EXACT_UP_TO = 16
-"""Heads for which all partitions are looked at; beyond, pairs are swapped as long as that helps."""
+"""Number of heads up to which all partitions are compared; with more, pairs are swapped while the score rises."""
 
 
 def reorder(attention: LayerAttention, order: list[int]) -> LayerAttention:
-    """Return the same attention with its key/value heads, and all that belongs to them, in this order."""
-    times = attention.heads_per_group
-    queries = [key * times + i for key in order for i in range(times)]
+    """Return the attention with its key/value heads, their queries and their output columns in this order."""
+    n = attention.heads_per_group
+    queries = [key * n + i for key in order for i in range(n)]
     return replace(
         attention,
         q_HDX=attention.q_HDX[queries],
@@ -31,7 +31,7 @@ def reorder(attention: LayerAttention, order: list[int]) -> LayerAttention:
 
 
 def similar_order(whole: Moments, n_groups: int) -> list[int]:
-    """Return the order in which heads that are most alike become neighbours. `whole` are a whole layer's moments."""
+    """Return the order that makes the most similar heads neighbours. `whole`: the moments of a whole layer."""
     alike_KK = similarity(whole)
     size = len(alike_KK) // n_groups
     if size in (1, len(alike_KK)):
@@ -41,27 +41,27 @@ def similar_order(whole: Moments, n_groups: int) -> list[int]:
 
 
 def similarity(whole: Moments) -> Real:
-    """Return how alike each two heads can be made: cosines of keys and of values in the mean, [K, K]."""
+    """Return the mean of the aligned cosines of keys and of values for each pair of heads, [K, K]."""
     keys_KK, values_KK = similarities(whole)
     return (keys_KK + values_KK) / 2
 
 
 def similarities(whole: Moments) -> tuple[Real, Real]:
-    """Return the cosines of each two key heads and of each two value heads after alignment, [K, K] each.
+    """Return the cosines of each pair of key heads and of value heads after alignment, [K, K] each.
 
-    Two keys are turned plane by plane, two value heads by a rotation (Jin et al., arXiv:2412.20677, section 3).
+    Keys are aligned by a rotation of each plane, values by one rotation (Jin et al., arXiv:2412.20677, section 3).
     """
     n, size = whole.n_keys, whole.head_dim
     planes_PKK = key_planes(whole)
     keys_KDKD = whole.keys_FF.reshape(n, size, n, size)
-    still = slice(2 * whole.n_rotary_pairs, size)
-    keys_KK = np.abs(planes_PKK).sum(axis=0) + _nuclear(keys_KDKD[:, still, :, still])
+    unrotated = slice(2 * whole.n_rotary_pairs, size)
+    keys_KK = np.abs(planes_PKK).sum(axis=0) + _nuclear(keys_KDKD[:, unrotated, :, unrotated])
     values_KK = _nuclear(whole.values_FF.reshape(n, size, n, size))
     return _cosines(keys_KK), _cosines(values_KK)
 
 
 def _nuclear(heads_KDKD: Real) -> Real:
-    """Return the largest trace that rotations can give each two heads' product: the sum of its singular values."""
+    """Return the maximum trace of each two heads' product under rotation: the sum of its singular values, [K, K]."""
     if heads_KDKD.shape[1] == 0:
         return np.zeros((len(heads_KDKD), len(heads_KDKD)))
     sums: Real = np.linalg.svd(heads_KDKD.transpose(0, 2, 1, 3), compute_uv=False).sum(axis=-1)
@@ -75,29 +75,29 @@ def _cosines(products_KK: Real) -> Real:
 
 
 def _best(alike_KK: Real, size: int) -> list[tuple[int, ...]]:
-    """Return the partition into groups of `size` whose members are most alike in sum, of all there are."""
+    """Return the partition into groups of `size` with the largest sum of similarities, by trying all."""
 
     @cache
     def best(left: frozenset[int]) -> tuple[float, tuple[tuple[int, ...], ...]]:
         if not left:
             return 0.0, ()
-        first, *others = sorted(left)
-        found = []
-        for rest in combinations(others, size - 1):
+        first, *remaining = sorted(left)
+        partitions = []
+        for rest in combinations(remaining, size - 1):
             group = (first, *rest)
             score, groups = best(left - set(group))
-            found.append((score + float(alike_KK[np.ix_(group, group)].sum()), (group, *groups)))
-        return max(found, key=lambda pair: pair[0])
+            partitions.append((score + float(alike_KK[np.ix_(group, group)].sum()), (group, *groups)))
+        return max(partitions, key=lambda pair: pair[0])
 
     return list(best(frozenset(range(len(alike_KK))))[1])
 
 
 def _swapped(alike_KK: Real, size: int) -> list[tuple[int, ...]]:
-    """Return neighbours as groups, after every swap of two heads that makes groups more alike."""
+    """Start from groups of neighbours, and swap the best pair of heads until no swap raises the similarity."""
     n = len(alike_KK)
     group_K = np.arange(n) // size
     while True:
-        # What head k would add to each group, and so what swapping i and j would bring.
+        # to_KG: similarity of head k to each group without k. gain_KK: rise of the score when i and j are swapped.
         member_KG = np.eye(n // size)[group_K]
         to_KG = alike_KK @ member_KG - np.diagonal(alike_KK)[:, None] * member_KG
         own_K = to_KG[np.arange(n), group_K]

@@ -1,4 +1,4 @@
-"""Merge heads, a group at a time, and measure what the merge did to them."""
+"""Merge heads, one group at a time, and measure norms and cosines."""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from model.attention_layout import Heads
 from model.checkpoint import Array, Checkpoint, Tensor
 from model.common.errors import CheckpointError
 
-_BLOCK = 1 << 17  # elements looked at together
+_BLOCK = 1 << 17  # elements measured at a time
 
 
 @dataclass(frozen=True)
 class Merge:
-    """K or V heads that become fewer, and those of them that stand in one tensor of the output."""
+    """K or V heads to merge, restricted to the merged heads in one tensor of the output."""
 
     tensor: str
     """The output's tensor."""
     source: Heads
     output: Heads
     heads: tuple[int, ...]
-    """Which of the output's heads are in the tensor."""
+    """Indices of the output's heads in the tensor."""
 
     @property
     def kind(self) -> str:
@@ -36,26 +36,26 @@ class Merge:
 
     @property
     def group_size(self) -> int:
-        """How many heads become one."""
+        """Number of heads merged into one."""
         return self.source.n // self.output.n
 
     def places(self, head: int) -> list[tuple[str, int]]:
-        """Return where the heads lie in the source that become one of the output's: tensor and first row."""
+        """Return the source heads of one output head, each as tensor and first row."""
         return [self.source.place(head * self.group_size + i) for i in range(self.group_size)]
 
     @property
     def label(self) -> str:
-        """The merge's own name: K and V heads may share a tensor."""
+        """A unique name of the merge. The tensor's name is not enough where K and V heads share a tensor."""
         return f"{self.tensor} {self.kind}" if self.source.first_row else self.tensor
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes of a group's heads, which lie in `tensor` or in its likes."""
+        """Return the bytes of a group's heads. `tensor`: any of the tensors that hold them, for its row size."""
         return self.group_size * self.source.rows_per_head * (tensor.nbytes // tensor.shape[0])
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """How alike the heads of a group are, and how long the merged head is beside them."""
+    """Similarity of a group's heads, and the norm of their merged head relative to theirs."""
 
     norm_ratio: float
     """Norm of the merged head ÷ mean norm of the group's heads."""
@@ -64,15 +64,16 @@ class GroupReport:
 
 
 def tensor_rng(seed: int, name: str) -> np.random.Generator:
-    """Return the random generator of one tensor: the same whoever merges it, and in whatever order."""
+    """Return the random generator of one tensor. It does not depend on the worker or on the order of tensors."""
     digest = hashlib.sha256(name.encode()).digest()
     return np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
 
 
 def merge_groups(checkpoint: Checkpoint, merge: Merge, recipe: Recipe) -> Iterator[tuple[int, Array, GroupReport]]:
-    """Yield each merged head's first row in the output, its rows [rows_per_head, …] in the tensor's dtype, its report.
+    """Yield for each merged head its first row in the output, its rows [rows_per_head, …] and its report.
 
-    Holds one group of the source at a time. Raises CheckpointError at a NaN or infinity.
+    The rows have the tensor's dtype. One group of the source is in memory at a time. Raises CheckpointError if a head
+    holds NaN or infinity.
     """
     merge_heads, rng = find_method(recipe.method), tensor_rng(recipe.seed, merge.label)
     for head in merge.heads:
@@ -81,22 +82,22 @@ def merge_groups(checkpoint: Checkpoint, merge: Merge, recipe: Recipe) -> Iterat
         heads_HDM = rows.reshape(merge.group_size, -1, prod(rows.shape[1:]))
         norms_H, mean_cosine = compare_heads(heads_HDM.reshape(len(heads_HDM), -1), places)
         if recipe.renorm == "norm":
-            merged_DM = _to_mean_norm(merge_heads(heads_HDM.astype(np.float64), 1, rng)[0], norms_H, rows.dtype)
+            merged_DM = _to_mean_norm(merge_heads(heads_HDM.astype(np.float64), rng), norms_H, rows.dtype)
         else:
-            merged_DM = merge_heads(heads_HDM, 1, rng)[0]
+            merged_DM = merge_heads(heads_HDM, rng)
         ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
         merged = merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:])
         yield merge.output.place(head)[1], merged, GroupReport(float(ratio), mean_cosine)
 
 
 def _to_mean_norm(head_DM: NDArray[np.float64], norms_H: NDArray[np.float64], dtype: np.dtype[Any]) -> Array:
-    """Give a merged head the mean norm of its group; a merge of zeros stays zero."""
+    """Scale a merged head to the mean norm of its group. A head of zeros stays zero."""
     norm = float(_norms(head_DM.reshape(1, -1))[0])
     return round_once(head_DM * (float(norms_H.mean()) / norm if norm > 0 else 1.0), dtype)
 
 
 def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: int) -> Array:
-    """Read heads of `n_rows` each, which often are neighbours."""
+    """Read heads of `n_rows` rows each: in one read if they are neighbours, as they often are."""
     name, start = places[0]
     if places[-1] == (name, start + (len(places) - 1) * n_rows):
         return checkpoint.rows(name, start, start + len(places) * n_rows)
@@ -104,7 +105,10 @@ def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: i
 
 
 def compare_heads(heads_HF: Array, places: list[tuple[str, int]]) -> tuple[NDArray[np.float64], float]:
-    """Return the norm of each head and their mean pairwise cosine, refusing numbers that are not finite."""
+    """Return the norm of each head, [H], and their mean pairwise cosine. `places` only names the tensors in errors.
+
+    Raises CheckpointError if a head holds NaN or infinity.
+    """
     norms_H = _norms(heads_HF)
     if not np.isfinite(norms_H).all():
         name = " to ".join(dict.fromkeys((places[0][0], places[-1][0])))
@@ -122,14 +126,14 @@ def compare_heads(heads_HF: Array, places: list[tuple[str, int]]) -> tuple[NDArr
 
 
 def _norms(heads_HF: Array) -> NDArray[np.float64]:
-    """Return each head's norm; NaN or infinite if and only if one of its numbers is."""
+    """Return each head's norm, [H]. A norm is NaN or infinite if and only if one of the head's elements is."""
     square_H = np.zeros(len(heads_HF))
     with np.errstate(over="ignore", invalid="ignore"):
         for block_HF in _blocks(heads_HF):
             square_H += np.einsum("hf,hf->h", block_HF, block_HF)
         if ((square_H > 1e-20) & np.isfinite(square_H)).all():
             return np.sqrt(square_H)
-        # Some squares may have left float32's range: divide by the largest number first.
+        # Some squares may be outside float32's range: divide by the largest element first.
         exact_HF = heads_HF.astype(np.float64)
         peak_H = np.abs(exact_HF).max(axis=1)
         exact_HF /= np.where(peak_H > 0, peak_H, 1)[:, None]
@@ -138,7 +142,7 @@ def _norms(heads_HF: Array) -> NDArray[np.float64]:
 
 
 def _blocks(heads_HF: Array) -> Iterator[Array]:
-    """Yield pieces of all heads side by side, each a fresh array of float32 (float64 for float64)."""
+    """Yield pieces [H, width] of all heads, each a new array in float32 (float64 for float64)."""
     dtype = np.float64 if heads_HF.dtype == np.float64 else np.float32
     width = max(1, _BLOCK // len(heads_HF))
     for start in range(0, heads_HF.shape[1], width):

@@ -1,4 +1,4 @@
-"""Merge the heads of a whole layer: K/V heads become fewer, and queries and output projection change with them."""
+"""Merge the K/V heads of a whole layer, and adapt its queries and output projection."""
 
 import json
 import threading
@@ -26,25 +26,25 @@ from model.common.files import sync_file
 
 @dataclass(frozen=True)
 class LayerMerge:
-    """One layer's attention, by the names of its tensors."""
+    """A request to merge one layer's attention, with the names of its tensors."""
 
     recipe: Recipe
     n_rotary_pairs: int
     sizes: Sizes
     n_kv_heads: int
     weights: tuple[str, str, str, str]
-    """Of queries, keys, values and output."""
+    """Tensors of queries, keys, values and output projection."""
     biases: tuple[str, ...]
-    """Of queries, keys and values, or none. The output's stays as it is."""
+    """Tensors of the biases of queries, keys and values, or empty. The output projection's bias never changes."""
 
     @property
     def file(self) -> str:
-        """A file's name for this layer."""
+        """The name of the layer's file in the calibration folder."""
         return f"{self.weights[0].removesuffix('.weight')}.npz"
 
     @property
     def kv_tensors(self) -> tuple[tuple[str, str], ...]:
-        """The tensors on whose heads there is a report, and the kind of the heads."""
+        """The tensors with reported heads, and the kind of the heads."""
         return (self.weights[1], "k"), (self.weights[2], "v")
 
     @property
@@ -56,14 +56,14 @@ class LayerMerge:
 
 @dataclass(frozen=True)
 class MergedLayer:
-    """The layer's tensors by name, in their own dtypes, and reports on the K and V heads of each group."""
+    """The layer's tensors by name, in their own dtypes, and a report for each group of K and V heads."""
 
     tensors: dict[str, Array]
     reports: dict[str, list[GroupReport]]
 
 
 def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
-    """Compute a layer from its weights alone. Raises CheckpointError at a NaN or infinity, here or after rounding."""
+    """Merge a layer by its weights alone. Raises CheckpointError for NaN or infinity, before or after rounding."""
     before = read_attention(checkpoint, merge)
     if merge.recipe.grouping == "similar":
         before = reorder(before, similar_order(moments_from_weights(before), merge.n_kv_heads))
@@ -72,29 +72,31 @@ def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
 
 
 def merge_attention(attention: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
-    """Return the attention with one K/V head for each group whose moments are given."""
+    """Return the attention with one K/V head per group. `moments` has one entry for each group."""
     merge_group = find_group_method(recipe.method)
-    return apply_maps(attention, moments, [merge_group(known) for known in moments], recipe)
+    return apply_maps(attention, moments, [merge_group(group_moments) for group_moments in moments], recipe)
 
 
 def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps], recipe: Recipe) -> LayerAttention:
-    """Return the attention with each group's heads mapped, at the scale that the recipe wants."""
+    """Return the attention with each group's heads mapped, and rescaled by the recipe's renorm."""
     groups = zip(attention.groups(len(moments)), moments, maps, strict=True)
-    return join([apply(group, renorm(known, found, recipe.renorm)) for group, known, found in groups])
+    return join(
+        [apply(group, renorm(group_moments, group_maps, recipe.renorm)) for group, group_moments, group_maps in groups]
+    )
 
 
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
-    """Read a layer. Biases stand beside their weights, as the column that reads a constant 1."""
+    """Read a layer's attention. A bias becomes a column beside its weight, for a constant input of 1."""
     return attention_of({name: _read(checkpoint, name) for name in (*merge.weights, *merge.biases)}, merge)
 
 
 def finish_layer(
     checkpoint: Checkpoint, merge: LayerMerge, before: LayerAttention, after: LayerAttention
 ) -> MergedLayer:  # fmt: skip
-    """Return a layer's tensors as they are written, and what became of its heads."""
-    found = _tensors(after, merge)
-    dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in found}
-    tensors = {name: _rounded(name, values, dtypes[name]) for name, values in found.items()}
+    """Return a merged layer's tensors in the checkpoint's dtypes, and the reports on its heads."""
+    exact = _tensors(after, merge)
+    dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in exact}
+    tensors = {name: _rounded(name, values, dtypes[name]) for name, values in exact.items()}
     reports = {
         name: _reports(name, *heads)
         for (name, _), heads in zip(
@@ -105,57 +107,58 @@ def finish_layer(
 
 
 class MergedLayerCache:
-    """Merged layers for several workers: each is computed once while its tensors are written one after another.
+    """Merged layers shared by several workers. Each layer is computed once for all its tensors.
 
-    With a folder they are not computed but read, as `convert.calibration.solve` has left them there.
+    With a `calibrated` folder, layers are read from the files that `convert.calibration.solve` wrote there.
     """
 
     def __init__(self, checkpoint: Checkpoint, n_workers: int, calibrated: Path | None = None) -> None:
         self._checkpoint, self._size, self._calibrated = checkpoint, n_workers, calibrated
         self._lock = threading.Lock()
-        self._kept: OrderedDict[LayerMerge, Future[MergedLayer]] = OrderedDict()
+        self._layers: OrderedDict[LayerMerge, Future[MergedLayer]] = OrderedDict()
 
     def get(self, merge: LayerMerge) -> MergedLayer:
-        """Return a layer, computed here or by the worker that asked for it first. Keeps one for each worker."""
+        """Return a layer. The first worker to request it computes it. The cache holds one layer per worker."""
         with self._lock:
-            future, mine = self._kept.get(merge), merge not in self._kept
+            future, mine = self._layers.get(merge), merge not in self._layers
             if future is None:
-                future = self._kept[merge] = Future()
-            while len(self._kept) > self._size:
-                self._kept.popitem(last=False)
+                future = self._layers[merge] = Future()
+            while len(self._layers) > self._size:
+                self._layers.popitem(last=False)
         if mine:
             try:
-                future.set_result(self._make(merge))
+                if self._calibrated is None:
+                    layer = merge_layer(self._checkpoint, merge)
+                else:
+                    layer = load_layer(self._checkpoint, merge, self._calibrated)
+                future.set_result(layer)
             except BaseException as error:
                 future.set_exception(error)
         return future.result()
 
-    def _make(self, merge: LayerMerge) -> MergedLayer:
-        if self._calibrated is None:
-            return merge_layer(self._checkpoint, merge)
-        return load_layer(self._checkpoint, merge, self._calibrated)
-
 
 def save_layer(layer: MergedLayer, merge: LayerMerge, folder: Path) -> None:
-    """Keep a layer in a folder; it appears whole or not at all."""
+    """Write a layer into a folder, atomically."""
     partial = folder / f"{merge.file}.partial"
     with partial.open("wb") as file:
-        reports = json.dumps({name: [asdict(r) for r in found] for name, found in layer.reports.items()})
+        text = json.dumps({name: [asdict(report) for report in reports] for name, reports in layer.reports.items()})
         arrays: dict[str, Any] = {name: values.reshape(-1).view(np.uint8) for name, values in layer.tensors.items()}
-        np.savez(file, reports=np.array(reports), **arrays)
+        np.savez(file, reports=np.array(text), **arrays)
     sync_file(partial)
     partial.rename(folder / merge.file)
 
 
 def load_layer(checkpoint: Checkpoint, merge: LayerMerge, folder: Path) -> MergedLayer:
-    """Read what `save_layer` kept."""
-    with np.load(folder / merge.file, allow_pickle=False) as kept:
-        reports = json.loads(str(kept["reports"]))
+    """Read a layer that `save_layer` wrote."""
+    with np.load(folder / merge.file, allow_pickle=False) as file:
+        reports = json.loads(str(file["reports"]))
         tensors = {}
         for name in (*merge.weights, *merge.biases):
             like = checkpoint.rows(name, 0, 1)
-            tensors[name] = kept[name].view(like.dtype).reshape(-1, *like.shape[1:])
-    return MergedLayer(tensors, {name: [GroupReport(**r) for r in found] for name, found in reports.items()})
+            tensors[name] = file[name].view(like.dtype).reshape(-1, *like.shape[1:])
+    return MergedLayer(
+        tensors, {name: [GroupReport(**report) for report in entries] for name, entries in reports.items()}
+    )
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Real:
@@ -167,7 +170,7 @@ def _read(checkpoint: Checkpoint, name: str) -> Real:
 
 
 def attention_of(source: dict[str, Real], merge: LayerMerge) -> LayerAttention:
-    """Return the attention that consists of these tensors."""
+    """Return the attention with these tensors, by name."""
     sizes = merge.sizes
     rows = [source[name] for name in merge.weights[:3]]
     if merge.biases:
@@ -179,14 +182,14 @@ def attention_of(source: dict[str, Real], merge: LayerMerge) -> LayerAttention:
 
 def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:
     hidden_size = merge.sizes.hidden_size
-    found: dict[str, Real] = {}
+    tensors: dict[str, Real] = {}
     for i, heads in enumerate((attention.q_HDX, attention.k_KDX, attention.v_KDX)):
         rows = heads.reshape(-1, heads.shape[2])
-        found[merge.weights[i]] = rows[:, :hidden_size]
+        tensors[merge.weights[i]] = rows[:, :hidden_size]
         if merge.biases:
-            found[merge.biases[i]] = rows[:, hidden_size]
-    found[merge.weights[3]] = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
-    return found
+            tensors[merge.biases[i]] = rows[:, hidden_size]
+    tensors[merge.weights[3]] = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
+    return tensors
 
 
 def _rounded(name: str, values: Real, dtype: np.dtype[Any]) -> Array:

@@ -1,11 +1,11 @@
-"""What the merge methods know of a group of heads, and what they make of it.
+"""The inputs (`Moments`) and results (`Maps`) of the layer methods, for one group of heads.
 
-A method never sees weights. It gets second moments of what a group's heads give (`Moments`) and returns linear maps of
-the heads (`Maps`), which `apply` puts into the weights. So all methods are judged by the same two numbers,
-`lost_logits` and `lost_output`.
+A method does not read weights. Its input is the second moments of a group's heads, its result linear maps of the heads,
+and `apply` multiplies the weights by these maps. So the same two numbers measure all methods: `relative_logit_error`
+and `relative_output_error`.
 
 H query heads and K key/value heads of the group, D head_dim, F = K·D the key or value heads side by side, P rotary
-planes, X inputs. Plane p of a head are its dimensions p and p + P (see `convert.merging.weights`).
+planes, X inputs. Plane p of a head is its dimensions p and p + P (see `convert.merging.weights`).
 """
 
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ class Moments:
     """Second moments of one group, in float64."""
 
     queries_HDD: Real
-    """Of each query head, before rotation."""
+    """Second moments of each query head, before rotation."""
     keys_FF: Real
-    """Of the key heads, as the queries meet them: turned to the query's position, from their mean, by attention."""
+    """Attention-weighted covariance of the key heads, rotated to the query's position."""
     values_FF: Real
-    """Of the value heads, as attention mixes them."""
+    """Second moments of the value heads, mixed by attention."""
     outputs_HDD: Real
-    """Oᵀ O of each query head: how far the output moves when what the head reads moves."""
+    """Oᵀ O of each query head: the metric that turns an error of its mixed values into an output error."""
     n_rotary_pairs: int
 
     @property
@@ -38,44 +38,46 @@ class Moments:
         return len(self.keys_FF) // self.head_dim
 
     def key_of(self, head: int) -> slice:
-        """Return the rows of the key head, and of the value head, that a query head reads."""
+        """Return the rows of a query head's own key and value head."""
         key = head * self.n_keys // len(self.queries_HDD)
         return slice(key * self.head_dim, (key + 1) * self.head_dim)
 
 
 @dataclass(frozen=True)
 class Maps:
-    """How a group's heads become heads that share one key and one value head."""
+    """Linear maps from a group's heads to one shared key head and one shared value head."""
 
     keys_DF: Real
-    """The shared key, of all keys. On rotated dimensions it multiplies planes by complex numbers (`scaled_planes`)."""
+    """From all keys to the shared key. Rotary planes are multiplied by complex numbers (`scaled_planes`)."""
     queries_HDD: Real
+    """From each query head to the query of the shared key."""
     values_DF: Real
+    """From all values to the shared value."""
     outputs_HDD: Real
-    """What stands before each query head's output projection."""
+    """From the shared value to the input of each query head's output projection."""
 
 
 def moments_from_weights(group: LayerAttention, root_XX: Real | None = None) -> Moments:
-    """Return the moments of a group of which nothing is known but its inputs' second moments, root · rootᵀ.
+    """Return the moments implied by the weights, for inputs with second moments root·rootᵀ.
 
-    Without these all directions of the inputs count alike. All distances between queries and keys do; then different
-    planes of a key are independent, since they turn at different speeds.
+    Without a root, the second moments are the identity. Distances between queries and keys are uniform. So different
+    planes of a key are uncorrelated, because they rotate at different frequencies.
     """
     q_HDX, k_KDX, v_KDX = (x if root_XX is None else x @ root_XX for x in (group.q_HDX, group.k_KDX, group.v_KDX))
     k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (k_KDX, v_KDX))
     queries_HDD = q_HDX @ q_HDX.transpose(0, 2, 1)
     outputs_HDD = group.o_HMD.transpose(0, 2, 1) @ group.o_HMD
-    found = Moments(queries_HDD, k_FX @ k_FX.T, v_FX @ v_FX.T, outputs_HDD, group.n_rotary_pairs)
-    return drop_cross_pair_terms(found)
+    moments = Moments(queries_HDD, k_FX @ k_FX.T, v_FX @ v_FX.T, outputs_HDD, group.n_rotary_pairs)
+    return drop_cross_pair_terms(moments)
 
 
 def split(whole: Moments, n_groups: int) -> list[Moments]:
-    """Return the moments of each group of neighbours, of a whole layer's; they are views."""
+    """Return the moments of each group of neighbours, as views of a whole layer's moments."""
     n_queries, n_rows = len(whole.queries_HDD) // n_groups, len(whole.keys_FF) // n_groups
-    found = []
+    groups = []
     for g in range(n_groups):
         queries, rows = slice(g * n_queries, (g + 1) * n_queries), slice(g * n_rows, (g + 1) * n_rows)
-        found.append(
+        groups.append(
             replace(
                 whole,
                 queries_HDD=whole.queries_HDD[queries],
@@ -84,27 +86,27 @@ def split(whole: Moments, n_groups: int) -> list[Moments]:
                 outputs_HDD=whole.outputs_HDD[queries],
             )
         )
-    return found
+    return groups
 
 
 def drop_cross_pair_terms(moments: Moments) -> Moments:
-    """Return the moments with those between different planes of keys set to 0, as if all distances were as frequent."""
-    kept_FF = np.zeros_like(moments.keys_FF)
-    planes_PKK, rest_FF = key_planes(moments), moments.keys_FF
+    """Return the moments without the key moments between different planes, as for uniform distances."""
+    keys_FF = np.zeros_like(moments.keys_FF)
+    planes_PKK, old_FF = key_planes(moments), moments.keys_FF
     n_rotary_pairs, size, n = moments.n_rotary_pairs, moments.head_dim, moments.n_keys
     starts_K = np.arange(n) * size
     for p in range(n_rotary_pairs):
         real, imaginary = starts_K + p, starts_K + p + n_rotary_pairs
         half_KK = planes_PKK[p] / 2
-        kept_FF[np.ix_(real, real)] = kept_FF[np.ix_(imaginary, imaginary)] = half_KK.real
-        kept_FF[np.ix_(imaginary, real)], kept_FF[np.ix_(real, imaginary)] = half_KK.imag, -half_KK.imag
-    still = np.concatenate([start + np.arange(2 * n_rotary_pairs, size) for start in starts_K])
-    kept_FF[np.ix_(still, still)] = rest_FF[np.ix_(still, still)]
-    return replace(moments, keys_FF=kept_FF)
+        keys_FF[np.ix_(real, real)] = keys_FF[np.ix_(imaginary, imaginary)] = half_KK.real
+        keys_FF[np.ix_(imaginary, real)], keys_FF[np.ix_(real, imaginary)] = half_KK.imag, -half_KK.imag
+    unrotated = np.concatenate([start + np.arange(2 * n_rotary_pairs, size) for start in starts_K])
+    keys_FF[np.ix_(unrotated, unrotated)] = old_FF[np.ix_(unrotated, unrotated)]
+    return replace(moments, keys_FF=keys_FF)
 
 
 def key_planes(moments: Moments) -> Complex:
-    """Return E[z_a conj(z_b)] of the keys a and b, as complex numbers in each plane, [P, K, K]."""
+    """Return E[z_a conj(z_b)] for the keys a and b as complex numbers in each plane, [P, K, K]."""
     n, size, n_rotary_pairs = moments.n_keys, moments.head_dim, moments.n_rotary_pairs
     blocks_KDKD = moments.keys_FF.reshape(n, size, n, size)
     p = np.arange(n_rotary_pairs)
@@ -115,7 +117,7 @@ def key_planes(moments: Moments) -> Complex:
 
 
 def scaled_planes(factors_KP: Complex, head_dim: int) -> Real:
-    """Return the map [D, F] that multiplies plane p of key k by a complex number and adds the keys up."""
+    """Return the map [D, F] that multiplies plane p of key k by a complex factor and sums the keys."""
     n, n_rotary_pairs = factors_KP.shape
     maps_KDD = np.zeros((n, head_dim, head_dim))
     real = np.arange(n_rotary_pairs)
@@ -126,14 +128,14 @@ def scaled_planes(factors_KP: Complex, head_dim: int) -> Real:
 
 
 def head_selector(moments: Moments, head: int) -> Real:
-    """Return the map [D, F] that gives a query head's own key, or value, of all in the group."""
+    """Return the map [D, F] that selects a query head's own key, or value, from the group's."""
     map_DF = np.zeros((moments.head_dim, len(moments.keys_FF)))
     map_DF[:, moments.key_of(head)] = np.eye(moments.head_dim)
     return map_DF
 
 
 def apply(group: LayerAttention, maps: Maps) -> LayerAttention:
-    """Return the group with its one K/V head."""
+    """Return the group's attention with its one shared K/V head."""
     k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (group.k_KDX, group.v_KDX))
     return replace(
         group,
@@ -145,32 +147,32 @@ def apply(group: LayerAttention, maps: Maps) -> LayerAttention:
 
 
 def relative_logit_error(moments: Moments, maps: Maps) -> float:
-    """Return the share of the attention logits' variance that the shared key does not give back."""
+    """Return the squared error of the logits with the shared key, as a share of the logits' variance."""
     backs_HDD = maps.queries_HDD.transpose(0, 2, 1)
-    return _lost(moments, moments.queries_HDD, moments.keys_FF, backs_HDD, maps.keys_DF)
+    return _relative_error(moments, moments.queries_HDD, moments.keys_FF, backs_HDD, maps.keys_DF)
 
 
 def relative_output_error(moments: Moments, maps: Maps) -> float:
-    """Return the share of the output's energy that the shared value head does not give back, head by head."""
-    return _lost(moments, moments.outputs_HDD, moments.values_FF, maps.outputs_HDD, maps.values_DF)
+    """Return the squared error of the output with the shared value, as a share of the output's energy, head by head."""
+    return _relative_error(moments, moments.outputs_HDD, moments.values_FF, maps.outputs_HDD, maps.values_DF)
 
 
 def energies(moments: Moments) -> tuple[float, float]:
-    """Return what `relative_logit_error` and `relative_output_error` are shares of."""
+    """Return the denominators of `relative_logit_error` and `relative_output_error`."""
     return (
         _energy(moments, moments.queries_HDD, moments.keys_FF),
         _energy(moments, moments.outputs_HDD, moments.values_FF),
     )
 
 
-def _lost(moments: Moments, metric_HDD: Real, heads_FF: Real, backs_HDD: Real, shared_DF: Real) -> float:
-    lost, whole = 0.0, _energy(moments, metric_HDD, heads_FF)
-    given_DF = shared_DF @ heads_FF  # once, since it is the most work by far
+def _relative_error(moments: Moments, metric_HDD: Real, heads_FF: Real, backs_HDD: Real, shared_DF: Real) -> float:
+    error, whole = 0.0, _energy(moments, metric_HDD, heads_FF)
+    cross_DF = shared_DF @ heads_FF  # computed once, because it costs most
     for head, (metric_DD, back_DD) in enumerate(zip(metric_HDD, backs_HDD, strict=True)):
         error_DF = head_selector(moments, head) - back_DD @ shared_DF
-        missing_DF = heads_FF[moments.key_of(head)] - back_DD @ given_DF  # the error, of the heads
-        lost += float(np.einsum("de,ef,df->", metric_DD, missing_DF, error_DF, optimize=True))
-    return lost / whole if whole > 0 else 0.0
+        missing_DF = heads_FF[moments.key_of(head)] - back_DD @ cross_DF  # the error's moments with the heads
+        error += float(np.einsum("de,ef,df->", metric_DD, missing_DF, error_DF, optimize=True))
+    return error / whole if whole > 0 else 0.0
 
 
 def _energy(moments: Moments, metric_HDD: Real, heads_FF: Real) -> float:

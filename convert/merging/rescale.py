@@ -1,7 +1,7 @@
-"""Give merged heads back the length they lose: what is alike in a group's heads stays, what differs is gone.
+"""Rescale merged heads: averaging shrinks them, because it cancels the components in which a group's heads differ.
 
-Softmax feels the spread of its logits more than their squared error (an attention that is too even costs more than one
-that is a little wrong), so a least-squares merge is not yet the best start.
+The model's loss depends more on the variance of the logits than on their squared error: attention that is too uniform
+costs more than attention that is slightly wrong. So a plain least-squares merge is not the best start.
 """
 
 from dataclasses import replace
@@ -12,19 +12,19 @@ from convert.merging.moments import Maps, Moments
 from convert.merging.weights import Real
 
 
-def renorm(moments: Moments, maps: Maps, how: str) -> Maps:
-    """Return the maps with their scale as `how` says.
+def renorm(moments: Moments, maps: Maps, mode: str) -> Maps:
+    """Return the maps, rescaled by `mode`, one of RENORMS.
 
-    `norm`: shared keys and values as long as their group's in the mean. `spread`: each query head's logits spread, for
-    a query in the mean, as they did before. `none`: the method's own.
+    `norm`: scale shared keys and values to the mean norm of their group. `spread`: scale queries to keep the logit
+    variance of each query head. `none`: keep the method's scale.
     """
-    if how == "norm":
+    if mode == "norm":
         return replace(
             maps,
             keys_DF=maps.keys_DF * _to_mean_length(moments, moments.keys_FF, maps.keys_DF),
             values_DF=maps.values_DF * _to_mean_length(moments, moments.values_FF, maps.values_DF),
         )
-    if how == "spread":
+    if mode == "spread":
         return replace(maps, queries_HDD=maps.queries_HDD * _to_old_spread(moments, maps)[:, None, None])
     return maps
 

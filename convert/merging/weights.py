@@ -1,4 +1,4 @@
-"""One layer's attention, whole.
+"""Hold the weights of one layer's attention as heads, in float64.
 
 H query heads, K key/value heads, D head_dim, P rotary planes, X inputs (hidden size, and a constant 1 where there are
 biases), M outputs.
@@ -15,10 +15,10 @@ Complex = NDArray[np.complex128]
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """The weights of one layer's attention, in float64. A bias is the last column, which reads the constant 1.
+    """The weights of one layer's attention, in float64. A bias is the last column, for a constant input of 1.
 
-    The first `2 * n_planes` dimensions of a head are rotated by position, dimension i with i + n_planes (Hugging Face's
-    half-split order); the others are not.
+    The first `2 * n_rotary_pairs` dimensions of a head are rotated by position, dimension i with i + n_rotary_pairs
+    (Hugging Face's half-split order). The others are not rotated.
     """
 
     q_HDX: Real
@@ -32,7 +32,7 @@ class LayerAttention:
         return len(self.q_HDX) // len(self.k_KDX)
 
     def groups(self, n_kv_heads: int) -> list["LayerAttention"]:
-        """Return the attention of the query heads that will share a K/V head, for each."""
+        """Return the attention of each group of neighbouring heads that will share a K/V head."""
         q, k = len(self.q_HDX) // n_kv_heads, len(self.k_KDX) // n_kv_heads
         return [
             replace(
@@ -47,7 +47,7 @@ class LayerAttention:
 
 
 def join(groups: list[LayerAttention]) -> LayerAttention:
-    """Return the attention that consists of these, one after another."""
+    """Concatenate the heads of groups into one attention."""
     return replace(
         groups[0],
         q_HDX=np.concatenate([group.q_HDX for group in groups]),

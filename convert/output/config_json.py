@@ -1,4 +1,4 @@
-"""What lies beside the weights in the output: `config.json`, edited in place, and the files that travel along."""
+"""Make the files beside the weights: the edited `config.json`, and the files copied from the source."""
 
 import json
 from pathlib import Path
@@ -12,10 +12,10 @@ from model.geometry import set_key
 
 
 def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
-    """Return `config.json` with the new number of K/V heads; every other key, its spelling and its order are kept.
+    """Return `config.json` with the new number of K/V heads. Every other key keeps its spelling and order.
 
-    Where heads were regrouped: what version 4 of transformers reads is added to what version 5 alone does; and if the
-    stock class cannot hold the heads, the config names the code that can.
+    If heads were regrouped, add the keys that version 4 of transformers reads beside those of version 5. If the stock
+    class cannot hold the heads, name the code that can.
     """
     family, text_config = plan.geometry.attention.family, plan.geometry.text_config
     config = json.loads(checkpoint.config_text)
@@ -32,9 +32,9 @@ def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
 
 
 def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
-    """Say RoPE as transformers 4 does too, which overlooks `rope_parameters` and would take its defaults.
+    """Add the RoPE keys of transformers 4, which ignores `rope_parameters` and would use its defaults.
 
-    (Not where kinds of layers differ, which each class of version 4 says in its own way.)
+    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that.
     """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
@@ -48,5 +48,5 @@ def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
 
 
 def copied(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
-    """Return the other files: the source's, and the code that the output needs. Relative name to file or content."""
+    """Return the copied files by relative name: the source's, and the model code that the output needs."""
     return {**checkpoint.side_files, **(plan.code.files if plan.code is not None else {})}

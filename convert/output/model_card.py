@@ -1,6 +1,6 @@
 """Write the output's model card: the source's own card, and a section on the conversion.
 
-It holds no times and no paths, so the same conversion gives the same bytes.
+The card contains no times and no paths, so the same conversion gives the same bytes.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
 
 def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
-    """Return `README.md`: the source's own card, whole, and a section on the conversion after it."""
+    """Return `README.md`: the source's own card, unchanged, followed by a section on the conversion."""
     source = checkpoint.side_files.get("README.md")
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
@@ -76,8 +76,8 @@ def _method(plan: Plan) -> str:
         parts.append("output projections refitted")
     if recipe.refine:
         parts.append(f"each layer refined on {recipe.refine:,} tokens")
-    if recipe.sample:
-        parts.append(f"calibrated on {recipe.sample.n_tokens:,} tokens ({markdown(recipe.sample.label)})")
+    if recipe.text:
+        parts.append(f"calibrated on {recipe.text.n_tokens:,} tokens ({markdown(recipe.text.label)})")
     return ", ".join(parts)
 
 

@@ -1,6 +1,6 @@
 """Write and read `groupwise.json`, the record of a conversion.
 
-It holds no times and no paths, so the same conversion gives the same bytes.
+The record contains no times and no paths, so the same conversion gives the same bytes.
 """
 
 from importlib.metadata import version
@@ -57,7 +57,7 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
 
 
 def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
-    """Return, layer by layer, what became of the heads of each merged tensor: means over its groups."""
+    """Return the merge reports of each merged tensor in the order of layers, as means over its groups."""
     reports = merge_reports(plan, staging)
     return [
         {
@@ -71,12 +71,12 @@ def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
 
 
 def earlier_conversion(checkpoint: Checkpoint) -> Any:
-    """Return the source's own `groupwise.json`, if it was converted before."""
+    """Return the source's own `groupwise.json`; None if the source is not the output of a conversion."""
     return read_record(checkpoint.home) if (checkpoint.home / RECORD_FILE).exists() else None
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read a folder's `groupwise.json`. Raises CheckpointError where there is none that we understand."""
+    """Read a folder's `groupwise.json`. Raises CheckpointError if it is missing, damaged or of another schema."""
     path = folder / RECORD_FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {RECORD_FILE}, so it was not made by convert and cannot be verified.")
@@ -91,7 +91,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raise InputError if a key that is read is missing or of another type."""
+    """Raise InputError if a key that Groupwise reads is missing or has another type."""
     check_types(content, {"schema": int, "method": str, "seed": int, "groups": int, "sha256": dict[str, str]})
     check_types(content, {"source": dict, "merge_report": tuple[dict[str, Any], ...]})
     source = content["source"]

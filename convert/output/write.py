@@ -1,4 +1,4 @@
-"""Carry out a plan: fill the output shards with copied and merged tensors, several workers at a time."""
+"""Write a plan's output shards with copied and merged tensors, by several workers at a time."""
 
 import hashlib
 import threading
@@ -31,16 +31,16 @@ Task = Callable[[], int]
 
 
 def total_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
-    """Return what `Progress` will have counted in the end: the tensors written and the source files checksummed."""
+    """Return the total that `Progress` counts: bytes of tensors written and of source files checksummed."""
     return plan.bytes_copied + plan.bytes_regrouped + sum(path.stat().st_size for path in checkpoint.weight_files)
 
 
 def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, progress: Progress) -> None:
-    """Write every shard that the journal does not have yet, and checksum every source file.
+    """Write every shard that the journal lacks, and checksum every source file.
 
-    The first error stops all workers and is raised; what was finished by then stays in the journal.
+    The first error stops all workers and is raised. The journal keeps the shards and checksums finished by then.
     """
-    calibrated = staging.scratch if plan.recipe.sample else None
+    calibrated = staging.scratch if plan.recipe.text else None
     layers = MergedLayerCache(checkpoint, plan.workers(workers), calibrated)
     jobs = [_ShardJob(checkpoint, plan, staging, shard, layers) for shard in plan.shards]
     checksums = [_Checksum(staging, path) for path in checkpoint.weight_files]
@@ -53,7 +53,7 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
 
     futures: list[Future[None]] = []
     try:
-        # A file's checksum and its copies come together, while its bytes are in memory; the longest task first.
+        # Checksum a file while its copies run, so that its bytes are in memory. Start the longest task first.
         for checksum, job in zip_longest(checksums, jobs):
             tasks = [*(checksum.tasks() if checksum else ()), *(job.tasks() if job else ())]
             futures += [pool.submit(work, task) for task in tasks]
@@ -68,6 +68,8 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
 
 @dataclass
 class _Checksum:
+    """The SHA-256 of one source file, for the record."""
+
     staging: Staging
     path: Path
 
@@ -83,11 +85,12 @@ class _Checksum:
 
 
 def checksum_key(path: Path) -> str:
+    """Return the journal key of a source file's SHA-256."""
     return f"sha256 {path.name}"
 
 
 class _ShardJob:
-    """One output shard. The worker that finishes its last piece syncs it, gives it its name and records it."""
+    """One output shard. The worker that finishes the last task syncs the file, renames it and records it."""
 
     def __init__(
         self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: MergedLayerCache
@@ -107,7 +110,9 @@ class _ShardJob:
         if self._shard.name in self._staging.finished and self._path.exists():
             size = sum(tensor.nbytes for tensor in self._tensors)
             return [lambda: size]
-        tasks = [*self._regroupings(), *self._copies()]
+        regrouped = self._plan.regrouped
+        regroupings = [partial(self._regroup, regrouped[name]) for name in self._shard.tensors if name in regrouped]
+        tasks: list[Task] = [*regroupings, *self._copies()]
         self._left = len(tasks)
         return [self._counted(task) for task in tasks] or [self._finish]
 
@@ -140,13 +145,8 @@ class _ShardJob:
         if self._file is not None:
             self._file.close()
 
-    def _regroupings(self) -> Iterator[Task]:
-        for name in self._shard.tensors:
-            if name in self._plan.regrouped:
-                yield partial(self._regroup, self._plan.regrouped[name])
-
     def _regroup(self, regrouped: OutputTensor) -> int:
-        """Write a tensor with K/V heads: copy what stays, and merge."""
+        """Write a tensor with K/V heads: copy rows, and merge rows or take them from a merged layer."""
         plan, name = self._plan, regrouped.tensor.name
         if regrouped.layer is not None:
             return self._write_merged(name, self._layers.get(regrouped.layer))
@@ -184,7 +184,7 @@ class _ShardJob:
             self._output().write_rows(name, rows.row + start, self._checkpoint.rows(rows.source, first, stop))
 
     def _copies(self) -> Iterator[Task]:
-        """Yield pieces to copy: neighbours in the source as one, long ones cut, so that workers share evenly."""
+        """Yield copy tasks. Adjacent tensors are joined and long runs cut, so that workers share evenly."""
         for first, span in self._spans():
             for start in range(0, span.length, COPY_PIECE):
                 piece = Span(span.path, span.offset + start, min(COPY_PIECE, span.length - start))
@@ -194,7 +194,7 @@ class _ShardJob:
                 yield partial(self._write, name)
 
     def _spans(self) -> Iterator[tuple[str, Span]]:
-        """Yield the runs of tensors that lie together in source and output, by the name of the first."""
+        """Yield the runs of tensors that are adjacent in source and output, by the name of the first tensor."""
         run: tuple[str, Span] | None = None
         for name in self._shard.tensors:
             span = None if name in self._plan.regrouped else self._checkpoint.span(name)
@@ -225,14 +225,14 @@ def digest(values: Array) -> str:
 
 
 def merge_reports(plan: Plan, staging: Staging) -> dict[str, Any]:
-    """Return the reports of all merges, by label, as the journal has them."""
+    """Return the reports of all merges by label, from the journal."""
     return _journalled(plan, staging, "reports")
 
 
 def merged_digests(plan: Plan, staging: Staging) -> dict[str, str]:
-    """Return the SHA-256 of the tensors of layers that were merged whole, by name, as the journal has them."""
+    """Return the SHA-256 of the tensors of merged layers by name, from the journal."""
     return _journalled(plan, staging, "sha256")
 
 
 def _journalled(plan: Plan, staging: Staging, key: str) -> dict[str, Any]:
-    return {name: found for shard in plan.shards for name, found in staging.finished[shard.name][key].items()}
+    return {name: entry for shard in plan.shards for name, entry in staging.finished[shard.name][key].items()}

@@ -1,4 +1,4 @@
-"""What a user should know of a source before trusting what becomes of it, in sentences."""
+"""Find notes for the user: facts about a source or a recipe that may make the output unusable or misleading."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,13 +7,13 @@ from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.families import Family
 
-# How other programs call the number of K/V heads: Falcon's and MPT's classes, Megatron, Meta.
+# Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
 
 
 def of_recipe(recipe: Recipe) -> tuple[str, ...]:
-    """Return what a user should know of a way to merge."""
-    if not recipe.by_layer or recipe.sample:
+    """Return the notes on a recipe."""
+    if not recipe.by_layer or recipe.text:
         return ()
     return (
         f"--method {recipe.method} knows the weights alone, not what inputs they meet; a model may start better than "
@@ -22,7 +22,7 @@ def of_recipe(recipe: Recipe) -> tuple[str, ...]:
 
 
 def find_notes(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
-    """Return what the reader has to say, and what config.json holds that may mislead."""
+    """Return the notes of the checkpoint's reader, and notes on misleading keys of config.json."""
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_by_layers(config),
@@ -31,7 +31,7 @@ def find_notes(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
 
 
 def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Tell of code that a config names and that is not needed.
+    """Yield a note on model code that config.json names and the family does not need.
 
     The values of `auto_map` are `module.Class` for a file beside config.json, or `org/repo--module.Class` for one in
     another repository (transformers, `dynamic_module_utils.get_class_from_dynamic_module`).
@@ -39,7 +39,7 @@ def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     table = config.get("auto_map")
     if not isinstance(table, dict) or family.custom_code is not None or family.needs_own_code is not None:
         return
-    models = ("AutoConfig", "AutoModel")  # how the keys begin; others name tokenizers and processors
+    models = ("AutoConfig", "AutoModel")  # prefixes of model keys; others are for tokenizers and processors
     names = [value for key, value in table.items() if key.startswith(models) and isinstance(value, str)]
     places = dict.fromkeys(map(_place, names))
     if places:
@@ -50,8 +50,8 @@ def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
 
 
 def _place(name: str) -> str:
-    repository, found, _ = name.partition("--")
-    return repository if found else f"{name.rpartition('.')[0]}.py beside it"
+    repository, separator, _ = name.partition("--")
+    return repository if separator else f"{name.rpartition('.')[0]}.py beside it"
 
 
 def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -74,8 +74,8 @@ def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:
-    said = checkpoint.config.get("vocab_size")
+    vocab_size = checkpoint.config.get("vocab_size")
     for name, tensor in checkpoint.tensors.items():
-        if name.endswith("embed_tokens.weight") and said not in (None, tensor.shape[0]):
+        if name.endswith("embed_tokens.weight") and vocab_size not in (None, tensor.shape[0]):
             n_rows = tensor.shape[0]
-            yield f"config.json has vocab_size = {said}, but {name} has {n_rows} rows; transformers refuses that."
+            yield f"config.json has vocab_size = {vocab_size}, but {name} has {n_rows} rows; transformers refuses that."

@@ -1,4 +1,4 @@
-"""What a user chooses about how heads are merged."""
+"""Hold the merge options of the command line."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from convert.planning.recipe import GROUPINGS, NONE
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """The options of a merge; None where the user gave none."""
+    """The options of a merge. None: not set by the user."""
 
     method: str | None = None
     seed: int = 0

@@ -1,4 +1,4 @@
-"""What a conversion will do, decided in full before anything is written."""
+"""Plan a conversion completely, before anything is written."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -22,36 +23,35 @@ from model.geometry import Geometry, read_geometry
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 MERGE_MEMORY = 256_000_000
-"""Bytes that the groups being merged at the same moment may take together."""
+"""Maximum bytes of all groups merged at the same time."""
 _INTERPRETER, _TORCH = 40_000_000, 450_000_000
 _SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
-"""What a worker needs beside its group, and where the source stores tensors in another form than the output."""
+"""Bytes a worker needs beside its group; the latter where source tensors must be rewritten (`Plan.rewrites`)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One conversion: what goes in, what comes out, and how."""
+    """One conversion: the source's geometry, the output's tensors and shards, and the recipe."""
 
     geometry: Geometry
     n_kv_heads: int
     recipe: Recipe
     max_shard_size: int | None
     tensors: dict[str, Tensor]
-    """Every tensor as it will be written."""
+    """Every tensor of the output."""
     shards: tuple[Shard, ...]
     regrouped: dict[str, OutputTensor]
-    """What becomes of the tensors with K/V heads; all others are copied. Empty when the number of heads stays."""
+    """The tensors that change with the K/V heads. All others are copied. Empty if the number of heads stays."""
     code: Code | None
-    """Code that the output needs beside the weights."""
+    """Model code that the output needs beside the weights."""
     notes: tuple[str, ...]
-    """What a user should know of the source, in sentences."""
+    """Notes for the user on the source and the recipe, in sentences."""
     largest_group: int
-    """Bytes of the largest group of heads in one tensor, or of the largest layer, that is merged at a time."""
+    """Bytes of the largest unit merged at a time: a group of heads in one tensor, or a layer."""
     rewrites: bool
-    """Whether tensors beside the regrouped ones must be written anew, being stored in another form."""
-
+    """Whether copied tensors must be rewritten, because the source stores them in another form."""
     reader_bytes: int
-    """Memory that the source's reader takes by itself."""
+    """Memory of the source's reader, in bytes."""
 
     @cached_property
     def output_bytes(self) -> int:
@@ -68,10 +68,10 @@ class Plan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes on the disk that are needed for a while: a text's states around a layer, and the layers merged."""
-        if self.recipe.sample is None or not self.layers:
+        """Temporary bytes on the disk: a text's states before and after a layer, and the merged layers."""
+        if self.recipe.text is None or not self.layers:
             return 0
-        states = 3 * 4 * self.recipe.sample.n_tokens * self.geometry.hidden_size
+        states = 3 * 4 * self.recipe.text.n_tokens * self.geometry.hidden_size
         return states + sum(
             self.tensors[name].nbytes for merge in self.layers for name in (*merge.weights, *merge.biases)
         )
@@ -79,44 +79,44 @@ class Plan:
     @property
     def layers(self) -> list[LayerMerge]:
         """The layers that are merged as a whole, in order."""
-        return list(dict.fromkeys(made.layer for made in self.regrouped.values() if made.layer is not None))
+        return list(dict.fromkeys(output.layer for output in self.regrouped.values() if output.layer is not None))
 
     @property
     def reported(self) -> list[Reported]:
         """All merged heads, in the order of layers."""
         return [heads for regrouped in self.regrouped.values() for heads in regrouped.reported]
 
-    def workers(self, wanted: int) -> int:
-        """Return how many workers to use: fewer than wanted where their groups would not fit in memory together."""
-        return max(1, min(wanted, MERGE_MEMORY // max(self.largest_group, 1)))
+    def workers(self, requested: int) -> int:
+        """Return the number of workers: fewer than requested if their groups exceed MERGE_MEMORY."""
+        return max(1, min(requested, MERGE_MEMORY // max(self.largest_group, 1)))
 
-    def peak_memory(self, wanted_workers: int) -> int:
-        """Estimate the peak of anonymous memory in bytes: per worker a group, its merged head and some scratch."""
+    def peak_memory(self, requested_workers: int) -> int:
+        """Estimate the peak anonymous memory in bytes: per worker a group, its merged head and scratch."""
         per_worker = 2 * self.largest_group + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
-        merging = _INTERPRETER + self.reader_bytes + self.workers(wanted_workers) * per_worker
-        sample = self.recipe.sample
-        if sample is None:
+        merging = _INTERPRETER + self.reader_bytes + self.workers(requested_workers) * per_worker
+        text = self.recipe.text
+        if text is None:
             return merging
-        return max(merging, self._calibration_memory(), _TORCH + sample.own_bytes if sample.own else 0)
+        return max(merging, self._calibration_memory(), _TORCH + text.own_bytes if text.own else 0)
 
     def _calibration_memory(self) -> int:
-        """Estimate what running one layer takes: its weights in float32, its attention and its moments in float64."""
+        """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""
         layer = sum(t.nbytes for name, t in self.tensors.items() if "layers." in name) // self.geometry.n_layers
         width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
         moments = 8 * self.n_kv_heads * width**2
         refits = self.recipe.refit or self.recipe.method == AUTO
-        copies = 6 if refits else 4  # of it: as it was, as it may become, and what least squares needs
-        copies += 3 if self.recipe.refine else 0  # gradients, Adam's moments, the best so far, all in float32
+        copies = 6 if refits else 4  # of attention and moments: original, merged candidates, sums for least squares
+        copies += 3 if self.recipe.refine else 0  # gradients, Adam's moments, the best weights, all in float32
         running = 2 * layer + copies * (self.largest_group // 2 + moments)
         return _TORCH + self.reader_bytes + max(running, self._embedding_memory())
 
     def _embedding_memory(self) -> int:
-        """Estimate what the embedding takes at the beginning, and where `auto` scores, the head, in float32 too."""
+        """Estimate the bytes of the embedding and, for `auto`, of the output head in float32 too."""
         largest = max((t.nbytes, prod(t.shape)) for name, t in self.tensors.items() if "layers." not in name)
         return largest[0] + (4 * largest[1] if self.recipe.method == AUTO else 0)
 
-    def summary(self, wanted_workers: int) -> dict[str, Any]:
-        """Return the plan in numbers, for `--dry-run` and `--json`."""
+    def summary(self, requested_workers: int) -> dict[str, Any]:
+        """Return the plan's numbers, for `--dry-run` and `--json`."""
         cache = self.geometry.kv_cache_bytes_per_token
         return {
             "model_type": self.geometry.model_type,
@@ -131,8 +131,8 @@ class Plan:
             "output_bytes": self.output_bytes,
             "n_shards": len(self.shards),
             "kv_cache_bytes_per_token": {"before": cache(self.geometry.n_kv_heads), "after": cache(self.n_kv_heads)},
-            "workers": self.workers(wanted_workers),
-            "peak_memory_bytes": self.peak_memory(wanted_workers),
+            "workers": self.workers(requested_workers),
+            "peak_memory_bytes": self.peak_memory(requested_workers),
             "notes": self.notes,
         }
 
@@ -140,9 +140,9 @@ class Plan:
 def make_plan(
     checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, max_shard_size: int | None
 ) -> Plan:  # fmt: skip
-    """Decide how to convert `checkpoint` to so many K/V heads, or to as many as it has.
+    """Plan a conversion of `checkpoint` to `n_kv_heads` K/V heads; None keeps their number.
 
-    Raises CheckpointError where that is impossible.
+    Raises CheckpointError if that is impossible.
     """
     geometry = read_geometry(checkpoint)
     family = geometry.attention.family
@@ -171,38 +171,38 @@ def make_plan(
 
 
 def _group_nbytes(regrouped: OutputTensor) -> int:
-    """Return the bytes that are merged at a time."""
+    """Return the bytes merged at a time."""
     if regrouped.layer is not None:
-        return 2 * regrouped.layer.nbytes  # and about as much in copies and products
+        return 2 * regrouped.layer.nbytes  # twice: as many bytes again in copies and products
     return max((merge.group_nbytes(regrouped.tensor) for merge in regrouped.merges), default=0)
 
 
 def _check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str) -> None:
-    has = geometry.n_kv_heads
+    n = geometry.n_kv_heads
     if method == REPEAT:
         _check_repeats(geometry, n_kv_heads)
     elif n_kv_heads not in geometry.legal_n_kv_heads:
         legal = ", ".join(map(str, geometry.legal_n_kv_heads))
-        if has % max(n_kv_heads, 1) == 0 < n_kv_heads:
-            why = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
+        if n % max(n_kv_heads, 1) == 0 < n_kv_heads:
+            reason = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
         else:
-            why = f"the model has {has} K/V heads, and groups (the K/V heads to keep) must divide them"
-        raise CheckpointError(f"--groups {n_kv_heads} is not possible: {why}; choose one of {legal}.")
+            reason = f"the model has {n} K/V heads, and groups (the K/V heads to keep) must divide them"
+        raise CheckpointError(f"--groups {n_kv_heads} is not possible: {reason}; choose one of {legal}.")
 
 
 def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
     legal = geometry.legal_repeats
     if n_kv_heads in legal:
         return
-    given = f"--kv-heads {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
+    problem = f"--kv-heads {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
     if legal:
         raise CheckpointError(
-            f"{given} for {geometry.n_heads} query heads, and repeating makes a multiple of the former that divides "
+            f"{problem} for {geometry.n_heads} query heads, and repeating makes a multiple of the former that divides "
             f"the latter; choose one of {', '.join(map(str, legal))}."
         )
     if geometry.n_kv_heads == geometry.n_heads:
-        raise CheckpointError(f"{given}, one for each query head already; there is nothing to repeat.")
-    raise CheckpointError(f"{given}, and the class of {geometry.model_type} cannot hold another number of them.")
+        raise CheckpointError(f"{problem}, one for each query head already; there is nothing to repeat.")
+    raise CheckpointError(f"{problem}, and the class of {geometry.model_type} cannot hold another number of them.")
 
 
 def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -> None:
@@ -220,18 +220,18 @@ def _keep_shards(
 ) -> tuple[Shard, ...]:  # fmt: skip
     """Return the source's shards with the output's tensors.
 
-    They are the source's, except where each head has a tensor of its own, of which there may be fewer or more.
+    The names are the source's, except where each head has its own tensor: then tensors are dropped or added.
     """
     with_heads = {name for heads in geometry.attention.heads(geometry.n_kv_heads) for name in heads.tensors}
     dropped = with_heads - regrouped.keys() if regrouped else set()
     added = defaultdict(list)
-    for name, made in regrouped.items():
+    for name, output in regrouped.items():
         if name not in checkpoint.tensors:
-            added[made.copies[0].source].append(name)
+            added[output.copies[0].source].append(name)
     shards = []
     for shard in checkpoint.shards:
-        names = (made for name in shard.tensors for made in (name, *added[name]) if made not in dropped)
-        shards.append(replace(shard, tensors=tuple(names)))
+        names = chain.from_iterable((name, *added[name]) for name in shard.tensors)
+        shards.append(replace(shard, tensors=tuple(name for name in names if name not in dropped)))
     return tuple(shard for shard in shards if shard.tensors)
 
 
@@ -245,17 +245,17 @@ def _plan_shards(
 
 
 def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
-    """Return a digest of everything the output depends on, cheap enough to take before and after the work.
+    """Return a digest of everything the output depends on, cheap enough to compute before and after the conversion.
 
-    Source files enter by name, size and time of change, tensors by their names, dtypes and shapes. Inode numbers do
-    not: sshfs, s3fs and the like may change them while a file is read.
+    It includes the name, size and modification time of source files, and the names, dtypes and shapes of tensors. It
+    excludes inode numbers, which sshfs, s3fs and similar file systems may change while a file is read.
     """
     stats = {path.name: path.stat() for path in checkpoint.weight_files}
     facts = {
         "version": version("groupwise"),
         "groups": plan.n_kv_heads,
         "recipe": plan.recipe.record,
-        "calibration": plan.recipe.sample and plan.recipe.sample.facts,
+        "calibration": plan.recipe.text and plan.recipe.text.facts,
         "shards": [[shard.name, shard.tensors, dict(shard.metadata)] for shard in plan.shards],
         "tensors": [[t.name, t.dtype, t.shape] for t in plan.tensors.values()],
         "code": plan.code and plan.code.settings,

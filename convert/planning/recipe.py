@@ -1,4 +1,4 @@
-"""Everything a user chooses about how heads are merged."""
+"""Describe one way to merge heads, with the text that it is calibrated on."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,55 +11,54 @@ if TYPE_CHECKING:
 
 NONE = "none"
 MAX_TOKENS = 1 << 24
-"""Tokens of calibration text, and of refining, at most."""
+"""Maximum tokens of calibration text, and of refinement."""
 GROUPINGS = ("contiguous", "similar")
 RENORMS = ("none", "norm", "spread")
 
 
 class UnsupportedMethodError(CheckpointError):
-    """A way to merge that this checkpoint, or what is installed, does not allow; another may be."""
+    """Raised if this checkpoint or the installed packages do not support a recipe. Another recipe may be supported."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to merge. `mean`, `first`, `random` and `repeat` know no more than a seed."""
+    """One way to merge. `refit`, `refine`, `grouping` and `text` apply to LAYER_METHODS only."""
 
     method: str
     seed: int = 0
     renorm: str = "none"
     refit: bool = False
     refine: int = 0
-    """Tokens that each merged layer is trained on."""
+    """Tokens that each merged layer is trained on; 0 for none."""
     grouping: str = "contiguous"
-    sample: "CalibrationText | None" = None
-    """The text that layers are calibrated on; None for the weights alone."""
+    text: "CalibrationText | None" = None
+    """The calibration text; None to merge by the weights alone."""
 
     @property
     def by_layer(self) -> bool:
-        """Whether queries and output projections change with the K/V heads."""
+        """Whether the method merges whole layers, and so changes queries and output projections too."""
         return self.method in (*LAYER_METHODS, AUTO)
 
     @property
     def record(self) -> dict[str, Any]:
-        """What is written of it: all that the output depends on."""
-        found: dict[str, Any] = {"method": self.method, "seed": self.seed}
+        """The recipe's entries in `groupwise.json`: all that the output depends on."""
+        record: dict[str, Any] = {"method": self.method, "seed": self.seed}
         if self.method == REPEAT:
-            return found
-        sample = self.sample.record if self.sample else None
+            return record
         return {
-            **found, "renorm": self.renorm, "refit": self.refit, "refine": self.refine, "grouping": self.grouping,
-            "calibration": sample,
+            **record, "renorm": self.renorm, "refit": self.refit, "refine": self.refine, "grouping": self.grouping,
+            "calibration": self.text.record if self.text else None,
         }  # fmt: skip
 
     def check(self) -> None:
-        """Raise UnsupportedMethodError where the choices do not go together."""
-        if self.method in (*CALIBRATED, AUTO) and self.sample is None:
+        """Raise UnsupportedMethodError if the choices are incompatible."""
+        if self.method in (*CALIBRATED, AUTO) and self.text is None:
             raise UnsupportedMethodError(
                 f"--method {self.method} needs a calibration text; of the weights alone: --method aligned or pca."
             )
-        if self.refit and (self.sample is None or not self.by_layer):
+        if self.refit and (self.text is None or not self.by_layer):
             raise UnsupportedMethodError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
-        if self.refine and (self.sample is None or self.method not in LAYER_METHODS):
+        if self.refine and (self.text is None or self.method not in LAYER_METHODS):
             raise UnsupportedMethodError(f"--refine needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
         if self.grouping == "similar" and not self.by_layer:
             raise UnsupportedMethodError(

@@ -1,4 +1,4 @@
-"""Code that an output needs, because the stock class of its family cannot hold fewer K/V heads than query heads."""
+"""Find the model code that an output needs where its stock class cannot hold fewer K/V heads than query heads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,16 @@ from model.families.family import CustomCode
 
 @dataclass(frozen=True)
 class Code:
-    """Files that travel in the output, and what its `config.json` says of them."""
+    """Files to copy into the output, and the keys of `config.json` that name them."""
 
     files: dict[str, Path]
     settings: dict[str, Any]
 
 
 def find_code(checkpoint: Checkpoint, family: Family) -> Code | None:
-    """Return what regrouped heads need; None where the stock class holds them, or the checkpoint's own code does.
+    """Return the code that regrouped heads need; None if the stock class or the checkpoint's own code holds them.
 
-    Raises CheckpointError where neither does.
+    Raises CheckpointError if no code can hold them.
     """
     if family.custom_code is not None:
         return _our_code(checkpoint, family.custom_code)
@@ -32,11 +32,11 @@ def find_code(checkpoint: Checkpoint, family: Family) -> Code | None:
 
 
 def _our_code(checkpoint: Checkpoint, code: CustomCode) -> Code:
-    given = checkpoint.config.get("architectures")
-    name = str(given[0]) if isinstance(given, list) and len(given) == 1 else ""
+    names = checkpoint.config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
     if name not in code.architectures:
         raise CheckpointError(
-            f"config.json has architectures = {given}; with fewer K/V heads only "
+            f"config.json has architectures = {names}; with fewer K/V heads only "
             f"{', '.join(code.architectures)} can be had, for which Groupwise has code; name one of them."
         )
     config_file, model_file = code.files
@@ -44,20 +44,24 @@ def _our_code(checkpoint: Checkpoint, code: CustomCode) -> Code:
     settings = {
         "model_type": code.model_type,
         "architectures": [code.architectures[name]],
-        "auto_map": {auto: f"{modules.get(auto, model_file.stem)}.{ours}" for auto, ours in code.auto_map.items()},
+        "auto_map": {
+            auto: f"{modules.get(auto, model_file.stem)}.{class_name}" for auto, class_name in code.auto_map.items()
+        },
     }
     return Code({file.name: file for file in code.files}, settings)
 
 
 def _check_own_code(checkpoint: Checkpoint, word: str) -> None:
-    """Check that a checkpoint brings code that heeds the number of K/V heads; it is read, not run."""
+    """Raise CheckpointError unless the checkpoint's own code contains the config key `word`. The code is not run."""
     model_type, auto_map = checkpoint.config["model_type"], checkpoint.config.get("auto_map")
-    why = f"transformers' class of {model_type!r} has no number of K/V heads, and the checkpoint"
+    reason = f"transformers' class of {model_type!r} has no number of K/V heads, and the checkpoint"
     if not isinstance(auto_map, dict):
-        raise CheckpointError(f"{why} brings no code of its own (auto_map in config.json), so nothing could open it.")
+        raise CheckpointError(
+            f"{reason} brings no code of its own (auto_map in config.json), so nothing could open it."
+        )
     elsewhere = [name for name in auto_map.values() if "--" in str(name)]
     if elsewhere:
-        raise CheckpointError(f"{why}'s own code is elsewhere ({elsewhere[0]}); put those files into its folder.")
+        raise CheckpointError(f"{reason}'s own code is elsewhere ({elsewhere[0]}); put those files into its folder.")
     files = {n: c for n, c in checkpoint.side_files.items() if n.endswith(".py") and isinstance(c, Path)}
     if not any(word.encode() in read_bytes_up_to(file, CONFIG_BYTES) for file in files.values()):
-        raise CheckpointError(f"{why}'s own code ({', '.join(files) or 'no file'}) does not know {word} either.")
+        raise CheckpointError(f"{reason}'s own code ({', '.join(files) or 'no file'}) does not know {word} either.")

@@ -1,8 +1,8 @@
-"""Resolve merge options into a Recipe. The default method is chosen here."""
+"""Resolve merge options into a Recipe, and choose the default method."""
 
 from dataclasses import replace
 
-from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, SHIPPED, read_sample
+from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, SHIPPED, read_calibration_text
 from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS, REPEAT
 from convert.planning.options import MergeOptions
 from convert.planning.plan import make_plan
@@ -11,9 +11,9 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 
 DEFAULT_METHODS = (("fit", True), ("mean", False))
-"""Method and refit where no method is requested: the first that the model allows. Best first, by docs/study.md.
+"""Method and refit without a requested method: the first that the model supports. Best first, by docs/study.md.
 
-Not `pca` by the weights alone: it begins better than mean on small models and worse on SmolLM2.
+`pca` by the weights alone is not among them: it starts better than mean on small models, and worse on SmolLM2.
 """
 
 
@@ -22,7 +22,7 @@ def resolve_options(
 ) -> tuple[Recipe, tuple[str, ...]]:
     """Return the recipe, and remarks for the user.
 
-    Raises CheckpointError where the model does not allow what is asked for, or choices do not go together.
+    Raises CheckpointError if the model does not support the options, or the options are incompatible.
     """
     if options.calibration == NONE and options.calibration_tokens is not None:
         raise CheckpointError("--calibration-tokens says how much of a text to take; --calibration none takes none.")
@@ -56,11 +56,11 @@ def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOption
     assert options.method is not None
     by_layer = options.method in (*LAYER_METHODS, AUTO)
     if not by_layer and options.requests_calibration:
-        given = "--calibration" if options.calibration else "--calibration-tokens"
-        raise UnsupportedMethodError(f"{given} does not go with --method {options.method}, which needs no text.")
+        option = "--calibration" if options.calibration else "--calibration-tokens"
+        raise UnsupportedMethodError(f"{option} does not go with --method {options.method}, which needs no text.")
     renorm = options.renorm or ("spread" if by_layer else "none")
     recipe = Recipe(options.method, options.seed, renorm, options.refit, options.refine, options.grouping)
-    make_plan(checkpoint, n_kv_heads, recipe, None)  # refuses what no text would help
+    make_plan(checkpoint, n_kv_heads, recipe, None)  # raises errors that do not depend on a text
     if by_layer and options.calibration != NONE:
         try:
             recipe = _calibrated(checkpoint, recipe, options)
@@ -73,18 +73,18 @@ def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOption
 
 
 def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -> Recipe:
-    """Return the recipe with its text. Raises UnsupportedMethodError where the model cannot be run on one."""
+    """Return the recipe with its calibration text. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
         from convert.calibration.layer_stream import check_can_walk, check_tokens
         from convert.calibration.own_text import OwnText
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
     check_can_walk(checkpoint)
-    text, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
-    sample = read_sample(checkpoint, text, n_tokens)
-    check_tokens(checkpoint, sample)
-    if sample.own:
-        own = OwnText(checkpoint, sample.first, len(sample.own), sample.window, options.seed)
+    name, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
+    text = read_calibration_text(checkpoint, name, n_tokens)
+    check_tokens(checkpoint, text)
+    if text.own:
+        own = OwnText(checkpoint, text.first, len(text.own), text.window, options.seed)
         own.check_memory()
-        sample = replace(sample, own_bytes=own.memory, own_steps=own.n_steps)
-    return replace(recipe, sample=sample)
+        text = replace(text, own_bytes=own.memory, own_steps=own.n_steps)
+    return replace(recipe, text=text)

@@ -1,4 +1,4 @@
-"""What the tensors with K/V heads become when the number of heads changes: which rows are merged, which are copied."""
+"""Map the tensors with K/V heads to the output's tensors: the rows to merge and the rows to copy."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,15 +16,15 @@ ROTATING = (
     "arcee", "gemma", "gemma2", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "nemotron", "phi",
     "qwen2", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-"""The families of which `Family.rotary_fraction` is known, for messages."""
+"""The families with a known `Family.rotary_fraction`, for error messages."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of an output's tensor that stand in the source as they are."""
+    """Rows of an output tensor that are copied from the source."""
 
     row: int
-    """The first, in the output's tensor."""
+    """The first row in the output tensor."""
     source: str
     source_row: int
     n: int
@@ -32,7 +32,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Reported:
-    """Merged heads of one kind in one tensor; a label, because K and V heads may share a tensor."""
+    """Merged heads of one kind in one tensor. The label is unique even where K and V heads share a tensor."""
 
     label: str
     tensor: str
@@ -41,17 +41,17 @@ class Reported:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the output, whose heads are not the source's; each of its rows is copied or merged."""
+    """A tensor of the output with a new number of heads. Each of its rows is copied or merged."""
 
     tensor: Tensor
     copies: tuple[Rows, ...]
     merges: tuple[Merge, ...]
     layer: LayerMerge | None = None
-    """Where a method merges a whole layer: what the tensor comes from, instead of rows."""
+    """The merge of a whole layer that makes the tensor. Then `copies` and `merges` are empty."""
 
     @property
     def reported(self) -> tuple[Reported, ...]:
-        """The merges in this tensor on whose heads there is a report."""
+        """The merged heads in this tensor that have a report."""
         if self.layer is None:
             return tuple(Reported(merge.label, merge.tensor, merge.kind) for merge in self.merges)
         return tuple(Reported(name, name, kind) for name, kind in self.layer.kv_tensors if name == self.tensor.name)
@@ -60,19 +60,19 @@ class OutputTensor:
 def regroup(
     geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
 ) -> dict[str, OutputTensor]:  # fmt: skip
-    """Return all tensors of the output that change with the heads, by name; `tensors` are the source's.
+    """Return the output tensors that change with the number of heads, by name. `tensors`: the source's tensors.
 
-    With fewer heads than before, each group of neighbours is merged; with more, each head is repeated. Raises
-    UnsupportedMethodError where the method cannot merge this family's heads.
+    With fewer heads than before, each group of neighbours is merged. With more, each head is repeated. Raises
+    UnsupportedMethodError if the method cannot merge this family's heads.
     """
     if recipe.by_layer:
         return _regroup_layers(geometry, tensors, n_kv_heads, recipe)
     before, after = (geometry.attention.heads(n) for n in (geometry.n_kv_heads, n_kv_heads))
-    found: dict[str, list[tuple[Heads, Heads]]] = defaultdict(list)
+    pairs: dict[str, list[tuple[Heads, Heads]]] = defaultdict(list)
     for source, output in zip(before, after, strict=True):
         for name in output.tensors:
-            found[name].append((source, output))
-    return {name: _regrouped(name, pairs, tensors) for name, pairs in found.items()}
+            pairs[name].append((source, output))
+    return {name: _regrouped(name, heads, tensors) for name, heads in pairs.items()}
 
 
 def _regroup_layers(
@@ -84,7 +84,7 @@ def _regroup_layers(
             f"--method {recipe.method} turns heads before it merges them, which is known to leave the model as it is "
             f"for {', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
         )
-    found: dict[str, OutputTensor] = {}
+    regrouped: dict[str, OutputTensor] = {}
     n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
     stems = dict.fromkeys(stem for stem, _ in geometry.attention.present)
     for stem, n_rotary_pairs in zip(stems, geometry.n_rotary_pairs, strict=True):
@@ -104,8 +104,8 @@ def _regroup_layers(
             part = name.removeprefix(place).rpartition(".")[0]
             tensor = tensors[name]
             shape = (n_rows.get(part, tensor.shape[0]), *tensor.shape[1:])
-            found[name] = OutputTensor(replace(tensor, shape=shape), (), (), merge)
-    return found
+            regrouped[name] = OutputTensor(replace(tensor, shape=shape), (), (), merge)
+    return regrouped
 
 
 def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, Tensor]) -> OutputTensor:
@@ -121,7 +121,7 @@ def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str
             copies += _copies(source, output, heads)
     like = tensors[pairs[0][0].tensors[0]]
     tensor = replace(like, name=name, shape=(n_rows, *like.shape[1:]))
-    return OutputTensor(tensor, tuple(_joined(copies)), tuple(merges))
+    return OutputTensor(tensor, tuple(_coalesced(copies)), tuple(merges))
 
 
 def _copies(source: Heads, output: Heads, heads: Iterable[int]) -> Iterable[Rows]:
@@ -131,14 +131,14 @@ def _copies(source: Heads, output: Heads, heads: Iterable[int]) -> Iterable[Rows
         yield Rows(output.place(head)[1], name, source_row, output.rows_per_head)
 
 
-def _joined(copies: list[Rows]) -> list[Rows]:
-    """Return the same with neighbours as one, so that a fused projection's queries are few pieces."""
-    joined: list[Rows] = []
+def _coalesced(copies: list[Rows]) -> list[Rows]:
+    """Coalesce adjacent row ranges, so that the queries of a fused projection are few pieces."""
+    coalesced: list[Rows] = []
     for rows in copies:
-        last = joined[-1] if joined else None
+        last = coalesced[-1] if coalesced else None
         follows = last and (last.row + last.n, last.source, last.source_row + last.n)
         if last and follows == (rows.row, rows.source, rows.source_row):
-            joined[-1] = replace(last, n=last.n + rows.n)
+            coalesced[-1] = replace(last, n=last.n + rows.n)
         else:
-            joined.append(rows)
-    return joined
+            coalesced.append(rows)
+    return coalesced

@@ -382,14 +382,14 @@ def test_the_score_is_the_models_loss(convert, source, tmp_path, text, monkeypat
     from transformers import AutoModelForCausalLM
 
     from convert.calibration import auto
-    from convert.calibration.text import read_sample
+    from convert.calibration.text import read_calibration_text
     from model.checkpoint import open_checkpoint
 
     given = ("--groups", 1, "--calibration-tokens", 1024, "--calibration", text)
     result = convert("mha-to-gqa", source, tmp_path / "auto", "--method", "auto", *given, "--json")
     with open_checkpoint(source) as checkpoint:
-        fitting, scoring = auto.divided(read_sample(checkpoint, str(text), 1024))
-    monkeypatch.setattr("convert.planning.resolve.read_sample", lambda *rest: fitting)
+        fitting, scoring = auto.divided(read_calibration_text(checkpoint, str(text), 1024))
+    monkeypatch.setattr("convert.planning.resolve.read_calibration_text", lambda *rest: fitting)
     assert convert("mha-to-gqa", source, tmp_path / "pca", "--method", "pca", *given).code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "pca", dtype=torch.float32).eval()
     ids = torch.from_numpy(scoring.ids_NT)

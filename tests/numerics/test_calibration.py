@@ -10,8 +10,8 @@ from equivalent_heads import logits, scrambled
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from convert.calibration import layer_stream, solve
-from convert.calibration.text import read_sample
+from convert.calibration import layer_stream, observe, solve
+from convert.calibration.text import read_calibration_text
 from convert.merging.layer import load_layer
 from convert.merging.moments import Moments
 from convert.merging.weights import Real
@@ -31,16 +31,16 @@ FAMILIES = [
 def watched(monkeypatch):
     """Look at every query, and at very many keys for each; keep the moments."""
     seen: list[list[Moments]] = []
-    monkeypatch.setattr(solve, "VALUE_QUERIES", 10**6)
-    monkeypatch.setattr(solve, "KEY_QUERIES", 10**6)
-    monkeypatch.setattr(solve, "KEYS_DRAWN", 4000)
-    moments = solve._Sums.moments
+    monkeypatch.setattr(observe, "VALUE_QUERIES", 10**6)
+    monkeypatch.setattr(observe, "KEY_QUERIES", 10**6)
+    monkeypatch.setattr(observe, "KEYS_DRAWN", 4000)
+    moments = observe.MomentSums.moments
 
     def keep(sums, *rest):
         seen.append(moments(sums, *rest))
         return seen[-1]
 
-    monkeypatch.setattr(solve._Sums, "moments", keep)
+    monkeypatch.setattr(observe.MomentSums, "moments", keep)
     return seen
 
 
@@ -103,8 +103,8 @@ def expected(a_NHTT, k_NTKD, v_NTKD, group: int, factor: float) -> tuple[Real, R
 def test_moments_are_those_of_their_definition(tmp_path, watched, family, changes):
     folder = source_folder(tmp_path / "source", family, **changes)
     with open_checkpoint(folder) as checkpoint:
-        sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
-        plan = make_plan(checkpoint, GROUPS, Recipe("fit", sample=sample), None)
+        sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
+        plan = make_plan(checkpoint, GROUPS, Recipe("fit", text=sample), None)
         solve.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", lambda n: None)
         for layer in plan.layers:
             assert load_layer(checkpoint, layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
@@ -126,8 +126,8 @@ def test_states_are_the_models(tmp_path, watched):
     states = layer_stream._states
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with open_checkpoint(folder) as checkpoint:
-        sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
-        plan = make_plan(checkpoint, GROUPS, Recipe("pca", sample=sample), None)
+        sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
+        plan = make_plan(checkpoint, GROUPS, Recipe("pca", text=sample), None)
 
         def progress(n):
             for index in range(len(plan.layers) + 1):
@@ -150,9 +150,9 @@ def test_stopped_anywhere_it_goes_on_to_the_same(tmp_path, refine):
 
     folder = source_folder(tmp_path / "source", num_hidden_layers=3)
     with open_checkpoint(folder) as checkpoint:
-        sample = read_sample(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
+        sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
         plan = make_plan(
-            checkpoint, GROUPS, Recipe("fit", renorm="spread", refit=True, refine=refine, sample=sample), None
+            checkpoint, GROUPS, Recipe("fit", renorm="spread", refit=True, refine=refine, text=sample), None
         )
 
         def run(place, stop_at):

@@ -1,9 +1,9 @@
-"""Turn the heads of each group until they are as alike as can be, and take the mean (Jin et al., arXiv:2412.20677).
+"""Align the heads of each group by rotations, and average them (Jin et al., arXiv:2412.20677).
 
-Heads of a trained model are hardly alike as they stand, because each has coordinates of its own that nobody sees: any
-rotation of a value head can be undone in the output projection, and any turn of a key's rotary plane in its queries. So
-values are aligned by orthogonal maps (generalised Procrustes, their section 3.2), the planes of keys by turns; key
-dimensions that do not rotate by orthogonal maps too.
+Raw heads of a trained model have low cosines, because each head has its own arbitrary coordinates: the output
+projection can undo any rotation of a value head, and the queries can undo any rotation of a key's rotary plane. So
+values are aligned by orthogonal maps (generalised Procrustes, their section 3.2), and the rotary planes of keys by
+plane rotations. Unrotated key dimensions are aligned by orthogonal maps too.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ _GAIN = 1e-10
 
 
 def merge(moments: Moments) -> Maps:
-    """Return how one group's heads are turned and averaged."""
+    """Return the maps that align and average one group's heads."""
     keys_KDD, values_KDD = alignment(moments)
     per_key = len(moments.queries_HDD) // moments.n_keys
     return Maps(
@@ -28,29 +28,29 @@ def merge(moments: Moments) -> Maps:
 
 
 def alignment(moments: Moments) -> tuple[Real, Real]:
-    """Return orthogonal maps for each key and each value head, which make the group's as alike as they can be."""
+    """Return an orthogonal map for each key head and each value head, [K, D, D], that best align the group."""
     n, size, rotated = moments.n_keys, moments.head_dim, 2 * moments.n_rotary_pairs
-    turns_KP = np.array([_turns(plane_KK) for plane_KK in key_planes(moments)], dtype=complex).reshape(-1, n).T
-    keys_KDD = scaled_planes(turns_KP, size).reshape(size, n, size).transpose(1, 0, 2).copy()
+    phases_KP = np.array([_phases(plane_KK) for plane_KK in key_planes(moments)], dtype=complex).reshape(-1, n).T
+    keys_KDD = scaled_planes(phases_KP, size).reshape(size, n, size).transpose(1, 0, 2).copy()
     blocks_KDKD = moments.keys_FF.reshape(n, size, n, size)
     keys_KDD[:, rotated:, rotated:] = _rotations(blocks_KDKD[:, rotated:, :, rotated:])
     return keys_KDD, _rotations(moments.values_FF.reshape(n, size, n, size))
 
 
-def _turns(plane_KK: Complex) -> Complex:
-    """Return a complex number of length 1 for each key, which together make their sum as long as can be."""
-    turns_K, length = np.ones(len(plane_KK), dtype=complex), 0.0
+def _phases(plane_KK: Complex) -> Complex:
+    """Return a complex number of modulus 1 for each key that together maximise the norm of the keys' sum."""
+    phases_K, length = np.ones(len(plane_KK), dtype=complex), 0.0
     for _ in range(_ROUNDS):
-        product_K = turns_K @ plane_KK  # of each key with the sum as it is now
-        turns_K = np.where(np.abs(product_K) > 0, np.exp(1j * np.angle(product_K)), turns_K)
-        length, before = float((turns_K @ plane_KK @ turns_K.conj()).real), length
+        product_K = phases_K @ plane_KK  # of each key with the current sum
+        phases_K = np.where(np.abs(product_K) > 0, np.exp(1j * np.angle(product_K)), phases_K)
+        length, before = float((phases_K @ plane_KK @ phases_K.conj()).real), length
         if length <= before * (1 + _GAIN):
             break
-    return turns_K
+    return phases_K
 
 
 def _rotations(heads_KDKD: Real) -> Real:
-    """Return an orthogonal map for each head, which together make the heads' sum as long as can be."""
+    """Return an orthogonal map for each head, [K, D, D], that together maximise the norm of the heads' sum."""
     n, size = heads_KDKD.shape[:2]
     maps_KDD, length = np.stack([np.eye(size)] * n), 0.0
     for _ in range(_ROUNDS):

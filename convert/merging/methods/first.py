@@ -5,5 +5,7 @@ import numpy as np
 from model.checkpoint import Array
 
 
-def merge(heads_HDM: Array, n_kv_heads: int, rng: np.random.Generator) -> Array:
-    return heads_HDM[:: len(heads_HDM) // n_kv_heads].copy()
+def merge(heads_HDM: Array, rng: np.random.Generator) -> Array:
+    """Return a copy of the first head."""
+    first_DM: Array = heads_HDM[0].copy()
+    return first_DM

@@ -1,10 +1,10 @@
-"""Least squares on what attention computes: the best shared keys, and for each head the best queries to read them.
+"""Least squares on the attention logits: fit the shared keys, and for each head the map of its queries.
 
-`pca` gives up what a change of coordinates cannot keep. But queries may be mapped in any way: a logit is q · k, and
-where the shared key k' moves together with a head's own k, a query can read from k' what it read from k. To second
-order the change in what attention computes is the variance of the logits' error under the attention weights, so moments
-are taken from the mean key, weighted by attention, at the distances at which queries meet keys. Keys and queries are
-solved for in turns, beginning with `pca`; values and outputs are `pca`'s, which are the best already.
+`pca` only changes coordinates, and so drops every other component. But queries allow any linear map: a logit is q · k,
+and where the shared key k' correlates with a head's own k, a mapped query recovers from k' part of q · k. To second
+order, the change in attention is the variance of the logits' error under the attention weights. So the key moments are
+centred on the mean key, weighted by attention, at the distances between queries and keys. Alternate between solving for
+keys and for queries, starting from `pca`. Values and outputs are those of `pca`, which are optimal already.
 """
 
 from dataclasses import replace
@@ -20,31 +20,31 @@ Integers = NDArray[np.int64]
 
 ROUNDS = 8
 _RIDGE = 1e-4
-"""How strongly, beside the data's own moments, a solution is held to the one before it."""
+"""Ridge penalty on the change from the previous solution, as a share of the data's mean moment."""
 
 
 def merge(moments: Moments) -> Maps:
-    """Return how one group's keys are shared and its queries read them."""
+    """Return the maps of one group's keys, queries, values and outputs."""
     return _alternate(moments, _with_queries(moments, pca.merge(moments)))
 
 
-def alternatives(moments: Moments, found: Maps, by_weights: Moments) -> tuple[Maps, Maps]:
-    """Return other solutions than the one found, which may serve better: logits are not the output, and a text not all.
+def alternatives(moments: Moments, maps: Maps, by_weights: Moments) -> tuple[Maps, Maps]:
+    """Return two solutions other than `maps`, which may have a lower output error on held-out text.
 
-    They begin with the shared key that `pca` takes by the weights alone, and stay there or go on from it.
+    The first has the shared key of `pca` by the weights alone. The second alternates from there.
     """
     keys_DF, queries_HDD = pca.share_keys(by_weights)
-    start = _with_queries(moments, replace(found, keys_DF=keys_DF, queries_HDD=queries_HDD))
+    start = _with_queries(moments, replace(maps, keys_DF=keys_DF, queries_HDD=queries_HDD))
     return start, _alternate(moments, start)
 
 
 def _with_queries(moments: Moments, maps: Maps) -> Maps:
-    """Solve for the queries' maps."""
+    """Return the maps with the best queries for the shared key."""
     return replace(maps, queries_HDD=_queries(moments, maps))
 
 
 def _alternate(moments: Moments, maps: Maps) -> Maps:
-    """Solve for keys and queries in turns."""
+    """Solve for keys and for queries alternately."""
     for _ in range(ROUNDS):
         maps = replace(maps, keys_DF=_keys(moments, maps))
         maps = _with_queries(moments, maps)
@@ -55,20 +55,20 @@ def _queries(moments: Moments, maps: Maps) -> Real:
     """Return the best maps of the queries for the shared key."""
     shared_FD = moments.keys_FF @ maps.keys_DF.T
     power_DD = _with_ridge(maps.keys_DF @ shared_FD)
-    found = []
+    queries = []
     for head, before_DD in enumerate(maps.queries_HDD):
         missing_DF = head_selector(moments, head) - before_DD.T @ maps.keys_DF
-        found.append(before_DD + np.linalg.solve(power_DD, (missing_DF @ shared_FD).T))
-    return np.stack(found)
+        queries.append(before_DD + np.linalg.solve(power_DD, (missing_DF @ shared_FD).T))
+    return np.stack(queries)
 
 
 def _keys(moments: Moments, maps: Maps) -> Real:
-    """Return the best shared key for the queries' maps: a complex number for each key and plane."""
+    """Return the map [D, F] to the best shared key for the queries' maps: a complex factor for each key and plane."""
     rows_N2, columns_N2, signs_2N = _basis(moments)
     queried_HDD = maps.queries_HDD @ moments.queries_HDD
     metric_DD = (queried_HDD @ maps.queries_HDD.transpose(0, 2, 1)).sum(axis=0)
-    wanted_DF = sum(queried_DD @ head_selector(moments, h) for h, queried_DD in enumerate(queried_HDD))
-    slope_DF = (wanted_DF - metric_DD @ maps.keys_DF) @ moments.keys_FF
+    target_DF = sum(queried_DD @ head_selector(moments, h) for h, queried_DD in enumerate(queried_HDD))
+    slope_DF = (target_DF - metric_DD @ maps.keys_DF) @ moments.keys_FF
     slope_N, curvature_NN = np.zeros(len(rows_N2)), np.zeros((len(rows_N2), len(rows_N2)))
     for i in range(2):
         slope_N += signs_2N[i] * slope_DF[rows_N2[:, i], columns_N2[:, i]]
@@ -84,9 +84,9 @@ def _keys(moments: Moments, maps: Maps) -> Real:
 
 
 def _basis(moments: Moments) -> tuple[Integers, Integers, Real]:
-    """Return the entries of the maps that rotary embeddings commute with: two for each real number, and their signs.
+    """Return the entries of the maps that commute with rotary embeddings: rows, columns and signs, two per real number.
 
-    The first half of the numbers are real parts, of all planes of all keys; the second half imaginary parts.
+    The first half of the numbers are the real parts for all planes of all keys, the second half the imaginary parts.
     """
     n_rotary_pairs, size, n = moments.n_rotary_pairs, moments.head_dim, moments.n_keys
     real = np.tile(np.arange(n_rotary_pairs), n)
@@ -102,6 +102,6 @@ def _basis(moments: Moments) -> tuple[Integers, Integers, Real]:
 
 
 def _with_ridge(matrix: Real) -> Real:
-    pull = _RIDGE * np.trace(matrix) / len(matrix) or 1.0
-    held: Real = matrix + pull * np.eye(len(matrix))
-    return held
+    ridge = _RIDGE * np.trace(matrix) / len(matrix) or 1.0
+    ridged: Real = matrix + ridge * np.eye(len(matrix))
+    return ridged

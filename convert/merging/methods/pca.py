@@ -1,12 +1,12 @@
-"""The best shared K and V heads that need no more than a change of coordinates, in closed form.
+"""Share the first principal components of K and V heads, in closed form. Coordinates change, nothing else does.
 
-Keys: multiplying a rotary plane by a complex number, and its queries by the conjugate inverse, changes nothing. So the
-keys of a group may be complex multiples of one shared number in each plane, and the best such number is the first
-principal component of theirs, each weighted by how strongly its queries read it.
+Keys: multiplying a rotary plane by a complex number, and its queries by the conjugate inverse, leaves the logits
+unchanged. So the keys of a group can be complex multiples of one shared number in each plane. The best such number is
+the first principal component of the keys' numbers, each weighted by the power of its queries.
 
-Values: any invertible map may stand between values and output projection. So what a group adds to the output is one
-matrix for each query head, O_h V_h, and the best V that all can share is spanned by the first head_dim principal
-components of those matrices' outputs, stacked. Key dimensions that do not rotate are shared in the same way.
+Values: any invertible map can be inserted between values and output projection. So a group's contribution to the output
+is one matrix per query head, O_h V_h. The best shared V is spanned by the first head_dim principal components of the
+stacked outputs of those matrices. Unrotated key dimensions are shared in the same way.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ _TINY = 1e-9
 
 
 def merge(moments: Moments) -> Maps:
-    """Return how one group shares its first principal components."""
+    """Return the maps of one group to its first principal components."""
     keys_DF, queries_HDD = share_keys(moments)
     size = moments.head_dim
     values_DF, outputs_HDD = share(moments.outputs_HDD, moments.values_FF, size)
@@ -26,59 +26,62 @@ def merge(moments: Moments) -> Maps:
 
 
 def share_keys(moments: Moments) -> tuple[Real, Real]:
-    """Return the map [D, F] of all keys to the shared one, and the maps [H, D, D] of the queries that read it."""
+    """Return the map [D, F] of all keys to the shared one, and the maps [H, D, D] of the queries."""
     n_rotary_pairs, size, per_key = moments.n_rotary_pairs, moments.head_dim, len(moments.queries_HDD) // moments.n_keys
     power_HD = np.diagonal(moments.queries_HDD, axis1=1, axis2=2)
     power_HP = power_HD[:, :n_rotary_pairs] + power_HD[:, n_rotary_pairs : 2 * n_rotary_pairs]
     weights_KP = np.sqrt(power_HP.reshape(moments.n_keys, per_key, -1).sum(axis=1))
     mix_KP, factors_KP = _first_components(key_planes(moments), weights_KP)
     keys_DF = scaled_planes(mix_KP, size)
-    # key k ≈ factor · shared, so its query reads the shared key after multiplication by the factor's conjugate
+    # key k ≈ factor · shared, so its queries are multiplied by the factor's conjugate
     queries_KDD = scaled_planes(factors_KP.conj(), size).reshape(size, -1, size).transpose(1, 0, 2)
     queries_HDD = np.repeat(queries_KDD, per_key, axis=0)
-    _share_still(moments, keys_DF, queries_HDD)
+    _share_unrotated(moments, keys_DF, queries_HDD)
     return keys_DF, queries_HDD
 
 
-def _share_still(moments: Moments, keys_DF: Real, queries_HDD: Real) -> None:
-    """Fill in the dimensions that do not rotate, whose keys are free to be mapped as values are."""
-    size, still = moments.head_dim, slice(2 * moments.n_rotary_pairs, moments.head_dim)
-    n_still = size - 2 * moments.n_rotary_pairs
-    if n_still == 0:
+def _share_unrotated(moments: Moments, keys_DF: Real, queries_HDD: Real) -> None:
+    """Fill in the unrotated dimensions. Their keys allow any linear map, as values do."""
+    size, unrotated = moments.head_dim, slice(2 * moments.n_rotary_pairs, moments.head_dim)
+    n_unrotated = size - 2 * moments.n_rotary_pairs
+    if n_unrotated == 0:
         return
-    columns = np.concatenate([np.arange(size)[still] + k * size for k in range(moments.n_keys)])
-    shared, backs = share(moments.queries_HDD[:, still, still], moments.keys_FF[np.ix_(columns, columns)], n_still)
-    keys_DF[still, columns] = shared
-    queries_HDD[:, still, still] = backs.transpose(0, 2, 1)
+    columns = np.concatenate([np.arange(size)[unrotated] + k * size for k in range(moments.n_keys)])
+    keys_FF = moments.keys_FF[np.ix_(columns, columns)]
+    shared, backs = share(moments.queries_HDD[:, unrotated, unrotated], keys_FF, n_unrotated)
+    keys_DF[unrotated, columns] = shared
+    queries_HDD[:, unrotated, unrotated] = backs.transpose(0, 2, 1)
 
 
 def _first_components(planes_PKK: Complex, weights_KP: Real) -> tuple[Complex, Complex]:
-    """Return for each plane the shared number's mixture of keys, and by what to multiply it to come closest to each."""
+    """Return, [K, P] each: the weights of the keys in each plane's shared number, and its factor for each key."""
     weights_PK = np.maximum(weights_KP, _TINY * (weights_KP.max(initial=0.0) or 1.0)).T
     _, vectors_PKK = np.linalg.eigh(planes_PKK * weights_PK[:, :, None] * weights_PK[:, None, :])
     first_PK = vectors_PKK[..., -1]
-    # An eigenvector is free to be turned: let the strongest key stand as it is.
+    # The phase of an eigenvector is arbitrary: choose it so that the strongest key is not rotated.
     strongest_P1 = np.abs(first_PK).argmax(axis=1)[:, None]
     first_PK = first_PK * np.exp(-1j * np.angle(np.take_along_axis(first_PK, strongest_P1, axis=1)))
     mix_PK = first_PK.conj() * weights_PK
     power_P = np.einsum("pk,pkl,pl->p", mix_PK, planes_PKK, mix_PK.conj(), optimize=True).real
-    wanted_P = np.einsum("pkk->p", planes_PKK).real / planes_PKK.shape[1]
-    scale_P1 = np.sqrt(np.where(power_P > 0, wanted_P / np.where(power_P > 0, power_P, 1), 1.0))[:, None]
+    mean_P = np.einsum("pkk->p", planes_PKK).real / planes_PKK.shape[1]
+    scale_P1 = np.sqrt(np.where(power_P > 0, mean_P / np.where(power_P > 0, power_P, 1), 1.0))[:, None]
     scale_P1 = np.maximum(scale_P1, 1e-300)
     return (mix_PK * scale_P1).T, (first_PK / weights_PK / scale_P1).T
 
 
 def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
-    """Return the map [size, F] of all heads to the best shared one, and the maps [H, D, size] from it to each.
+    """Return the map [size, F] of all heads to the best shared one, and the maps `back` [H, D, size] from it to each.
 
-    Best is least Σ_h E|x_h − back_h · shared|² in the metric of each query head. Both have length like the heads'.
+    The best head minimises Σ_h E|x_h − back_h · shared|² in each query head's metric. It has the heads' mean power.
     """
     n_heads, dim = metric_HDD.shape[:2]
     per_key = n_heads * dim // len(heads_FF)
     root_FF = _root(heads_FF)
     metric_KDD = metric_HDD.reshape(-1, per_key, dim, dim).sum(axis=1)
     weighted_FF = (metric_KDD @ root_FF.reshape(-1, dim, len(root_FF))).reshape(root_FF.shape)
-    first_FS = _last_vectors(root_FF.T @ weighted_FF, size)[:, ::-1]
+    _, vectors_FF = np.linalg.eigh(root_FF.T @ weighted_FF)  # eigenvalues in ascending order
+    first_FS = np.array(vectors_FF[:, -size:])[:, ::-1]  # a copy, so that the other eigenvectors can be freed
+    del vectors_FF
     first_FS = first_FS * np.where(np.take_along_axis(first_FS, np.abs(first_FS).argmax(0)[None], 0) < 0, -1.0, 1.0)
     back_FS = root_FF @ first_FS
     shared_SF = np.linalg.solve(root_FF.T, first_FS).T
@@ -88,12 +91,7 @@ def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
 
 
 def _root(heads_FF: Real) -> Real:
-    """Return a root L of L Lᵀ, with a floor under what is hardly there."""
-    held_FF: Real = heads_FF.copy()
-    held_FF[np.diag_indices_from(held_FF)] += float(_TINY * np.trace(heads_FF) / len(heads_FF)) or 1.0
-    return np.asarray(np.linalg.cholesky(held_FF))
-
-
-def _last_vectors(symmetric_FF: Real, size: int) -> Real:
-    """Return the eigenvectors of the largest eigenvalues, the largest last, [F, size]."""
-    return np.array(np.linalg.eigh(symmetric_FF)[1][:, -size:])  # a copy, so that all others can go
+    """Return the Cholesky factor with a small ridge."""
+    ridged_FF: Real = heads_FF.copy()
+    ridged_FF[np.diag_indices_from(ridged_FF)] += float(_TINY * np.trace(heads_FF) / len(heads_FF)) or 1.0
+    return np.asarray(np.linalg.cholesky(ridged_FF))

@@ -1,0 +1,111 @@
+"""Accumulate the second moments of a layer's heads on a text.
+
+Letters: B windows in a batch, T tokens, H query heads, K key/value heads, D head_dim, G groups, F the keys or values of
+a group side by side, N queries of a group, S sampled queries of a head, C keys drawn for each query.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from convert.calibration.layer_stream import Heads, Layer
+from convert.merging.moments import Moments
+from model.decoder.rope import rotate
+
+KEY_QUERIES = 4096
+"""Queries sampled per group for the key moments, over the whole text."""
+KEYS_DRAWN = 64
+"""Keys drawn for each of them."""
+VALUE_QUERIES = 2048
+"""Queries sampled per head for the value moments, over the whole text."""
+_DRAWN_VALUES = 1 << 22
+"""Elements of drawn keys that are rotated at a time."""
+
+
+class MomentSums:
+    """The second moments of a layer's heads, summed over windows in float64."""
+
+    def __init__(self, layer: Layer, n_kv_heads: int, order: list[int]) -> None:
+        config = layer.text.config
+        self._layer, self._n_groups = layer, n_kv_heads
+        self._size, self._n_heads = config.head_dim, config.n_heads
+        self._per_key, self._per_group = config.n_heads // config.n_kv_heads, config.n_heads // n_kv_heads
+        width = config.n_kv_heads // n_kv_heads * config.head_dim
+        zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64)
+        self._keys_GFF, self._values_GFF = zeros, zeros.clone()
+        self._queries_HDD = torch.zeros(config.n_heads, config.head_dim, config.head_dim, dtype=torch.float64)
+        self._order = order
+        self._rng = np.random.default_rng(layer.index)
+        self._draws = torch.Generator().manual_seed(layer.index)
+        per_window = self._per_group * layer.text.n_windows
+        self._queries = min(-(-VALUE_QUERIES // layer.text.n_windows), layer.text.length)
+        self._key_queries = min(-(-KEY_QUERIES // per_window), self._queries)
+
+    def add(self, heads: Heads) -> None:
+        """Add a batch of windows."""
+        q_BTHD, rotated_q_BTHD = (
+            x.view(*x.shape[:2], -1, self._per_key, self._size)[:, :, self._order].flatten(2, 3)
+            for x in (heads.q_BTHD, heads.rotated_q_BTHD)
+        )
+        rotated_k_BTKD, v_BTKD = (x[:, :, self._order] for x in (heads.rotated_k_BTGD, heads.v_BTGD))
+        q_HND = q_BTHD.flatten(0, 1).transpose(0, 1).double()
+        self._queries_HDD += q_HND.mT @ q_HND
+        for window in range(len(q_BTHD)):
+            at_S = torch.from_numpy(self._rng.permutation(q_BTHD.shape[1])[: self._queries])
+            k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
+            weights_HST = self._weights(rotated_q_BTHD[window, at_S].transpose(0, 1), k_KTD, at_S)
+            self._add_values(weights_HST, v_KTD)
+            at_S = at_S[: self._key_queries]
+            self._add_keys(weights_HST[:, : len(at_S)], k_KTD, at_S)
+
+    def _weights(self, q_HSD: Tensor, k_KTD: Tensor, at_S: Tensor) -> Tensor:
+        """Return the attention weights of the sampled queries, [H, S, T]."""
+        length = k_KTD.shape[1]
+        q_KND = q_HSD.reshape(len(k_KTD), -1, self._size)
+        logits_HST: Tensor = (q_KND @ k_KTD.mT).view(self._n_heads, -1, length) * self._size**-0.5
+        distance_ST = at_S[:, None] - torch.arange(length)
+        seen_ST = distance_ST >= 0
+        window = self._layer.text.config.windows[self._layer.index]
+        if window is not None:
+            seen_ST &= distance_ST < window
+        return logits_HST.masked_fill(~seen_ST, float("-inf")).softmax(dim=-1)
+
+    def _grouped(self, heads_KTD: Tensor) -> Tensor:
+        """Return the keys or values of each group side by side, [G, T, F]."""
+        return heads_KTD.view(self._n_groups, -1, *heads_KTD.shape[1:]).transpose(1, 2).flatten(2)
+
+    def _add_values(self, weights_HST: Tensor, v_KTD: Tensor) -> None:
+        """Accumulate the second moments of the values mixed by attention."""
+        weights_GNT = weights_HST.reshape(self._n_groups, -1, v_KTD.shape[1])
+        mixed_GNF = (weights_GNT @ self._grouped(v_KTD)).double()
+        self._values_GFF += mixed_GNF.mT @ mixed_GNF / weights_GNT.shape[1]
+
+    def _add_keys(self, weights_HST: Tensor, k_KTD: Tensor, at_S: Tensor) -> None:
+        """Accumulate the attention-weighted covariance of keys rotated to the query's position."""
+        for group, weights_NT in enumerate(weights_HST.reshape(self._n_groups, -1, k_KTD.shape[1])):
+            keys_TF = self._grouped(k_KTD)[group]
+            drawn_NC = torch.multinomial(weights_NT, KEYS_DRAWN, replacement=True, generator=self._draws)
+            mean_NF, at_N = weights_NT @ keys_TF, at_S.repeat(self._per_group)
+            for part in torch.split(torch.arange(len(at_N)), max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))):
+                centred_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
+                rotated_XF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
+                self._keys_GFF[group] += (rotated_XF.mT @ rotated_XF).double() / (len(at_N) * KEYS_DRAWN)
+
+    def _rotated_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
+        """Rotate keys from their own positions to their distances from the query."""
+        cos_TD, sin_TD = (x[0, :, 0] for x in self._layer.text.rotation)
+        heads_NCKD = keys_NCF.reshape(*keys_NCF.shape[:2], -1, self._size)
+        return rotate(heads_NCKD, cos_TD[at_N][:, None, None], -sin_TD[at_N][:, None, None]).flatten(2)
+
+    def moments(self, outputs_HDD: np.ndarray, n_rotary_pairs: int) -> list[Moments]:
+        """Return the moments of each group: the sums divided by the number of windows. Call once, after all `add`s."""
+        n_windows = self._layer.text.n_windows
+        queries_HDD = self._queries_HDD.numpy() / (n_windows * self._layer.text.length)
+        for sums_GFF in (self._keys_GFF, self._values_GFF):
+            sums_GFF /= n_windows  # in place: with one group they are large
+        moments = []
+        for group in range(self._n_groups):
+            heads = slice(group * self._per_group, (group + 1) * self._per_group)
+            keys_FF, values_FF = (x[group].numpy() for x in (self._keys_GFF, self._values_GFF))
+            moments.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_rotary_pairs))
+        return moments
