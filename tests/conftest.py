@@ -4,7 +4,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import tiny
+from results import Result
 
 if TYPE_CHECKING:
     import torch
@@ -27,24 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is compared to the bit is so on the CPU
-
-
-@dataclass
-class Result:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-    def refused(self, *words: str) -> None:
-        """Check for one clear line on stderr that holds all `words`, exit code 2, and nothing on stdout."""
-        assert self.code == 2, (self.code, self.err)
-        assert self.err.startswith("Error: ")
-        assert self.err.count("\n") == 1, self.err
-        assert not self.out
-        for word in words:
-            assert word in self.err, self.err
 
 
 def command_line(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import real_runs
 import tiny
-from conftest import Result
+from results import Result
 from self_kill import dying_at
 
 from model.common.errors import CheckpointError, InputError

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from conftest import Result
+from results import Result
 
 PRELOADED = ["uptrain.runs.launch", "uptrain.cli", "uptrain.commands.run", "torch.distributed.checkpoint", "accelerate"]
-PRELOADED += ["transformers", "model.decoder.loading", "model.decoder.llama", "faulty_training"]
+PRELOADED += ["transformers", "model.decoder.loading", "model.decoder.llama", "fault_injection"]
 HANGS = 120.0
 """Seconds after which a run is taken for hanging."""
 
