@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from convert.calibration.text import pack
 from convert.output import config_json
+from convert.output.groupwise_json import RECORD_FILE, build_record, earlier_conversion
 from convert.output.model_card import model_card
-from convert.output.record import RECORD_FILE, build_record, earlier_conversion
-from convert.output.write import execute, total_bytes
+from convert.output.write_shards import execute, total_bytes
 from convert.planning.plan import Plan, fingerprint, make_plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, json_text

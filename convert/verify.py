@@ -25,9 +25,9 @@ from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.merging.rounding import BFLOAT16, widen
 from convert.merging.weights import LayerAttention
 from convert.output import config_json
+from convert.output.groupwise_json import RECORD_FILE, read_record
 from convert.output.model_card import model_card
-from convert.output.record import RECORD_FILE, read_record
-from convert.output.write import digest
+from convert.output.write_shards import digest
 from convert.planning.plan import Plan, make_plan
 from convert.planning.recipe import GROUPINGS, MAX_TOKENS, NONE, RENORMS, Recipe
 from model.checkpoint import Array, Checkpoint, open_checkpoint

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
+from convert.calibration.refit import is_held_out
 from convert.calibration.solve import calibrate_layers
 from convert.calibration.text import CalibrationText
 from convert.merging.layer import LayerMerge, load_layer
@@ -25,8 +26,6 @@ from model.decoder.losses import chunked_cross_entropy
 
 TOKENS = 16_384
 """Tokens of the calibration text that candidates are tried on; the whole text where it is shorter."""
-HELD_OUT = 4
-"""Every fourth window is held out for scoring."""
 MIN_WINDOWS = 5
 """Minimum windows: one scores; of the rest one is held out."""
 _BATCH = 4
@@ -107,7 +106,7 @@ def divided(text: CalibrationText) -> tuple[CalibrationText, CalibrationText]:
     """Return the windows to merge by, and the held-out windows to score on."""
     ids_NT = part_tried(text).ids_NT
     assert ids_NT is not None
-    held_N = np.arange(len(ids_NT)) % HELD_OUT == HELD_OUT - 1
+    held_N = np.array([is_held_out(window) for window in range(len(ids_NT))])
     parts = (ids_NT[~held_N], ids_NT[held_N])
     fitting, scoring = (replace(text, n_windows=len(part), ids_NT=part) for part in parts)
     return fitting, scoring

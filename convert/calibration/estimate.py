@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from convert.calibration.auto import candidates, part_tried
-from convert.calibration.observe import KEY_QUERIES, KEYS_DRAWN
+from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN
 from convert.calibration.text import CalibrationText
 from convert.merging.methods import AUTO
 from convert.planning.plan import Plan

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from convert.calibration.layer_output import outputs, squared_error, weights_of
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
-from convert.calibration.observe import MomentSums
+from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit import is_held_out, refit_output
 from convert.calibration.text import CalibrationText

@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
-from convert.commands.options import merge_options, merge_options_from, output_options, output_options_from
+from convert.commands.options import OutputOptions, merge_options, output_options
+from convert.planning.options import MergeOptions
+from model.common.command_options import pop_fields
 
 
 @click.command("mha-to-gqa")
@@ -25,4 +27,4 @@ def command(source: Path, out: Path, groups: int, **options: Any) -> None:
     """
     from convert.commands.convert import convert
 
-    convert(source, out, groups, merge_options_from(options), output_options_from(options))
+    convert(source, out, groups, pop_fields(MergeOptions, options), pop_fields(OutputOptions, options))

@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
-from convert.commands.options import merge_options, merge_options_from, output_options, output_options_from
+from convert.commands.options import OutputOptions, merge_options, output_options
+from convert.planning.options import MergeOptions
+from model.common.command_options import pop_fields
 
 
 @click.command("mha-to-mqa")
@@ -20,4 +22,4 @@ def command(source: Path, out: Path, **options: Any) -> None:
     """
     from convert.commands.convert import convert
 
-    convert(source, out, 1, merge_options_from(options), output_options_from(options))
+    convert(source, out, 1, pop_fields(MergeOptions, options), pop_fields(OutputOptions, options))

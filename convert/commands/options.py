@@ -1,18 +1,14 @@
 """Define the options that several commands share, each set as one dataclass."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 import click
 
 from convert.merging.methods import AUTO, LAYER_METHODS, METHODS
-from convert.planning.options import MergeOptions
 from convert.planning.recipe import GROUPINGS, MAX_TOKENS, RENORMS
+from model.common.command_options import Command, add_options
 
 WORKERS = 4
-T = TypeVar("T")
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -28,7 +24,7 @@ class OutputOptions:
 
 def output_options(command: Command) -> Command:
     """Add the options of OutputOptions to a command."""
-    return _add(
+    return add_options(
         command,
         click.option("--max-shard-size", metavar="SIZE",
                      help="Divide the output anew, e.g. 5GB.  [default: the source's own shards]"),
@@ -42,7 +38,7 @@ def output_options(command: Command) -> Command:
 
 def merge_options(command: Command) -> Command:
     """Add the options of MergeOptions to a command."""
-    return _add(
+    return add_options(
         command,
         click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)),
                      help="How heads are merged: their mean (the paper's method), the first, or random ones. With "
@@ -75,23 +71,3 @@ def merge_options(command: Command) -> Command:
         click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
                      help="Seed of --method random and --calibration self."),
     )  # fmt: skip
-
-
-def merge_options_from(options: dict[str, Any]) -> MergeOptions:
-    """Remove the options of `merge_options` from a command's options, and return them."""
-    return _pop(MergeOptions, options)
-
-
-def output_options_from(options: dict[str, Any]) -> OutputOptions:
-    """Remove the options of `output_options` from a command's options, and return them."""
-    return _pop(OutputOptions, options)
-
-
-def _pop(kind: type[T], options: dict[str, Any]) -> T:
-    return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
-
-
-def _add(command: Command, *options: Callable[[Command], Command]) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command

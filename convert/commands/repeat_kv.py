@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
-from convert.commands.options import output_options, output_options_from
+from convert.commands.options import OutputOptions, output_options
+from convert.planning.options import MergeOptions
+from model.common.command_options import pop_fields
 
 
 @click.command("repeat-kv")
@@ -21,6 +23,5 @@ def command(source: Path, out: Path, kv_heads: int, **options: Any) -> None:
     """
     from convert.commands.convert import convert
     from convert.merging.methods import REPEAT
-    from convert.planning.options import MergeOptions
 
-    convert(source, out, kv_heads, MergeOptions(method=REPEAT), output_options_from(options))
+    convert(source, out, kv_heads, MergeOptions(method=REPEAT), pop_fields(OutputOptions, options))

@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
-from convert.commands.options import output_options, output_options_from
+from convert.commands.options import OutputOptions, output_options
+from convert.planning.options import MergeOptions
+from model.common.command_options import pop_fields
 
 
 @click.command("to-hf")
@@ -18,6 +20,5 @@ def command(source: Path, out: Path, **options: Any) -> None:
     For checkpoints in another format: Meta's, .bin, .gguf, torch.distributed.checkpoint.
     """
     from convert.commands.convert import convert
-    from convert.planning.options import MergeOptions
 
-    convert(source, out, None, MergeOptions(method="mean"), output_options_from(options))
+    convert(source, out, None, MergeOptions(method="mean"), pop_fields(OutputOptions, options))

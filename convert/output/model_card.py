@@ -6,7 +6,7 @@ The card contains no times and no paths, so the same conversion gives the same b
 from pathlib import Path
 
 from convert.merging.methods import REPEAT
-from convert.output.record import RECORD_FILE
+from convert.output.groupwise_json import RECORD_FILE
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin

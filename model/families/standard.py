@@ -1,6 +1,7 @@
 """Define the families that differ from Llama only in names, sizes and norms, one entry each.
 
-A family with another layout has its own file.
+Tensor names that an entry does not give are the defaults of `Family`, Llama's. A family with another layout has its own
+file.
 """
 
 from model.families.family import Family, HeadNorms

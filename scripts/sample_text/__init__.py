@@ -1,1 +1,1 @@
-"""What the calibration text is made of: texts written for it, and generators."""
+"""Hold the materials of the calibration text: texts written for it, and generators."""

@@ -1,4 +1,4 @@
-"""What the studies found, drawn from the recorded results.
+"""Draw the figures of the study from the recorded results.
 
 headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
 uptraining, of the better-trained parents. weak.png: the same of the weak ones. speed.png: loss against the time to

@@ -107,3 +107,9 @@ def test_what_merges_without_loss_still_does(convert, tmp_path):
 def test_refused_without_text_or_a_method_for_layers(convert, source, tmp_path, options, words):
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--refine", 2048, *options).refused(words)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tokens", [-1, 2**24 + 1])
+def test_refused_beyond_what_verify_reads(convert, source, tmp_path, tokens):
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--refine", tokens).refused("--refine", "16777216")
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,5 @@
 """A conversion killed at any moment leaves no OUT, and the same command again gives the same bytes."""
 
-import importlib.util
 import json
 import os
 import random
@@ -13,6 +12,8 @@ import time
 import pytest
 import tiny
 from self_kill import dying_at
+
+from scripts.bench import convert as bench
 
 
 def kill_at(n, *arguments):
@@ -122,7 +123,7 @@ def test_killed_while_replacing(convert, source, tmp_path, expected):
 
 
 def test_interrupt_says_how_to_continue(source, tmp_path):
-    code = "import signal, time, convert.output.write as e\n"
+    code = "import signal, time, convert.output.write_shards as e\n"
     code += "e.wait = lambda *a, **k: (signal.raise_signal(signal.SIGINT), time.sleep(60))\n"
     code += "from convert.cli import main\nmain()"
     command = [sys.executable, "-c", code, "mha-to-mqa", "--method", "mean", str(source), str(tmp_path / "out")]
@@ -135,9 +136,6 @@ def test_interrupt_says_how_to_continue(source, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_at_twenty_random_moments_of_a_gigabyte(tmp_path):
-    spec = importlib.util.spec_from_file_location("bench_convert", "scripts/bench/convert.py")
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
     source, out = tmp_path / "source", tmp_path / "out"
     assert bench.make_checkpoint(source, 1.1) >= 1e9
     command = [

@@ -18,7 +18,6 @@ from model.decoder.loading import load_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DEMO = interop.ROOT / "assets/demo-mha"
-SCRIPT = interop.ROOT / "scripts/study/lm_eval_tasks.py"
 SAMPLE = Path(convert.__file__).parent / "calibration/sample_texts/mixture.jsonl.xz"
 PASSAGES = 12
 
@@ -29,7 +28,8 @@ def tasks(tmp_path_factory) -> Path:
     texts.mkdir()
     lines = lzma.decompress(SAMPLE.read_bytes()).decode().splitlines()
     (texts / "mixture.txt").write_text("\n\n".join(json.loads(line)["text"] for line in lines)[:20000])
-    subprocess.run([sys.executable, SCRIPT, texts, out, "--passages", str(PASSAGES)], check=True)
+    command = [sys.executable, "-m", "scripts.study.lm_eval_tasks", texts, out, "--passages", str(PASSAGES)]
+    subprocess.run(command, cwd=interop.ROOT, check=True)
     return out
 
 

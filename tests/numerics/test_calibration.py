@@ -10,7 +10,7 @@ from equivalent_heads import logits, scrambled
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from convert.calibration import layer_stream, observe, solve
+from convert.calibration import layer_stream, moment_sums, solve
 from convert.calibration.text import read_calibration_text
 from convert.merging.layer import load_layer
 from convert.merging.moments import Moments
@@ -31,16 +31,16 @@ FAMILIES = [
 def watched(monkeypatch):
     """Look at every query, and at very many keys for each; keep the moments."""
     seen: list[list[Moments]] = []
-    monkeypatch.setattr(observe, "VALUE_QUERIES", 10**6)
-    monkeypatch.setattr(observe, "KEY_QUERIES", 10**6)
-    monkeypatch.setattr(observe, "KEYS_DRAWN", 4000)
-    moments = observe.MomentSums.moments
+    monkeypatch.setattr(moment_sums, "VALUE_QUERIES", 10**6)
+    monkeypatch.setattr(moment_sums, "KEY_QUERIES", 10**6)
+    monkeypatch.setattr(moment_sums, "KEYS_DRAWN", 4000)
+    moments = moment_sums.MomentSums.moments
 
     def keep(sums, *rest):
         seen.append(moments(sums, *rest))
         return seen[-1]
 
-    monkeypatch.setattr(observe.MomentSums, "moments", keep)
+    monkeypatch.setattr(moment_sums.MomentSums, "moments", keep)
     return seen
 
 

@@ -1,6 +1,5 @@
 """How much anonymous memory converting takes, whatever the format of the source."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -14,18 +13,12 @@ from tiny_tokenizers import make_tokenizer
 from torch_files import cut, meta_name, save_bins, write_dcp
 from transformers import LlamaConfig
 
+from scripts.bench import convert as bench
+
 LIMIT_MB = 350
 
 # How many bytes of the output a value takes.
 BYTES_PER_VALUE = {"safetensors": 2, "bin": 2, "meta": 2, "dcp": 2, "torchtitan": 2, "F32": 4, "Q8_0": 4}
-
-
-@pytest.fixture
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_convert", "scripts/bench/convert.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -35,7 +28,7 @@ def place(tmp_path):
     shutil.rmtree(tmp_path)
 
 
-def large_model(bench, gigabytes):
+def large_model(gigabytes):
     """Return config and tensors of a Llama of zeros, which take no memory until they are written."""
     n_layers = max(1, round((gigabytes * 1e9 - 4 * bench.VOCAB * bench.HIDDEN) / bench.LAYER_BYTES))
     top = {"model.embed_tokens": (bench.VOCAB, bench.HIDDEN), "lm_head": (bench.VOCAB, bench.HIDDEN)}
@@ -93,8 +86,8 @@ def save_part(path, number, config, tensors):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("gigabytes", [0.5, 4.1])
 @pytest.mark.parametrize("kind", list(BYTES_PER_VALUE))
-def test_memory_does_not_grow_with_the_source(bench, place, kind, gigabytes):
-    source = write(kind, place / "source", *large_model(bench, gigabytes * 2 / BYTES_PER_VALUE[kind]))
+def test_memory_does_not_grow_with_the_source(place, kind, gigabytes):
+    source = write(kind, place / "source", *large_model(gigabytes * 2 / BYTES_PER_VALUE[kind]))
     size, out = sum(path.stat().st_size for path in (place / "source").iterdir()), place / "out"
     assert size > 0.9e9 * gigabytes * (34 / 32 / 4 if kind == "Q8_0" else 1)
     command = [
@@ -119,10 +112,11 @@ def test_memory_does_not_grow_with_the_source(bench, place, kind, gigabytes):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("groups", [8, 1])
-def test_memory_of_calibrating_a_7b_shape(bench, place, groups):
+def test_memory_of_calibrating_a_7b_shape(place, groups, monkeypatch):
     """At most 4 GB beside one layer's weights; neither more layers nor more text add to it."""
-    bench.HIDDEN, bench.MLP, bench.LAYER_SHARD = 4096, 11008, 1
-    bench.LAYER_BYTES = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    layer_bytes = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    for name, value in {"HIDDEN": 4096, "MLP": 11008, "LAYER_SHARD": 1, "LAYER_BYTES": layer_bytes}.items():
+        monkeypatch.setattr(bench, name, value)
     source = place / "source"
     bench.make_checkpoint(source, 1.3)
     make_tokenizer(source)
@@ -131,5 +125,5 @@ def test_memory_of_calibrating_a_7b_shape(bench, place, groups):
     planned = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))
     resident = bench.peak_rss_mb(command)
     print(f"{groups} groups: {resident:.0f} MB resident, estimate {planned['peak_memory_bytes'] / 1e6:.0f} MB")
-    assert resident <= 4000 + bench.LAYER_BYTES / 1e6
+    assert resident <= 4000 + layer_bytes / 1e6
     assert resident <= planned["peak_memory_bytes"] / 1e6

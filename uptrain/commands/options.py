@@ -1,18 +1,14 @@
 """Define the options that several commands share."""
 
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, TypeVar
 
 import click
 
 from model.common.checks import FiniteFloat
+from model.common.command_options import Command, add_options
 from model.common.errors import InputError
-from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import parse_count
 from uptrain.budget.schedule import SCHEDULES
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
@@ -34,7 +30,7 @@ def max_minutes_option(help: str) -> Callable[[Command], Command]:
 
 def budget_options(command: Command) -> Command:
     """Add the options of the budget: the length of the training and its original."""
-    return _add(
+    return add_options(
         command,
         click.option("--alpha", type=FiniteFloat(), metavar="SHARE",
                      help="Train for this share of the original pre-training: 0.05 is the GQA paper's."),
@@ -50,7 +46,7 @@ def budget_options(command: Command) -> Command:
 
 def schedule_options(command: Command) -> Command:
     """Add the learning rate and its schedule."""
-    return _add(
+    return add_options(
         command,
         click.option("--lr", type=FiniteFloat(), metavar="LR",
                      help="Peak learning rate.  [default: a third of the original's]"),
@@ -59,14 +55,3 @@ def schedule_options(command: Command) -> Command:
         click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N",
                      help="Steps of linear warm-up.  [default: 5 %, at least 100 or a quarter]"),
     )  # fmt: skip
-
-
-def take_budget_options(options: dict[str, Any]) -> BudgetOptions:
-    """Remove the fields of BudgetOptions from `options`, and return them."""
-    return BudgetOptions(**{field.name: options.pop(field.name) for field in fields(BudgetOptions)})
-
-
-def _add(command: Command, *options: Callable[[Command], Command]) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command

@@ -6,10 +6,12 @@ from typing import Any
 import click
 
 from model.common.checks import LARGEST_COUNT
+from model.common.command_options import pop_fields
 from model.common.console import echo_line, print_json, print_key_values, size
+from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import show_count
 from uptrain.budget.schedule import Schedule, learning_rate
-from uptrain.commands.options import budget_options, count_option, schedule_options, take_budget_options
+from uptrain.commands.options import budget_options, count_option, schedule_options
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -33,7 +35,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     """
     from uptrain.budget.plan import make_plan
 
-    plan = make_plan(model, take_budget_options(options), **options)
+    plan = make_plan(model, pop_fields(BudgetOptions, options), **options)
     if as_json:
         print_json(plan)
         return

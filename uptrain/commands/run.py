@@ -7,7 +7,9 @@ from typing import Any
 import click
 
 from model.common.checks import LARGEST_SIZE, FiniteFloat, show
-from uptrain.commands.options import budget_options, max_minutes_option, schedule_options, take_budget_options
+from model.common.command_options import pop_fields
+from uptrain.budget.budget import BudgetOptions
+from uptrain.commands.options import budget_options, max_minutes_option, schedule_options
 from uptrain.runs.settings import OPTIMIZERS, PRECISIONS, TRACKERS, TRAINABLE, RunOptions
 from uptrain.runs.signals import stop_request
 from uptrain.training.losses import LOSSES
@@ -171,4 +173,4 @@ def command(**options: Any) -> None:
     stop_request.install()
     from uptrain.runs.launch import launch_new
 
-    launch_new(RunOptions(take_budget_options(options), **options))
+    launch_new(RunOptions(pop_fields(BudgetOptions, options), **options))

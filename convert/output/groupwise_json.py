@@ -1,4 +1,4 @@
-"""Write and read `groupwise.json`, the record of a conversion.
+"""Build and read `groupwise.json`, the record of a conversion.
 
 The record contains no times and no paths, so the same conversion gives the same bytes.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from convert.output.write import checksum_key, merge_reports, merged_digests
+from convert.output.write_shards import checksum_key, merge_reports, merged_digests
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
