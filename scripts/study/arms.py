@@ -33,11 +33,8 @@ class Subject:
     tokens: str
     global_batch_tokens: int
     precision: str
-
-    @property
-    def registers(self) -> Path:
-        """Texts of many kinds: held-out/ for evaluation, own/ for calibration."""
-        return self.caches / "registers"
+    registers: Path | None
+    """Texts of many kinds: held-out/ for evaluation, own/ for calibration."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,13 @@ def subjects(place: Place) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
     plan, parent = place.plan, place.plan.parent
     for seed in parent.seeds:
         values = (parent.tokens, parent.global_batch_tokens, parent.precision)
-        yield Subject("parent", place.parent(seed), seed, place.home, *values), arms_of(plan, None)
+        yield Subject("parent", place.parent(seed), seed, place.home, *values, place.registers), arms_of(plan, None)
     for outside in plan.outside:
         folder = place.home / outside.name
         values = (outside.original_tokens, outside.global_batch_tokens, parent.precision)
         for seed in outside.seeds:
-            yield Subject(outside.name, folder / "model", seed, folder, *values), arms_of(plan, outside)
+            subject = Subject(outside.name, folder / "model", seed, folder, *values, folder / "registers")
+            yield subject, arms_of(plan, outside)
 
 
 def missing_cases(place: Place) -> list[Case]:
@@ -131,8 +129,7 @@ def begin(place: Place, case: Case, out: Path) -> Path:
     """Return the model that an arm starts from. If it is a merge, convert it."""
     if case.arm.convert is None:
         return place.parent(case.subject.seed, case.groups) if case.arm.from_nothing else case.subject.folder
-    own = str(case.subject.registers / "own")
-    convert = (word.replace(REGISTERS, own) for word in case.arm.convert)
+    convert = (word.replace(REGISTERS, f"{case.subject.registers}/own") for word in case.arm.convert)
     arguments = ("--groups", case.groups, *convert, "--overwrite", "--json")
     programs.run("convert", "mha-to-gqa", case.subject.folder, out, *arguments)
     return out
@@ -172,6 +169,7 @@ def behave(place: Place, case: Case, model: Path) -> Line:
 
 def on_registers(place: Place, case: Case, model: Path) -> dict[str, float]:
     """Return the loss on each register's held-out texts; after calibration on one register, only on that one."""
+    assert case.subject.registers is not None  # run_study checks it
     texts = case.subject.registers / "held-out"
     if case.arm.register and (texts / f"{case.arm.register}.jsonl").exists():
         texts /= f"{case.arm.register}.jsonl"

@@ -88,7 +88,9 @@ class Place:
 
 
 def check_home(place: Place) -> None:
-    """Raise PlanError if the folder of token caches and parents was built with other values of the plan."""
+    """Raise PlanError if the plan needs texts that were not given, or its folder was built with other values of it."""
+    if place.registers is None and (place.plan.register_windows or any(arm.register for arm in place.plan.arms)):
+        raise PlanError(f"the plan {place.plan.name} needs texts of many kinds; say with --registers where they lie.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(place.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
     record = place.home / "plan.json"
@@ -223,12 +225,9 @@ def fetch_model(outside: Outside, out: Path) -> None:
 
 def render_registers(place: Place, model: Path, out: Path) -> None:
     """Copy the texts of all registers, with chats rendered in the model's template."""
-    if place.registers is None:
-        raise PlanError(
-            f"the plan {place.plan.name} measures on many kinds of text; say with --registers where they lie."
-        )
     from model.common.tokenizer import open_tokenizer
 
+    assert place.registers is not None  # check_home
     tokenizer, folder = open_tokenizer(model), _fresh(out.with_suffix(".partial"))
     for part in ("held-out", "own"):
         (folder / part).mkdir()
