@@ -30,8 +30,8 @@ SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
 
-def check_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Path:
-    """Return OUT's resolved path. Raises CheckpointError if a conversion must not or cannot write there."""
+def open_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
+    """Return the staging area for OUT. Raises CheckpointError if a conversion must not or cannot write there."""
     source = checkpoint.path.resolve()
     check_name(Path(source.name), "SOURCE")
     check_out(out)
@@ -51,7 +51,8 @@ def check_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Path:
     folder = _nearest_folder(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise CheckpointError(f"{folder} cannot be written to; choose another OUT.")
-    return out
+    earlier_conversion(checkpoint)  # its record goes into that of this conversion
+    return Staging(out, _is_replaceable if overwrite else None)
 
 
 def _nearest_folder(out: Path) -> Path:
@@ -78,31 +79,17 @@ def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
         )
 
 
-def check(checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool) -> Staging:
-    """Return the staging area for OUT. Raises CheckpointError for every problem that can be detected before writing."""
-    staging = Staging(check_target(checkpoint, out, overwrite), _is_replaceable if overwrite else None)
-    check_space(plan, checkpoint, staging)
-    earlier_conversion(checkpoint)
-    return staging
-
-
 def run(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    out: Path,
-    overwrite: bool,
-    workers: int,
-    quiet: bool,
-    requested: Plan | None = None,
+    checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quiet: bool, requested: Plan | None = None
 ) -> dict[str, Any]:
-    """Convert `checkpoint` into the folder `out`, atomically; return the content of its `groupwise.json`.
+    """Convert `checkpoint` into the folder of `staging`, atomically; return the content of its `groupwise.json`.
 
     `requested`: the plan before `auto` chose one; it identifies the staging area.
 
     A killed run resumes. Raises CheckpointError for an error that the user can correct, after removing the staging
     area. Raises OSError if reading or writing fails midway; the staging area stays for the next run.
     """
-    staging = check(checkpoint, plan, out, overwrite)
+    check_space(plan, checkpoint, staging)
     before = fingerprint(checkpoint, requested or plan)
     with _resumable(staging, before):
         plan = _with_own_text(checkpoint, plan, staging, quiet)
@@ -157,14 +144,12 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
         calibrate_layers(checkpoint, plan.layers, text, folder, progress)
 
 
-def choose_recipe(
-    checkpoint: Checkpoint, plan: Plan, out: Path, overwrite: bool, quiet: bool
-) -> "AutoResult":  # fmt: skip
+def choose_recipe(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> "AutoResult":
     """Return the recipe that `--method auto` chooses. The staging area of OUT stores the losses, for resuming."""
     from convert.calibration.auto import candidates, check_can_score, choose, work
 
     check_can_score(checkpoint)
-    staging = check(checkpoint, plan, out, overwrite)
+    check_space(plan, checkpoint, staging)
     with _resumable(staging, fingerprint(checkpoint, plan)):
         recipe = _with_own_text(checkpoint, plan, staging, quiet).recipe
         tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)

@@ -20,7 +20,7 @@ from convert.calibration.refit import is_held_out, refit_output
 from convert.calibration.text import CalibrationText
 from convert.merging.grouping import reorder, similar_order
 from convert.merging.layer import LayerMerge, apply_maps, finish_layer, read_attention, save_layer
-from convert.merging.methods import find_group_method, fit
+from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.recipe import Recipe
@@ -92,19 +92,17 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
 
 def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
     """Return the merged layer. Of a method's several solutions, choose the one with the least held-out output error."""
-    maps = [find_group_method(recipe.method)(group_moments) for group_moments in moments]
+    merge_group, find_others = find_group_method(recipe.method), find_alternatives(recipe.method)
+    maps = [merge_group(group_moments) for group_moments in moments]
     best = apply_maps(before, moments, maps, recipe)
-    if recipe.method != "fit":
+    if find_others is None:
         return best
     windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
     least = squared_error(layer, weights_of(best), windows)
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
-    alternatives = [
-        fit.alternatives(group_moments, group_maps, moments_from_weights(group))
-        for group_moments, group_maps, group in groups
-    ]
-    for alternative in zip(*alternatives, strict=True):
-        merged = apply_maps(before, moments, list(alternative), recipe)
+    others = [find_others(known, own_maps, moments_from_weights(group)) for known, own_maps, group in groups]
+    for other_maps in zip(*others, strict=True):
+        merged = apply_maps(before, moments, list(other_maps), recipe)
         error = squared_error(layer, weights_of(merged), windows)
         if error < least:
             best, least = merged, error

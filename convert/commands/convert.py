@@ -22,14 +22,14 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
     """Convert SOURCE to `n_kv_heads` K/V heads, and print the result. None keeps their number."""
     size = parse_size(output.max_shard_size) if output.max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
-        conversion.check_target(checkpoint, out, output.overwrite)
+        staging = conversion.open_target(checkpoint, out, output.overwrite)
         recipe, remarks = resolve_options(checkpoint, n_kv_heads, merge)
         plan = requested = make_plan(checkpoint, n_kv_heads, recipe, size)
         estimate = _estimate(plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
-            conversion.check(checkpoint, plan, out, output.overwrite)
+            conversion.check_space(plan, checkpoint, staging)
         elif recipe.method == AUTO:
-            chosen = conversion.choose_recipe(checkpoint, plan, out, output.overwrite, quiet=output.as_json)
+            chosen = conversion.choose_recipe(checkpoint, plan, staging, quiet=output.as_json)
             plan = make_plan(checkpoint, n_kv_heads, chosen.recipe, size)
             estimate["auto"] = chosen.losses
         summary = {"source": str(source), "out": str(out), **plan.summary(output.workers)}
@@ -37,7 +37,7 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
         if output.dry_run:
             (console.print_json if output.as_json else tables.plan)(summary)
             return
-        record = conversion.run(checkpoint, plan, out, output.overwrite, output.workers, output.as_json, requested)
+        record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json, requested)
     if output.as_json:
         console.print_json({**summary, "merge_report": record["merge_report"]})
     else:

@@ -147,7 +147,7 @@ def make_plan(
     geometry = read_geometry(checkpoint)
     family = geometry.attention.family
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
-    _check_n_kv_heads(geometry, n_kv_heads, recipe.method)
+    check_n_kv_heads(geometry, n_kv_heads, recipe.method)
     _check_slices(checkpoint, geometry, n_kv_heads)
     changes = n_kv_heads != geometry.n_kv_heads
     regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads, recipe) if changes else {}
@@ -177,7 +177,8 @@ def _group_nbytes(regrouped: OutputTensor) -> int:
     return max((merge.group_nbytes(regrouped.tensor) for merge in regrouped.merges), default=0)
 
 
-def _check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str) -> None:
+def check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str | None) -> None:
+    """Raise CheckpointError if the model cannot have this number of K/V heads. REPEAT makes more, all others fewer."""
     n = geometry.n_kv_heads
     if method == REPEAT:
         _check_repeats(geometry, n_kv_heads)

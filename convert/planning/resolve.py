@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, SHIPPED, read_calibration_text
-from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS, REPEAT
+from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS
 from convert.planning.options import MergeOptions
-from convert.planning.plan import make_plan
+from convert.planning.plan import check_n_kv_heads
 from convert.planning.recipe import NONE, Recipe, UnsupportedMethodError
+from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
+from model.geometry import Geometry, read_geometry
 
 DEFAULT_METHODS = (("fit", True), ("mean", False))
 """Method and refit without a requested method: the first that the model supports. Best first, by docs/study.md.
@@ -20,26 +22,26 @@ DEFAULT_METHODS = (("fit", True), ("mean", False))
 def resolve_options(
     checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe, and remarks for the user.
+    """Return the recipe of a conversion to `n_kv_heads` (None keeps their number), and remarks for the user.
 
     Raises CheckpointError if the model does not support the options, or the options are incompatible.
     """
     if options.calibration == NONE and options.calibration_tokens is not None:
         raise CheckpointError("--calibration-tokens says how much of a text to take; --calibration none takes none.")
-    if options.method == REPEAT:
-        return _recipe(checkpoint, n_kv_heads, options), ()
-    is_merged = bool(make_plan(checkpoint, n_kv_heads, Recipe("mean"), None).regrouped)
+    geometry = read_geometry(checkpoint)
+    n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
+    check_n_kv_heads(geometry, n_kv_heads, options.method)
     if options.method is not None:
-        recipe = _recipe(checkpoint, n_kv_heads, options)
-        return (recipe if is_merged else Recipe("mean")), ()
-    if not is_merged:
+        recipe = _recipe(checkpoint, geometry, options)
+        return (Recipe("mean") if n_kv_heads == geometry.n_kv_heads else recipe), ()
+    if n_kv_heads == geometry.n_kv_heads:
         return Recipe("mean"), ()
     refused: list[UnsupportedMethodError] = []
     for method, refit in DEFAULT_METHODS:
         if refit and options.calibration == NONE:
             continue
         try:
-            recipe = _recipe(checkpoint, n_kv_heads, replace(options, method=method, refit=options.refit or refit))
+            recipe = _recipe(checkpoint, geometry, replace(options, method=method, refit=options.refit or refit))
         except UnsupportedMethodError as error:
             refused.append(error)
         else:
@@ -52,7 +54,8 @@ def resolve_options(
     )
 
 
-def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> Recipe:
+def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -> Recipe:
+    """Return the recipe of a requested method, with its calibration text."""
     assert options.method is not None
     by_layer = options.method in (*LAYER_METHODS, AUTO)
     if not by_layer and options.requests_calibration:
@@ -60,7 +63,8 @@ def _recipe(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOption
         raise UnsupportedMethodError(f"{option} does not go with --method {options.method}, which needs no text.")
     renorm = options.renorm or ("spread" if by_layer else "none")
     recipe = Recipe(options.method, options.seed, renorm, options.refit, options.refine, options.grouping)
-    make_plan(checkpoint, n_kv_heads, recipe, None)  # raises errors that do not depend on a text
+    if by_layer:
+        check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
     if by_layer and options.calibration != NONE:
         try:
             recipe = _calibrated(checkpoint, recipe, options)

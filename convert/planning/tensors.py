@@ -75,30 +75,48 @@ def regroup(
     return {name: _regrouped(name, heads, tensors) for name, heads in pairs.items()}
 
 
-def _regroup_layers(
-    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
-) -> dict[str, OutputTensor]:  # fmt: skip
-    family, sizes = geometry.attention.family, geometry.attention.sizes
+def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method: str) -> None:
+    """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
+    family = geometry.attention.family
     if geometry.n_rotary_pairs is None:
         raise UnsupportedMethodError(
-            f"--method {recipe.method} turns heads before it merges them, which is known to leave the model as it is "
+            f"--method {method} turns heads before it merges them, which is known to leave the model as it is "
             f"for {', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
         )
-    regrouped: dict[str, OutputTensor] = {}
-    n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
-    stems = dict.fromkeys(stem for stem, _ in geometry.attention.present)
-    for stem, n_rotary_pairs in zip(stems, geometry.n_rotary_pairs, strict=True):
+    for stem in _stems(geometry):
         place = f"{stem}{family.attention[0]}."
-        parts = (family.query, family.key, family.value)
-        q, k, v, o = (f"{place}{part}.weight" for part in (*parts, family.output))
-        biases = tuple(name for part in parts if (name := f"{place}{part}.bias") in tensors)
-        if len(biases) not in (0, 3):
+        if len(_biases(geometry, tensors, place)) not in (0, 3):
             raise UnsupportedMethodError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
         if norms := [name for name in tensors if name.startswith(place) and "norm" in name]:
             raise UnsupportedMethodError(
-                f"--method {recipe.method} turns heads before it merges them, but {norms[0]} works on each dimension "
+                f"--method {method} turns heads before it merges them, but {norms[0]} works on each dimension "
                 f"of queries or keys; choose {', '.join(METHODS)}."
             )
+
+
+def _stems(geometry: Geometry) -> list[str]:
+    """Return the beginnings of the layers' tensor names, in order."""
+    return list(dict.fromkeys(stem for stem, _ in geometry.attention.present))
+
+
+def _biases(geometry: Geometry, tensors: Mapping[str, Tensor], place: str) -> tuple[str, ...]:
+    family = geometry.attention.family
+    names = (f"{place}{part}.bias" for part in (family.query, family.key, family.value))
+    return tuple(name for name in names if name in tensors)
+
+
+def _regroup_layers(
+    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
+) -> dict[str, OutputTensor]:  # fmt: skip
+    check_layer_merge(geometry, tensors, recipe.method)
+    assert geometry.n_rotary_pairs is not None
+    family, sizes = geometry.attention.family, geometry.attention.sizes
+    regrouped: dict[str, OutputTensor] = {}
+    n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
+    for stem, n_rotary_pairs in zip(_stems(geometry), geometry.n_rotary_pairs, strict=True):
+        place = f"{stem}{family.attention[0]}."
+        q, k, v, o = (f"{place}{part}.weight" for part in (family.query, family.key, family.value, family.output))
+        biases = _biases(geometry, tensors, place)
         merge = LayerMerge(recipe, n_rotary_pairs, sizes, n_kv_heads, (q, k, v, o), biases)
         for name in (*merge.weights, *biases):
             part = name.removeprefix(place).rpartition(".")[0]

@@ -7,7 +7,9 @@ Each of METHODS is a pure function `merge(heads_HDM, rng)` that merges one group
     returns     head_DM, [head_dim, hidden], in the same dtype
 
 Each of LAYER_METHODS is a pure function `merge(moments)` of the moments of one group's heads. It returns linear maps of
-these heads, of their queries and of the inputs of their output projection; see `convert.merging.moments`.
+these heads, of their queries and of the inputs of their output projection; see `convert.merging.moments`. Its file may
+also define `alternatives(moments, maps, by_weights)`, which returns other solutions than `maps`, its own; `by_weights`
+are the moments by the weights alone. Calibration keeps the solution with the least output error on held-out windows.
 """
 
 from importlib import import_module
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # the command line reads METHODS for its help, without the ti
 
     Merge = Callable[[Array, np.random.Generator], Array]
     MergeGroup = Callable[[Moments], Maps]
+    Alternatives = Callable[[Moments, Maps, Moments], tuple[Maps, ...]]
 
 # One module each in this folder.
 METHODS = ("mean", "first", "random")
@@ -45,3 +48,9 @@ def find_group_method(name: str) -> "MergeGroup":
     """Import the function of one of LAYER_METHODS."""
     merge: MergeGroup = import_module(f"convert.merging.methods.{name}").merge
     return merge
+
+
+def find_alternatives(name: str) -> "Alternatives | None":
+    """Import the function for other solutions of one of LAYER_METHODS; None if the method has one solution only."""
+    alternatives: Alternatives | None = getattr(import_module(f"convert.merging.methods.{name}"), "alternatives", None)
+    return alternatives
