@@ -162,16 +162,18 @@ def check_can_walk(checkpoint: Checkpoint) -> None:
 
 
 def check_tokens(checkpoint: Checkpoint, text: CalibrationText) -> None:
-    """Raise CheckpointError if the text has token ids beyond the rows of the embedding."""
+    """Raise CheckpointError if the text has token ids that are no rows of the embedding."""
     embedding = checkpoint.tensors.get(embedding_name(checkpoint))
     if embedding is None:
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {embedding_name(checkpoint)}.")
     ids = [ids_NT for ids_NT in (text.ids_NT, text.read_NT) if ids_NT is not None and ids_NT.size]
-    largest = max((int(ids_NT.max()) for ids_NT in ids), default=0)
-    if largest >= embedding.shape[0]:
+    wrong = [
+        number for each in ids for number in (int(each.min()), int(each.max())) if not 0 <= number < embedding.shape[0]
+    ]
+    if wrong:
         raise CheckpointError(
-            f"tokenizer.json gives the id {largest}, but the model has {embedding.shape[0]} tokens; they do not belong "
-            "together."
+            f"the calibration text has the token id {wrong[0]}, but the model has {embedding.shape[0]} tokens; "
+            "tokenizer.json, or a text of token ids, belongs to another model."
         )
 
 

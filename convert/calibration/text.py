@@ -5,14 +5,11 @@ Several texts are mixed window by window.
 """
 
 import hashlib
-import json
 import lzma
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from io import StringIO, TextIOWrapper
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +17,13 @@ from numpy.typing import NDArray
 from convert.planning.recipe import MAX_TOKENS, NONE, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
-from model.common import checks, text_files
-from model.common.errors import CheckpointError
-from model.common.hub_datasets import HUB, hub_texts
+from model.common import checks
+from model.common.errors import CheckpointError, InputError
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
+from model.texts import Problem, find_reader
+from model.texts.compressed import MAX_WINDOW_BYTES
+from model.texts.hub import HUB
+from model.texts.sources import TextFiles, find_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,6 +33,9 @@ DEFAULT_TOKENS = 65_536
 LONGEST_WINDOW = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
 _PIECE = 1 << 16
+"""Characters that are tokenised at a time."""
+_READ_BYTES = 1 << 26
+"""Bytes of a file that are read as one piece."""
 _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
 
 
@@ -137,7 +140,7 @@ def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
     if min(shape) < 1 or not text.n_tokens <= MAX_TOKENS:
         raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
     content = read_bytes_up_to(path, 4 * MAX_TOKENS)
-    decompressor = lzma.LZMADecompressor(memlimit=text_files.MAX_WINDOW_BYTES)
+    decompressor = lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES)
     try:
         ids = decompressor.decompress(content, max_length=4 * text.n_tokens + 1)
     except lzma.LZMAError as error:
@@ -153,8 +156,8 @@ def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
 def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> CalibrationText:
     """Read `n_tokens` tokens of a text, or of several texts with their windows alternating.
 
-    A text is `shipped`, a file or a folder of files (.txt, .jsonl, also .xz, .gz), or a dataset of the hub. The windows
-    of `self` stay open, for the model to write later (`with_own`).
+    A text is `shipped`, or what `model.texts.sources` finds. The windows of `self` stay open, for the model to write
+    later (`with_own`).
 
     Raises UnsupportedMethodError if the checkpoint has no tokenizer.json, CheckpointError if the text is too short.
     """
@@ -193,8 +196,14 @@ def _read_windows(
     n_windows, window = shape
     length = window - len(first)
     ids: list[int] = []
-    for piece in _pieces(name):
-        ids += _encode(tokenizer, piece, checkpoint)
+    for document in _documents(name):
+        if isinstance(document, np.ndarray):
+            ids += document.tolist()
+            continue
+        for start in range(0, len(document), _PIECE):
+            ids += _encode(tokenizer, document[start : start + _PIECE], checkpoint)
+            if len(ids) >= n_windows * length:
+                break
         if len(ids) >= n_windows * length:
             break
     if length < 1 or len(ids) < n_windows * length:
@@ -255,66 +264,21 @@ def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: 
 NO_TORCH = "calibrating runs the model, which needs torch and tokenizers: pip install 'groupwise[torch]'."
 
 
-def _pieces(name: str) -> Iterator[str]:
-    """Yield the text in pieces of at most _PIECE characters."""
-    if name.startswith(HUB):
-        for text in hub_texts(name):
-            yield from _cut(StringIO(text))
-        return
-    for path in [_TEXT] if name == SHIPPED else _files(name):
-        try:
-            with _open(path) as file:
-                yield from _cut(file) if _kind(path) == ".txt" else _records(file, path)
-        except (UnicodeDecodeError, EOFError) as error:
-            raise CheckpointError(f"{path} cannot be read as text ({error}).") from error
+def _documents(name: str) -> Iterator[str | NDArray[np.int64]]:
+    """Yield the documents of a text, each as a string or as token ids. Raises InputError for a bad record."""
+    text = TextFiles(SHIPPED, "jsonl", (str(_TEXT),)) if name == SHIPPED else _find(name)
+    reader = find_reader(text.format)
+    for file in text.files:
+        for piece in reader.split(file, _READ_BYTES):
+            for record in reader.read(piece, "text"):
+                if not isinstance(record.document, Problem):
+                    yield record.document
+                elif record.document.bad:
+                    raise CheckpointError(f"{reader.place(piece, record.row)}: {record.document.reason}.")
 
 
-def _cut(file: IO[str]) -> Iterator[str]:
-    while piece := file.read(_PIECE):
-        yield piece
-
-
-def _records(file: IO[str], path: Path) -> Iterator[str]:
-    number = 0
-    while line := file.readline(text_files.MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) > text_files.MAX_LINE_BYTES:
-            text_files.refuse_long_line(str(path), number)
-        if line.strip():
-            yield from _cut(StringIO(_text_of(line, f"{path}, line {number}")))
-
-
-def _files(name: str) -> list[Path]:
-    path = Path(name)
-    names = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = [file for file in names if _kind(file) is not None and file.is_file()]
-    if not files:
-        problem = "it holds no text that is read here" if path.exists() else "there is no such text"
-        raise CheckpointError(
-            f"--calibration {name}: {problem}; give {SELF}, {SHIPPED}, a .txt or .jsonl file (also .gz, .xz), a folder "
-            f"of them, {HUB}NAME for a dataset of the hub, or {NONE}."
-        )
-    return files
-
-
-def _kind(path: Path) -> str | None:
-    stem = path.with_suffix("") if path.suffix in (".gz", ".xz") else path
-    return stem.suffix if stem.suffix in (".txt", ".jsonl") else None
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[IO[str]]:
-    with path.open("rb") as raw:
-        content = text_files.open_compressed(raw, str(path)) if text_files.is_compressed(str(path)) else raw
-        with TextIOWrapper(content, encoding="utf-8-sig") as file:
-            yield file
-
-
-def _text_of(line: str, where: str) -> str:
+def _find(name: str) -> TextFiles:
     try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not a JSON object with a key text.") from error
-    if not isinstance(text, str):
-        raise CheckpointError(f"{where}: what stands under text is no text.")
-    return text.encode(errors="replace").decode()
+        return find_files(name, "--calibration")
+    except InputError as error:
+        raise CheckpointError(f"{error} --calibration also takes {SELF}, {SHIPPED} and {NONE}.") from error

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import tiny
 import torch
+import zstandard
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
+from tokenizers import Tokenizer
 
 TEXT = "The folder is the interface, and heads are merged into groups. Ein Dokument endet, ein anderes beginnt. " * 60
 FIT = ("--method", "fit", "--calibration-tokens", 1024)
@@ -129,7 +132,7 @@ def test_tokens_that_the_model_does_not_know(convert, source, tmp_path, text):
     named["calibration"]["sha256_of_ids"] = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
     (out / "groupwise.json").write_text(json.dumps(named))
     result = convert("verify", source, out)
-    assert (result.code, "gives the id 60000" in result.err) == (4, True)
+    assert (result.code, "has the token id 60000" in result.err) == (4, True)
 
 
 def test_tokens_do_not_travel_into_the_next_conversion(convert, source, tmp_path, text):
@@ -179,8 +182,8 @@ def test_verify_opens_no_text_that_only_out_names(convert, source, tmp_path, tex
     named = record(out)
     named["calibration"]["text"] = str(tmp_path / name) if name == "text.txt" else name
     (out / "groupwise.json").write_text(json.dumps(named))
-    monkeypatch.setattr(sample, "hub_texts", lambda *given: opened.append(given))
-    monkeypatch.setattr(sample, "_open", lambda *given: opened.append(given))
+    monkeypatch.setattr(sample, "find_files", lambda *given: opened.append(given))
+    monkeypatch.setattr(sample, "find_reader", lambda *given: opened.append(given))
     result = convert("verify", source, out)
     assert (result.code, opened) == (3 if "hub" in name else 0, [])  # 3: the card names the text, too
 
@@ -228,8 +231,11 @@ def test_verify_where_the_source_lies_elsewhere(convert, source, tmp_path):
     assert result.code == 0, result.err
 
 
-@pytest.mark.parametrize("kind", ["txt.gz", "txt.xz", "jsonl", "jsonl.xz", "folder", "hub"])
+@pytest.mark.parametrize(
+    "kind", ["txt.gz", "txt.xz", "jsonl", "jsonl.xz", "jsonl.zst", "parquet", "arrow", "ids", "folder", "hub"]
+)
 def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind):
+    """What `uptrain` trains on, conversions are calibrated on."""
     plain = TEXT.encode()
     lines = (json.dumps({"text": TEXT[:3000]}) + "\n" + json.dumps({"text": TEXT[3000:]}) + "\n").encode()
     path = tmp_path / f"other.{kind}"
@@ -240,8 +246,16 @@ def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind
     elif kind == "hub":
         path.mkdir()
         (path / "train.jsonl").write_bytes(lines)
+    elif kind == "parquet":
+        datasets.Dataset.from_list([json.loads(line) for line in lines.splitlines()]).to_parquet(path)
+    elif kind == "arrow":
+        datasets.Dataset.from_list([json.loads(line) for line in lines.splitlines()]).save_to_disk(path)
+    elif kind == "ids":
+        path = path.with_suffix(".jsonl")
+        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+        path.write_text(json.dumps({"input_ids": tokenizer.encode(TEXT, add_special_tokens=False).ids}))
     else:
-        pack = {"gz": gzip.compress, "xz": lzma.compress}.get(kind.rpartition(".")[2], bytes)
+        pack = {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.compress}.get(kind.rpartition(".")[2], bytes)
         path.write_bytes(pack(lines if "jsonl" in kind else plain))
     for name, given in (("one", text), ("two", f"hub:{path}" if kind == "hub" else path)):
         options = ("--groups", 2, "--method", "pca", "--calibration-tokens", 512, "--calibration", given)
@@ -266,7 +280,7 @@ def test_dataset_without_texts(convert, source, tmp_path):
     (tmp_path / "numbers/train.jsonl").write_text('{"text": 1, "title": "a"}\n')
     options = ("--method", "pca", "--calibration", f"hub:{tmp_path / 'numbers'}")
     result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options)
-    assert (result.code, "has no text in a column text; its columns are text, title" in result.err) == (2, True)
+    assert (result.code, "column 'text' is int64, not text" in result.err) == (2, True)
     assert not (tmp_path / "out").exists()
 
 
@@ -286,8 +300,8 @@ def test_dataset_without_texts(convert, source, tmp_path):
             ("--method", "mean", "--group-heads", "similar"),
             "--group-heads similar moves queries, which --method mean leaves",
         ),
-        (("--method", "pca", "--calibration", "/nowhere/text.txt"), "there is no such text"),
-        (("--method", "pca", "--calibration", "SOURCE"), "it holds no text that is read here"),
+        (("--method", "pca", "--calibration", "/nowhere/text.txt"), "/nowhere/text.txt: no such file or folder. ("),
+        (("--method", "pca", "--calibration", "SOURCE"), "no file of a known format; known are .jsonl, "),
         (("--method", "pca", "--calibration", "hub:nobody/nothing"), "hub:nobody/nothing cannot be loaded ("),
         (("--method", "pca", "--calibration-tokens", "100"), "is too few; give at least 256"),
         (("--method", "pca", "--calibration-tokens", "16777217"), "is too many; give at most 16777216"),
@@ -304,18 +318,38 @@ def test_refused(convert, source, tmp_path, text, options, words):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("bad.txt.xz", b"no xz", "cannot be read as text"),
-        ("bad.txt", b"\xff\xfe\x00", "cannot be read as text"),
-        ("bad.jsonl", b'{"text": "a"}\n{"texts": 1}\n', "line 2: not a JSON object with a key text"),
-        ("bad.jsonl", b"[1", "line 1: not a JSON object"),
-        ("bad.jsonl", b'{"text": null}\n', "line 1: what stands under text is no text"),
-        ("bad.txt.gz", gzip.compress(b"words" * 99, mtime=0)[:-9], "cannot be read as text"),
-        ("bad.md", b"words", "it holds no text that is read here; give self, shipped, a .txt or .jsonl file"),
+        ("bad.txt.xz", b"no xz", "bad.txt.xz: the compressed data is damaged"),
+        ("bad.txt", b"\xff\xfe\x00", "bad.txt: not valid UTF-8 at byte 1."),
+        ("bad.jsonl", b'{"text": "a"}\n{"texts": 1}\n', "bad.jsonl:2: no field 'text' among 'texts'"),
+        ("bad.jsonl", b"[1", "bad.jsonl:1: not valid JSON"),
+        ("bad.jsonl", b'{"text": null}\n', "has only 0 tokens"),
+        ("bad.jsonl", b'{"text": "\\ud800"}\n', "bad.jsonl:1: half of a surrogate pair"),
+        ("bad.txt.gz", gzip.compress(b"words" * 99, mtime=0)[:-9], "bad.txt.gz: the compressed data is cut off"),
+        (
+            "bad.jsonl",
+            b'{"input_ids": [300' + b", 1" * 99999 + b"]}",
+            "has the token id 300, but the model has 300 tokens",
+        ),
+        (
+            "bad.jsonl",
+            b'{"input_ids": [-1' + b", 1" * 99999 + b"]}",
+            "has the token id -1, but the model has 300 tokens",
+        ),
+        ("bad.md", b"words", "bad.md: not a known format; known are .jsonl, "),
+        ("bad.md", b"words", "--calibration also takes self, shipped and none."),
     ],
 )
 def test_texts_that_are_none(convert, source, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     options = ("--method", "pca", "--calibration", tmp_path / name)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options).refused(words)
+
+
+@pytest.mark.parametrize("wrong", [300, -1])
+def test_token_ids_of_another_model(convert, source, tmp_path, wrong):
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [wrong, *([1] * 1023)]}))
+    options = ("--method", "pca", "--calibration-tokens", 1024, "--calibration", tmp_path / "ids.jsonl")
+    words = f"has the token id {wrong}, but the model has 300 tokens"
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options).refused(words)
 
 
@@ -477,9 +511,8 @@ def test_a_tokenizer_of_another_model(convert, tmp_path, stated, option):
     """Whatever the config says: the embedding's rows count."""
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=100), tmp_path / "source"), 300)
     tiny.edit_config(folder, vocab_size=stated)
-    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, option).refused(
-        "the model has 100 tokens; they do not"
-    )
+    words = "the model has 100 tokens; tokenizer.json, or a text of token ids, belongs to another model"
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, option).refused(words)
 
 
 def test_the_memory_estimate_counts_the_embedding(convert, tmp_path):

@@ -52,7 +52,7 @@ BAD = {
     "NUL": (b'{"text": "a\0"}\n', "not valid JSON: the line holds NUL bytes, the first at byte 12"),
     "UTF-8": (b'{"text": "\xe9t\xe9"}\n', "not valid UTF-8 at byte 11 of the line"),
     "no object": (b"[1, 2]\n", "a list instead of an object"),
-    "no column": (b'{"body": "a"}\n', "no field 'text' among 'body'; --text-column names another"),
+    "no column": (b'{"body": "a"}\n', "no field 'text' among 'body'; `uptrain prepare --text-column` names another"),
     "type": (b'{"text": 5}\n', "field 'text' is a number, not a string"),
     "id too high": (
         b'{"input_ids": [1, 299, 300]}\n', "token id 300 at position 2 of 'input_ids', outside the vocabulary of 300",
@@ -198,7 +198,7 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("a.jsonl=1/0", ["'1/0' is no weight"]),
         ("a.csv", ["a.csv: not a known format; known are .jsonl, .jsonl.gz, .jsonl.xz, .jsonl.zst, .parquet, .txt"]),
         ("empty", ["no file of a known format"]),
-        ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "give each its own --data"]),
+        ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "name files of one format"]),
         ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
         ("torn", ["state.json is damaged"]),
         ("missing", ["missing/data.arrow cannot be read: it is missing"]),

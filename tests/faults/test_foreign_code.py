@@ -137,7 +137,7 @@ def test_version_3_of_datasets_is_told_not_to_ask(monkeypatch, tmp_path):
     """Version 3 asks on stdin where `trust_remote_code` is None, its default; 4 and later drop the argument."""
     import datasets
 
-    from model.common.hub_datasets import hub_files
+    from model.texts.hub import hub_files
 
     class Loaded:
         cache_files = ({"filename": "a.arrow"},)

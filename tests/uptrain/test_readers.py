@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.common.errors import InputError
-from uptrain.data.readers import READERS, Problem, find_reader, format_of
-from uptrain.data.readers.jsonl import parse
-from uptrain.data.readers.record import BLANK, EMPTY, NULL
+from model.texts import READERS, Problem, find_reader, format_of
+from model.texts.jsonl import parse
+from model.texts.record import BLANK, EMPTY, NULL
 
 TEXTS = ["one", "two\r\nlines", "", "drei 🙂", "x" * 5000, "\u2028 \x85 \x0b", "end"]
 
@@ -130,8 +130,11 @@ def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
         (b'{"text": true}\n', "field 'text' is true or false, not a string"),
         (b'{"text": ["a"]}\n', "field 'text' is a list, not a string"),
         (b'{"text": {}}\n', "field 'text' is an object, not a string"),
-        (b"{}\n", "no field 'text' among no fields; --text-column names another"),
-        (b'{"id": 1, "content": "a"}\n', "no field 'text' among 'id', 'content'; --text-column names another"),
+        (b"{}\n", "no field 'text' among no fields; `uptrain prepare --text-column` names another"),
+        (
+            b'{"id": 1, "content": "a"}\n',
+            "no field 'text' among 'id', 'content'; `uptrain prepare --text-column` names another",
+        ),
         (b'{"text": "a"\n', "not valid JSON (Expecting ',' delimiter at column 13)"),
         (b'{"text": "a", "b"', "not valid JSON: the last line is cut off (Expecting ':' delimiter at column 18)"),
         (b'{"text": "a\0b"}\n', "not valid JSON: the line holds NUL bytes, the first at byte 12"),
@@ -235,8 +238,8 @@ def test_columns_with_bad_values(tmp_path, name):
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("text", [1, 2], "column 'text' is int64, not text; --text-column names another"),
-        ("content", ["a"], "no column 'text' among 'content'; --text-column names another"),
+        ("text", [1, 2], "column 'text' is int64, not text; `uptrain prepare --text-column` names another"),
+        ("content", ["a"], "no column 'text' among 'content'; `uptrain prepare --text-column` names another"),
         ("input_ids", ["a"], "column 'input_ids' is string, not lists of whole numbers"),
         ("input_ids", [[0.5]], "column 'input_ids' is list<(item|element): double>, not lists of whole numbers"),
     ],

@@ -105,7 +105,7 @@ def _summary(out: Path, manifest: Manifest, plan: _Plan, complete: bool) -> dict
         "vocab_size": manifest.vocab_size,
         "sha256": manifest.sha256,
         "sources": list(manifest.sources),
-        "ignored": [file for source in plan.sources for file in source.ignored],
+        "ignored": [file for source in plan.sources for file in source.text.ignored],
     }
 
 

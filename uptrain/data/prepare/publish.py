@@ -109,7 +109,7 @@ def _describe(
     for unit in units:
         dropped.update(records[unit.number].dropped)
     return {
-        "path": source.name,
+        "path": source.text.name,
         "files": len(paths),
         "bytes": sum(Path(path).stat().st_size for path in paths),
         "sha256": sums[0] if len(sums) == 1 else hashlib.sha256("\n".join(sums).encode()).hexdigest(),

@@ -83,7 +83,7 @@ def make_source_quotas(sources: list[Source], units: list[Unit], n_tokens: int |
     parts = [weight / sum(weights) for weight in weights]
     quotas = [None] * len(parts) if n_tokens is None else divide(n_tokens, parts)
     return [
-        SourceQuota(f"--data {source.name}", [unit for unit in units if unit.source == i], quotas[i], parts[i])
+        SourceQuota(f"--data {source.text.name}", [unit for unit in units if unit.source == i], quotas[i], parts[i])
         for i, source in enumerate(sources)
     ]
 

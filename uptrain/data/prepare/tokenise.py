@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from model.common.errors import InputError
+from model.texts import Document, Piece, Problem, Reader, find_reader
+from model.texts.record import EMPTY, TOKEN_IDS
 from uptrain.data.prepare.tokenizer import Encoder
 from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged
-from uptrain.data.readers import Document, Piece, Problem, Reader, find_reader
-from uptrain.data.readers.record import EMPTY, TOKEN_IDS
 
 BATCH = 1 << 20
 """Number of characters, token ids or source bytes to gather before they are encoded and written."""

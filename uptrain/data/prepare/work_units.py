@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from model.common.errors import InputError
+from model.texts import Piece, find_reader
 from uptrain.data.prepare.sources import Source
-from uptrain.data.readers import Piece, find_reader
 
 UNIT_BYTES = 64 << 20
 MAX_UNITS = 4096
@@ -70,14 +70,14 @@ def check_unchanged(unit: Unit, identity: list[Any]) -> None:
 
 def make_units(sources: list[Source]) -> list[Unit]:
     """Divide the sources into units. Raises InputError for a file that is not of the format of its suffix."""
-    total = sum(Path(file).stat().st_size for source in sources for file in source.files)
+    total = sum(Path(file).stat().st_size for source in sources for file in source.text.files)
     unit_bytes = max(UNIT_BYTES, total // MAX_UNITS)
     units: list[Unit] = []
     for i, source in enumerate(sources):
-        reader = find_reader(source.format)
-        pieces = [piece for file in source.files for piece in reader.split(file, unit_bytes)]
+        reader = find_reader(source.text.format)
+        pieces = [piece for file in source.text.files for piece in reader.split(file, unit_bytes)]
         for group in _group(pieces, unit_bytes):
-            units.append(Unit(len(units), i, source.format, tuple(group)))
+            units.append(Unit(len(units), i, source.text.format, tuple(group)))
     return units
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from model.common import text_files
-from uptrain.data.readers.record import BLANK, Document, Piece, Problem, Read, document
+from model.texts import compressed
+from model.texts.record import BLANK, Document, Piece, Problem, Read, document
 
-SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in text_files.SUFFIXES))
+SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in compressed.SUFFIXES))
 BOM = b"\xef\xbb\xbf"
 COUNT_BYTES = 1 << 20
 
@@ -19,14 +19,14 @@ COUNT_BYTES = 1 << 20
 def split(path: str, piece_bytes: int) -> list[Piece]:
     """Divide a plain file by bytes; a line belongs to the piece in which it begins. A compressed file is one piece."""
     size = Path(path).stat().st_size
-    if text_files.is_compressed(path):
+    if compressed.is_compressed(path):
         return [Piece(path, 0, size, size)]
     begins = range(0, max(size, 1), piece_bytes)
     return [Piece(path, begin, min(begin + piece_bytes, size), min(piece_bytes, size - begin)) for begin in begins]
 
 
 def read(piece: Piece, text_column: str) -> Iterator[Read]:
-    lines = text_files.lines(piece.path) if text_files.is_compressed(piece.path) else _plain_lines(piece)
+    lines = compressed.lines(piece.path) if compressed.is_compressed(piece.path) else _plain_lines(piece)
     for row, (bytes_read, line) in enumerate(lines, 1):
         if row == 1 and piece.begin == 0:
             line = line.removeprefix(BOM)
@@ -41,9 +41,9 @@ def _plain_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
     with Path(piece.path).open("rb", buffering=COUNT_BYTES) as file:
         position, row = _seek_to_first_line(file, piece), 0
         while position < piece.end:
-            line, row = file.readline(text_files.MAX_LINE_BYTES + 1), row + 1
-            if len(line) > text_files.MAX_LINE_BYTES:
-                text_files.refuse_long_line(piece.path, _lines_before(piece) + row)
+            line, row = file.readline(compressed.MAX_LINE_BYTES + 1), row + 1
+            if len(line) > compressed.MAX_LINE_BYTES:
+                compressed.refuse_long_line(piece.path, _lines_before(piece) + row)
             position += len(line)
             if not line:  # the file was truncated, which `check_unchanged` detects
                 return

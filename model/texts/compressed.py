@@ -8,8 +8,9 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn
 
 from model.common.errors import InputError
 
@@ -132,8 +133,22 @@ def open_compressed(raw: BinaryIO, path: str) -> io.BufferedReader:
     return io.BufferedReader(_Decompressed(raw, path), BUFFER_BYTES)
 
 
+@contextmanager
+def open_file(path: str) -> Iterator[IO[bytes]]:
+    """Open a file, compressed or not. Reading raises EOFError if compressed data is damaged or truncated."""
+    with Path(path).open("rb") as raw:
+        if not is_compressed(path):
+            yield raw
+            return
+        with open_compressed(raw, path) as stream:
+            yield stream
+
+
 def lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of bytes read from the file, and the next line. Raises InputError for a line too long."""
+    """Yield the number of bytes read from the compressed file, and the next line.
+
+    Raises InputError for a line too long, and for damaged or truncated data.
+    """
     n_lines = 0
     with Path(path).open("rb") as raw, open_compressed(raw, path) as stream:
         try:

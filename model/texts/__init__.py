@@ -1,11 +1,13 @@
-"""Readers of source files, one format per module. A new format needs a module with the interface `Reader` and its name
-in `READERS`.
+"""Find and read texts: files, folders and datasets, in all programs in the same way.
+
+`sources` finds the files that a name stands for, `jsonl`, `parquet`, `txt` and `arrow` read them. A new format needs a
+module with the interface `Reader` and its name in `READERS`.
 """
 
 import importlib
 from typing import cast
 
-from uptrain.data.readers.record import Document, Piece, Problem, Read, Reader
+from model.texts.record import Document, Piece, Problem, Read, Reader
 
 READERS = ("jsonl", "parquet", "txt", "arrow")
 
@@ -13,7 +15,7 @@ __all__ = ["READERS", "Document", "Piece", "Problem", "Read", "Reader", "find_re
 
 
 def find_reader(name: str) -> Reader:
-    return cast(Reader, importlib.import_module(f"uptrain.data.readers.{name}"))
+    return cast(Reader, importlib.import_module(f"model.texts.{name}"))
 
 
 def format_of(file_name: str) -> str | None:

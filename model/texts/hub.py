@@ -1,6 +1,5 @@
 """Read datasets of the Hugging Face hub, named hub:NAME[:[CONFIG:]SPLIT], through the `datasets` library."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,6 @@ def hub_files(text: str) -> tuple[str, ...]:
             raise InputError(f"{text} has {len(loaded)} splits; name one: {one}.")
         (loaded,) = loaded.values()
     return tuple(entry["filename"] for entry in loaded.cache_files)
-
-
-def hub_texts(text: str) -> Iterator[str]:
-    """Yield the column `text` of a dataset. Raises InputError if it is missing or holds no text."""
-    datasets = _library()
-    for file in hub_files(text):
-        rows: Any = datasets.Dataset.from_file(file)
-        if getattr(rows.features.get("text"), "dtype", None) not in ("string", "large_string"):
-            raise InputError(f"{text} has no text in a column text; its columns are {', '.join(rows.column_names)}.")
-        yield from (row["text"] or "" for row in rows.select_columns("text"))
 
 
 def _has_script(name: str) -> bool:

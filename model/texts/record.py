@@ -101,7 +101,9 @@ def document(record: Any, text_column: str) -> Document:
         return NULL if text is None else Problem(f"field {text_column!r} is {kind_of(text)}, not a string")
     if TOKEN_IDS in record:
         return token_ids(record[TOKEN_IDS])
-    return Problem(f"no field {text_column!r} among {some(list(record))}; --text-column names another")
+    return Problem(
+        f"no field {text_column!r} among {some(list(record))}; `uptrain prepare --text-column` names another"
+    )
 
 
 def some(names: list[str]) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from uptrain.data.readers import columns
-from uptrain.data.readers.record import Piece, Read, group
+from model.texts import columns
+from model.texts.record import Piece, Read, group
 
 SUFFIXES = (".arrow",)
 

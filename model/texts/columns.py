@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from model.common.errors import InputError
-from uptrain.data.readers.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem, Read, some
+from model.texts.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem, Read, some
 
 
 @contextmanager
@@ -27,10 +27,15 @@ def choose(schema: Any, text_column: str, path: str) -> str:
     if text_column in schema.names:
         type_ = schema.field(text_column).type
         if not _is_text(type_):
-            raise InputError(f"{path}: column {text_column!r} is {type_}, not text; --text-column names another.")
+            raise InputError(
+                f"{path}: column {text_column!r} is {type_}, not text; `uptrain prepare --text-column` names another."
+            )
         return text_column
     if TOKEN_IDS not in schema.names:
-        raise InputError(f"{path}: no column {text_column!r} among {some(schema.names)}; --text-column names another.")
+        raise InputError(
+            f"{path}: no column {text_column!r} among {some(schema.names)}; "
+            "`uptrain prepare --text-column` names another."
+        )
     type_ = schema.field(TOKEN_IDS).type
     if not _is_list_of_integers(type_):
         raise InputError(f"{path}: column {TOKEN_IDS!r} is {type_}, not lists of whole numbers.")

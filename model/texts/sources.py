@@ -1,0 +1,102 @@
+"""Find the files that the name of a text stands for.
+
+PATH                          a file, a folder of files of one format, or a folder of `datasets.save_to_disk`
+hub:NAME[:[CONFIG:]SPLIT]     a dataset of the Hugging Face hub
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.common.errors import InputError
+from model.common.files import check_name, is_plain_name
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.texts import READERS, compressed, find_reader, format_of
+from model.texts.hub import HUB, hub_files
+
+ARROW = "arrow"
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """The files that one name stands for."""
+
+    name: str
+    format: str
+    """Name in `READERS`."""
+    files: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    """Files of a folder with an unknown format."""
+
+
+def find_files(name: str, option: str) -> TextFiles:
+    """Return the files of a text. Raises InputError, which names the option, for missing files and unknown formats."""
+    if name.startswith(HUB):
+        return TextFiles(name, ARROW, hub_files(name))
+    path = Path(name)
+    check_name(path, option)
+    if path.is_dir():
+        return _find_in_folder(path, option)
+    if not path.exists():
+        raise InputError(f"{option} {name}: no such file or folder. (A dataset of the hub is {HUB}{name}.)")
+    format_name = format_of(path.name)
+    if format_name is None:
+        raise InputError(f"{option} {name}: not a known format; known are {_known_suffixes()}.")
+    return TextFiles(name, format_name, _check_readable((name,)))
+
+
+def _find_in_folder(folder: Path, option: str) -> TextFiles:
+    if (folder / "dataset_dict.json").is_file():
+        splits = _listed(folder / "dataset_dict.json", "splits")
+        one = " or ".join(f"{option} {folder / split}" for split in splits)
+        raise InputError(f"{option} {folder}: a DatasetDict of {len(splits)} splits; name one: {one}.")
+    if (folder / "state.json").is_file():
+        listed = _listed(folder / "state.json", "_data_files")
+        names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
+        if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
+            raise InputError(f"{folder / 'state.json'} is damaged (_data_files); save the dataset anew.")
+        files = _check_readable(tuple(str(folder / str(name)) for name in names))
+        return TextFiles(str(folder), ARROW, files)
+    formats: dict[str | None, list[str]] = {}
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden:
+            formats.setdefault(format_of(path.name), []).append(str(path))
+    ignored = tuple(formats.pop(None, ()))
+    if not formats:
+        raise InputError(f"{option} {folder}: no file of a known format; known are {_known_suffixes()}.")
+    if len(formats) > 1:
+        counts = ", ".join(f"{len(paths)} {name} (e.g. {paths[0]})" for name, paths in formats.items())
+        raise InputError(f"{option} {folder}: files of several formats: {counts}; name files of one format.")
+    ((name, paths),) = formats.items()
+    return TextFiles(str(folder), str(name), _check_readable(tuple(paths)), ignored)
+
+
+def _listed(path: Path, key: str) -> list[Any]:
+    """Return a list from a JSON file of `datasets`."""
+    content = read_bytes_up_to(path, CONFIG_BYTES)
+    try:
+        entries = json.loads(content)[key]
+        if not isinstance(entries, list):
+            raise TypeError(f"{key} is no list")
+    except (ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{path} is damaged ({error!r}); save the dataset anew.") from error
+    return entries
+
+
+def _check_readable(files: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the files. Raises InputError for one that is unreadable, no regular file, or damaged compressed data."""
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise InputError(f"{file} cannot be read: {'no permission' if Path(file).exists() else 'it is missing'}.")
+        if not Path(file).is_file():
+            raise InputError(f"{file} is not a regular file (a pipe or a device); write the data to a file first.")
+        if compressed.is_compressed(file):
+            compressed.check(file)
+    return files
+
+
+def _known_suffixes() -> str:
+    return ", ".join(suffix for name in READERS for suffix in find_reader(name).SUFFIXES)
