@@ -29,7 +29,7 @@ CONFIG = {
 }  # fmt: skip
 TRAINING = (
     "--tokens", "7M", "--global-batch-tokens", "8192", "--micro-batch", "4", "--lr", "2e-3", "--weight-decay", "0.1",
-    "--precision", "fp32", "--save-every-steps", "50", "--eval-every", "100",
+    "--precision", "fp32", "--save-every", "50", "--eval-every", "100",
 )  # fmt: skip
 CARD = """---
 library_name: transformers

@@ -195,7 +195,7 @@ def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
     legal = geometry.legal_repeats
     if n_kv_heads in legal:
         return
-    problem = f"--kv-heads {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
+    problem = f"--groups {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
     if legal:
         raise CheckpointError(
             f"{problem} for {geometry.n_heads} query heads, and repeating makes a multiple of the former that divides "

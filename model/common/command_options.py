@@ -1,8 +1,11 @@
 """Add options to click commands, and collect their values in dataclasses."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import fields
 from typing import Any, TypeVar
+
+import click
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -18,3 +21,16 @@ def add_options(command: Command, *options: Callable[[Command], Command]) -> Com
 def pop_fields(kind: type[T], options: dict[str, Any]) -> T:
     """Remove the fields of a dataclass from a command's options, and return them as that dataclass."""
     return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+class RenamedOption(click.Option):
+    """An option with its present name and its earlier one, which still works and is not in the help."""
+
+    def __init__(self, names: list[str], **attributes: Any) -> None:
+        self.earlier = names[1]
+        super().__init__(names, **attributes)
+
+    def get_help_record(self, context: click.Context) -> tuple[str, str] | None:
+        shown = copy(self)
+        shown.opts = [name for name in self.opts if name != self.earlier]
+        return click.Option.get_help_record(shown, context)

@@ -148,7 +148,7 @@ def uptrain(case: Case, model: Path, stage: Stage, run: Path) -> Line:
         "--loss", stage.loss, "--alpha", stage.alpha, "--original-tokens", subject.tokens, "--lr", stage.lr,
         "--schedule", stage.schedule,
         "--global-batch-tokens", values["global_batch_tokens"], "--seed", subject.seed,
-        "--precision", subject.precision, "--eval-every", NEVER, "--save-every-steps", NEVER,
+        "--precision", subject.precision, "--eval-every", NEVER, "--save-every", NEVER,
     )  # fmt: skip
     programs.train(run, "run", model, *data, *options, "--out", run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -138,7 +138,7 @@ def test_falcon_7b_is_multi_query_already(convert, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
         "the model has 1 K/V heads"
     )
-    convert("repeat-kv", source, tmp_path / "out", "--kv-heads", 8).refused(
+    convert("repeat-kv", source, tmp_path / "out", "--groups", 8).refused(
         "the class of falcon cannot hold another number of them"
     )
 
@@ -257,7 +257,7 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
         file = f"{code.rpartition('.')[2]}.py"
         assert (second / file).read_bytes() == (ROOT / "model/remote_code" / file).read_bytes()
 
-    assert convert("repeat-kv", direct, wide, "--kv-heads", 8).code == 0
+    assert convert("repeat-kv", direct, wide, "--groups", 8).code == 0
     more = {"decoder_input_ids": torch.arange(21).view(3, 7)} if make is t5 else {}
     assert torch.equal(logits(opened(direct, OURS[make]), **more), logits(opened(wide, OURS[make]), **more))
     assert convert("verify", direct, wide).code == 0
@@ -367,7 +367,7 @@ def test_mpt(convert, tmp_path, norms):
     assert json.loads((tmp_path / "out/config.json").read_text()) == {**MPT, "attn_config": attention}
     assert convert("verify", source, tmp_path / "out").code == 0
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["attention"] == "GQA-2"
-    assert convert("repeat-kv", tmp_path / "out", tmp_path / "wide", "--kv-heads", 4).code == 0
+    assert convert("repeat-kv", tmp_path / "out", tmp_path / "wide", "--groups", 4).code == 0
     convert("mha-to-gqa", "--method", "mean", tmp_path / "out", tmp_path / "one", "--groups", 1)
     assert json.loads((tmp_path / "one/config.json").read_text())["attn_config"]["kv_n_heads"] == 1
 

@@ -16,7 +16,7 @@ def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads
     source, out, back = (tmp_path / name for name in ("source", "out", "back"))
     settings = {**SIZE, **({"head_dim": 16} if "head_dim" in tiny.SETTINGS.get(family, {}) else {}), **changes}
     tiny.save(tiny.build(family, num_key_value_heads=2, **settings), source, max_shard_size="100KB")
-    result = convert("repeat-kv", source, out, "--kv-heads", n_kv_heads, "--json")
+    result = convert("repeat-kv", source, out, "--groups", n_kv_heads, "--json")
     assert result.code == 0, result.err
     summary = json.loads(result.out)
     assert (summary["method"], summary["n_kv_heads_in"], summary["groups"]) == ("repeat", 2, n_kv_heads)
@@ -33,9 +33,15 @@ def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def test_the_earlier_name_of_the_option(convert, tmp_path):
+    source = tiny.save(tiny.build(num_key_value_heads=2), tmp_path / "source")
+    assert convert("repeat-kv", source, tmp_path / "out", "--kv-heads", 4, "--dry-run").code == 0
+    assert "--kv-heads" not in convert("repeat-kv", "--help").out
+
+
 def test_verify_sees_a_repetition_that_differs(convert, tmp_path):
     source, out = tiny.save(tiny.build(num_key_value_heads=2), tmp_path / "source"), tmp_path / "out"
-    assert convert("repeat-kv", source, out, "--kv-heads", 4).code == 0
+    assert convert("repeat-kv", source, out, "--groups", 4).code == 0
     tensors = tiny.tensors(out)
     tensors["model.layers.1.self_attn.v_proj.weight"][-1, -1] += 1  # the last number of a head's second copy
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -52,13 +58,13 @@ def test_verify_sees_a_repetition_that_differs(convert, tmp_path):
         (2, 2, "choose one of 4, 8."),
         (2, 1, "choose one of 4, 8."),
         (2, 16, "choose one of 4, 8."),
-        (2, -4, "--kv-heads -4 is not possible"),
+        (2, -4, "--groups -4 is not possible"),
         (8, 8, "the model has 8 K/V heads, one for each query head already; there is nothing to repeat."),
     ],
 )
 def test_impossible_numbers(convert, tmp_path, n_kv_heads, wanted, words):
     source = tiny.save(tiny.build(num_key_value_heads=n_kv_heads), tmp_path / "source")
-    convert("repeat-kv", source, tmp_path / "out", "--kv-heads", wanted).refused(words)
+    convert("repeat-kv", source, tmp_path / "out", "--groups", wanted).refused(words)
     assert not (tmp_path / "out").exists()
 
 
@@ -66,7 +72,7 @@ def test_inspect_says_what_is_possible_and_the_card_what_was_done(convert, tmp_p
     source, out = tiny.save(tiny.build(num_key_value_heads=2), tmp_path / "source"), tmp_path / "out"
     assert "4, 8 K/V heads" in convert("inspect", source).out
     assert json.loads(convert("inspect", source, "--json").out)["repeats"] == [4, 8]
-    shown = convert("repeat-kv", source, out, "--kv-heads", 4)
+    shown = convert("repeat-kv", source, out, "--groups", 4)
     assert "2 → 4, method repeat" in shown.out and "to repeat" in shown.out
     record = json.loads((out / "groupwise.json").read_text())
     assert (record["method"], record["groups"], record["merge_report"]) == ("repeat", 4, [])

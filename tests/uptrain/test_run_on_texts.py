@@ -5,6 +5,7 @@ import json
 import pytest
 import real_runs
 import tiny
+from faulty_runs import succeed
 from safetensors.torch import save_file
 from tiny_tokenizers import SENTENCES, make_tokenizer
 
@@ -41,6 +42,23 @@ def test_same_run_as_on_a_cache(uptrain, tmp_path, model, texts, processes):
     real_runs.assert_same_run(direct, prepared)
     assert (tmp_path / "direct.data/manifest.json").read_bytes() == (cache / "manifest.json").read_bytes()
     assert (tmp_path / "prepared.eval-data").is_dir()
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_same_evaluation_as_on_a_cache(uptrain, tmp_path, monkeypatch, model, texts, processes):
+    cache, scratch = tmp_path / "cache", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    assert uptrain("prepare", "--data", texts, "--tokenizer", model, "--seq-len", 32, "--out", cache).code == 0
+    found = []
+    for data in ((cache,), (texts, "--seq-len", 32)):
+        result = succeed(("evaluate", model, "--json", "--data", *data), tmp_path, processes)[0]
+        found.append(json.loads(result.out))
+        assert found[-1].pop("data") == str(data[0])
+    assert found[0] == found[1]
+    assert list(scratch.iterdir()) == []
+    uptrain("evaluate", model, "--data", tmp_path / "none").refused("none: no such file or folder")
+    uptrain("evaluate", model, "--data", cache, "--seq-len", 16).refused("windows of 32 tokens, not 16")
 
 
 def test_the_model_says_how_long_windows_are(uptrain, tmp_path, model, texts):

@@ -40,6 +40,12 @@ def test_defaults(settings):
     assert found["micro_batch"] == 8192 // 32
 
 
+def test_the_earlier_name_of_an_option(uptrain, settings):
+    assert settings("--steps", 50, "--save-every-steps", 3)["save_every"] == 3
+    shown = uptrain("run", "--help").out
+    assert "--save-every N" in shown and "--save-every-steps" not in shown
+
+
 def test_with_a_teacher_it_is_distillation(settings, inputs):
     assert settings("--steps", 2, "--teacher", inputs["parent"])["loss"] == "distill"
 

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from model.common import console
+from uptrain.commands.options import seq_len_option
 from uptrain.runs.settings import PRECISIONS
 
 FOLDER = click.Path(path_type=Path)
@@ -13,13 +14,19 @@ FOLDER = click.Path(path_type=Path)
 
 @click.command("evaluate")
 @click.argument("model", type=FOLDER)
-@click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="Held-out windows.")
+@click.option(
+    "--data",
+    required=True,
+    metavar="CACHE|PATH",
+    help="Held-out text: a token cache, or a text as `uptrain prepare` takes it.",
+)
+@seq_len_option
 @click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The parent, to compare with.")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="[default: bf16 on a GPU, fp32 on a CPU]")
 @click.option("--micro-batch", type=click.IntRange(min=1), metavar="N", help="[default: as many as make 8192 tokens]")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
-    """Measure MODEL's loss and perplexity on the windows of CACHE.
+    """Measure MODEL's loss and perplexity on held-out text.
 
     Exactly: every predicted token counts once, whatever the batches. With --teacher also the teacher's loss, the KL
     divergence from it, and how often both choose the same token.
@@ -32,7 +39,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     if not PartialState().is_main_process:
         return
     if as_json:
-        console.print_json({"model": str(model), "data": str(options["data"]), **result})
+        console.print_json({"model": str(model), "data": options["data"], **result})
         return
     rows = [("targets", f"{result['targets']:,}"), ("loss", f"{result['loss']:.4f} nats per token")]
     rows.append(("perplexity", f"{result['perplexity']:.4g}"))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import click
 
-from model.common.checks import FiniteFloat
+from model.common.checks import LARGEST_SIZE, FiniteFloat
 from model.common.command_options import Command, add_options
 from model.common.errors import InputError
 from uptrain.budget.counts import parse_count
@@ -21,6 +21,16 @@ def _parse_count(context: click.Context, parameter: click.Parameter, value: str 
         return None if value is None else parse_count(value)
     except InputError as error:
         raise click.BadParameter(str(error), context, parameter) from error
+
+
+def seq_len_option(command: Command) -> Command:
+    """Add the length of the windows that texts are cut into."""
+    return click.option(
+        "--seq-len",
+        type=click.IntRange(2, LARGEST_SIZE),
+        metavar="N",
+        help="Tokens in a window, for texts.  [default: the model's context, at most 4096]",
+    )(command)
 
 
 def max_minutes_option(help: str) -> Callable[[Command], Command]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from model.common.checks import LARGEST_SIZE, FiniteFloat, show
-from model.common.command_options import pop_fields
+from model.common.checks import FiniteFloat, show
+from model.common.command_options import RenamedOption, pop_fields
 from uptrain.budget.budget import BudgetOptions
-from uptrain.commands.options import budget_options, max_minutes_option, schedule_options
+from uptrain.commands.options import budget_options, max_minutes_option, schedule_options, seq_len_option
 from uptrain.runs.settings import OPTIMIZERS, PRECISIONS, TRACKERS, TRAINABLE, RunOptions
 from uptrain.runs.signals import stop_request
 from uptrain.training.losses import LOSSES
@@ -89,12 +89,7 @@ def _check_no_nul(text: str) -> str:
     help="What to train on: a token cache, or texts as `uptrain prepare` takes them, once for each source, which are "
     "tokenised into RUN.data first.",
 )
-@click.option(
-    "--seq-len",
-    type=click.IntRange(2, LARGEST_SIZE),
-    metavar="N",
-    help="Tokens in a window, for texts.  [default: the model's context, at most 4096]",
-)
+@seq_len_option
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The run's folder, which must not exist.")
 @budget_options
 @schedule_options
@@ -143,7 +138,14 @@ def _check_no_nul(text: str) -> str:
     show_default=True,
     help="Of the order of the data, and of --init's weights.",
 )
-@click.option("--save-every-steps", type=click.IntRange(min=1), metavar="N", help="[default: a tenth of the run]")
+@click.option(
+    "--save-every",
+    "--save-every-steps",
+    cls=RenamedOption,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Steps between checkpoints.  [default: a tenth of the run]",
+)
 @click.option(
     "--keep-last",
     type=click.IntRange(min=1),
@@ -152,7 +154,12 @@ def _check_no_nul(text: str) -> str:
     help="Checkpoints to keep, beside the one before the decay, from which `extend` goes on.",
 )
 @click.option("--eval-data", metavar="CACHE|PATH", help="Held-out text, to measure on.")
-@click.option("--eval-every", type=click.IntRange(min=1), metavar="N", help="[default: a tenth of the run]")
+@click.option(
+    "--eval-every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Steps between evaluations.  [default: a tenth of the run]",
+)
 @click.option(
     "--spike-sigma",
     type=FiniteFloat(min=0, min_open=True),

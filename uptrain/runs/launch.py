@@ -169,7 +169,7 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
         weight_decay=options.weight_decay,
         trainable=options.trainable,
         seed=options.seed,
-        save_every=options.save_every_steps or interval,
+        save_every=options.save_every or interval,
         keep_last=options.keep_last,
         eval_every=options.eval_every or interval,
         spike_sigma=options.spike_sigma,

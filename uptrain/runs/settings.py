@@ -60,7 +60,7 @@ class RunOptions:
     warmup_steps: int | None = None
     precision: str | None = None
     micro_batch: int | None = None
-    save_every_steps: int | None = None
+    save_every: int | None = None
     eval_every: int | None = None
     spike_sigma: float | None = None
     compile: bool = False

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from torch import nn
 from model.common import console
 from model.common.errors import InputError
 from uptrain.data.batch import Batch, micro_batches
+from uptrain.data.run_data import cache_of, seq_len_of
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import has_accelerator, make_accelerator
-from uptrain.distributed.collectives import all_reduce_sum, destroy_process_group
+from uptrain.distributed.collectives import all_reduce_sum, destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.runs.checks import check_packing, check_teacher, check_tokenizer, check_vocabulary
 from uptrain.runs.settings import default_micro_batch
@@ -67,26 +69,37 @@ def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterat
 
 
 def evaluate_folder(model: Path, **options: Any) -> dict[str, Any]:
-    """Evaluate a checkpoint folder on a token cache; return the `EvalResult` and perplexity, ready for JSON.
+    """Evaluate a checkpoint folder on a token cache or texts; return the `EvalResult` and perplexity, ready for JSON.
 
-    Raises InputError if model, teacher and cache are incompatible, or the cache has no targets.
+    Raises InputError if model, teacher and data are incompatible, or the data have no targets.
     """
-    result = _evaluate_folder(model, **options)
+    with TemporaryDirectory(prefix="groupwise-") as scratch:
+        result = _evaluate_folder(model, scratch=Path(scratch), **options)
     destroy_process_group()
     return {**result.to_dict(), "perplexity": result.perplexity}
 
 
 def _evaluate_folder(
-    model: Path, *, data: Path, teacher: Path | None, precision: str | None, micro_batch: int | None, quiet: bool
+    model: Path,
+    *,
+    data: str,
+    seq_len: int | None,
+    teacher: Path | None,
+    precision: str | None,
+    micro_batch: int | None,
+    quiet: bool,
+    scratch: Path,
 ) -> EvalResult:
-    cache = Cache.open(data)
-    check_tokenizer(cache, data, model)
+    seq_len = seq_len_of([data], model, seq_len)
     precision = precision or ("bf16" if has_accelerator() else "fp32")
     accelerator = make_accelerator(precision, block_names(model))
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
+    path = on_main(accelerator, lambda: cache_of([data], model, seq_len, scratch / "tokens"))
+    cache = Cache.open(path)
+    check_tokenizer(cache, path, model)
     student = load_student(model)
-    check_vocabulary(cache, student.head_weight.shape[0], str(data))
+    check_vocabulary(cache, student.head_weight.shape[0], data)
     check_packing(student, cache.seq_len)
     teacher_model = load_teacher(teacher, precision) if teacher else None
     if teacher_model is not None:
