@@ -1,23 +1,22 @@
 """Every benchmark that the pages name runs, with the options given there, on sizes that take seconds."""
 
 import json
-import re
 import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
+import pages
 import pytest
 import real_runs
+from pages import ROOT
 
-ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts/bench"
 COMMANDS = sorted(
     {
-        match[1]
-        for page in ("docs/benchmarks.md", "docs/study.md")
-        for match in re.finditer(r"^python -m scripts\.bench\.([^#\n]*)", (ROOT / page).read_text(), re.MULTILINE)
+        command.text.removeprefix("python -m scripts.bench.")
+        for command in pages.commands()
+        if command.begins_with("python -m scripts.bench")
     }
 )
 SHAPE = "dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)"
