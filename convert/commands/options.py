@@ -62,8 +62,8 @@ def merge_options(command: Command) -> Command:
                      "reproduce the original layer's output. Keeps the weights with the least error on held-out text."),
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, for aligned, pca and fit: shipped (a text of many kinds, part "
-                     "of Groupwise), self (the model writes it, which needs the whole model in memory), a .txt or "
-                     ".jsonl file (also .gz, .xz), a folder of them, or hub:NAME[:[CONFIG:]SPLIT]; self+shipped, "
+                     "of Groupwise), self (the model writes it, which needs the whole model in memory), a .jsonl, "
+                     ".parquet or .txt file, a folder of them, or hub:NAME[:[CONFIG:]SPLIT]; self+shipped, "
                      "self+TEXT, … alternate between their windows. none merges by the weights alone.  "
                      "[default: shipped]"),
         click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
