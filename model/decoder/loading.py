@@ -20,7 +20,7 @@ from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import parse_object
 from model.decoder.config import NATIVE_FAMILIES, LlamaConfig, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM, RMSNorm
-from model.decoder.transformers_model import TransformersModel, load_foreign
+from model.decoder.transformers_model import TransformersModel, load_hf_model
 from model.geometry import read_geometry
 
 
@@ -39,7 +39,7 @@ def load_model(
             model.stop_ids = stop_ids(checkpoint)
             return model
         n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
-    return load_foreign(Path(folder), n_stored, dtype, device)
+    return load_hf_model(Path(folder), n_stored, dtype, device)
 
 
 def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

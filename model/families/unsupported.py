@@ -49,6 +49,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def reason(model_type: object) -> str | None:
+def unsupported_reason(model_type: object) -> str | None:
     """Return why a model type cannot be converted; None for one that is not listed."""
     return next((text for text, types in REFUSED.items() if model_type in types), None)

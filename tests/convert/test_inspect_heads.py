@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from safetensors.torch import save_file
-from test_layer_methods import scrambled
+from test_layer_methods import equivalent_mha
 
 from convert.inspection.figure import draw_png
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
@@ -32,7 +32,7 @@ def by_groups(layer, method="pca"):
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {}), ("qwen2", {})])
 def test_heads_equal_but_for_their_coordinates(convert, tmp_path, family, changes):
     source = tiny.save(tiny.build(family, num_key_value_heads=1, **SIZE, **changes), tmp_path / "source")
-    for layer in look(convert, scrambled(source, tmp_path / "many", 1))["layers"]:
+    for layer in look(convert, equivalent_mha(source, tmp_path / "many", 1))["layers"]:
         for kind in "kv":
             assert abs(layer["raw"][kind]) < 0.3
             assert layer["aligned"][kind] == pytest.approx(1, abs=1e-5)
@@ -42,7 +42,7 @@ def test_heads_equal_but_for_their_coordinates(convert, tmp_path, family, change
 
 def test_as_many_groups_as_there_are_different_heads(convert, tmp_path):
     source = tiny.save(tiny.build(num_key_value_heads=2, **SIZE), tmp_path / "source")
-    for layer in look(convert, scrambled(source, tmp_path / "many", 2))["layers"]:
+    for layer in look(convert, equivalent_mha(source, tmp_path / "many", 2))["layers"]:
         for kind in "kv":
             assert layer["aligned"][kind] < 0.9
             lost = {groups: found[kind] for groups, found in by_groups(layer).items()}

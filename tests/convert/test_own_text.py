@@ -156,13 +156,13 @@ def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
     assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
     write, batches = own_text._Writer.write, []
 
-    def dying(self, *given):
+    def fail_at_third_batch(self, *given):
         if len(batches) == 2:
-            raise OSError("the power is gone")
+            raise OSError("no space left")
         batches.append(given)
         return write(self, *given)
 
-    monkeypatch.setattr(own_text._Writer, "write", dying)
+    monkeypatch.setattr(own_text._Writer, "write", fail_at_third_batch)
     assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
     batches.clear()
     assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from equivalent_heads import logits, scrambled
+from equivalent_heads import equivalent_mha, logits
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -91,7 +91,7 @@ def test_what_gains_nothing_is_not_kept(convert, source, tmp_path, monkeypatch):
 
 def test_what_merges_without_loss_still_does(convert, tmp_path):
     few = tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "few")
-    many = make_tokenizer(scrambled(few, tmp_path / "many", 2), 300)
+    many = make_tokenizer(equivalent_mha(few, tmp_path / "many", 2), 300)
     assert convert("mha-to-gqa", many, tmp_path / "out", *OPTIONS, "--refine", 2048).code == 0
     assert (logits(tmp_path / "out") - logits(few)).abs().max() < 1e-4
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
-from self_kill import dying_at
+from self_kill import self_killing
 from tiny_tokenizers import make_tokenizer
 
 from model.common.errors import InputError
@@ -370,7 +370,7 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_so
     killed = 0
     for n in range(1, 100):
         out = tmp_path / f"out{n}"
-        process = start(dying_at(n, "uptrain", *arguments, "--out", out, *share, before=SMALL_UNITS))
+        process = start(self_killing(n, "uptrain", *arguments, "--out", out, *share, before=SMALL_UNITS))
         process.communicate()
         if process.returncode != -signal.SIGKILL:
             break

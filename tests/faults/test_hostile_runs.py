@@ -153,6 +153,6 @@ def test_metadata_are_read_as_torch_reads_them(stopped):
     assert ours.storage_data == theirs.storage_data
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     found = read_metadata(tensors / ".metadata")
-    assert found.others
+    assert found.non_tensors
     assert found.tensors
-    assert all(os.sep not in place.file for place in found.others.values())
+    assert all(os.sep not in place.file for place in found.non_tensors.values())

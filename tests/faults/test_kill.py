@@ -11,13 +11,13 @@ import time
 
 import pytest
 import tiny
-from self_kill import dying_at
+from self_kill import self_killing
 
 from scripts.bench import convert as bench
 
 
 def kill_at(n, *arguments):
-    return subprocess.run(dying_at(n, "convert", *arguments), capture_output=True, check=False).returncode
+    return subprocess.run(self_killing(n, "convert", *arguments), capture_output=True, check=False).returncode
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import real_runs
 import tiny
 from results import Result
-from self_kill import dying_at
+from self_kill import self_killing
 
 from model.common.errors import CheckpointError, InputError
 from model.common.files import FileLock, LockedError
@@ -546,7 +546,7 @@ def test_killed_at_every_step_to_the_disk_without_flock(convert, source, tmp_pat
     while True:
         n += 1
         killed = subprocess.run(
-            dying_at(n, "convert", *arguments, before=LOCKS["no flock"]), capture_output=True, check=False
+            self_killing(n, "convert", *arguments, before=LOCKS["no flock"]), capture_output=True, check=False
         )
         if killed.returncode != -signal.SIGKILL:
             break

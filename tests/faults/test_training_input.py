@@ -16,8 +16,8 @@ from tiny_tokenizers import make_tokenizer
 from uptrain.runs.folder import locked
 
 BEYOND = (
-    "{foreign} holds the id 301, but the model knows only those below 257; prepare the data with the model's own "
-    "tokenizer, from texts without the tokens that were added to it."
+    "{other_vocabulary} holds the id 301, but the model knows only those below 257; prepare the data with the model's "
+    "own tokenizer, from texts without the tokens that were added to it."
 )
 
 
@@ -27,7 +27,7 @@ def inputs(tmp_path_factory):
     ids = [[[1, 2, 3] * 40, [299, 300, 301]]]
     return {
         **real_runs.make_inputs(folder),
-        "foreign": caches.write_cache(folder / "foreign", ids, 32, 302),
+        "other_vocabulary": caches.write_cache(folder / "other_vocabulary", ids, 32, 302),
         "tokenised": caches.write_cache(folder / "tokenised", ids, 32, 302, tokenizer="0" * 64),
         "experts": tiny.save(tiny.build("mixtral", vocab_size=real_runs.VOCAB), folder / "experts"),
         "other teacher": tiny.save(tiny.build(vocab_size=67), folder / "other-teacher"),
@@ -47,10 +47,10 @@ def truncated(path):
 
 REFUSED = {
     "ids beyond the vocabulary": (
-        {"data": "foreign"}, (), BEYOND,
+        {"data": "other_vocabulary"}, (), BEYOND,
     ),
     "held-out ids beyond the vocabulary": (
-        {}, ("--eval-data", "{foreign}"),
+        {}, ("--eval-data", "{other_vocabulary}"),
         BEYOND,
     ),
     "tokenizer of another model": (

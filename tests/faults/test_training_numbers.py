@@ -123,7 +123,7 @@ def test_a_hundred_are_a_hundred(not_finite, halts):
 
     step = max(100, *not_finite)
     training = SimpleNamespace(
-        saved_step=step, trainee=torch.nn.Linear(1, 1),
+        saved_step=step, loss_module=torch.nn.Linear(1, 1),
         accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
     )  # fmt: skip
     progress = RunState(step=step, skipped=[*range(1, 90)], not_finite=not_finite)

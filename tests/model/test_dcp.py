@@ -143,19 +143,19 @@ def test_saved_by_two_processes(convert, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_our_own_training_writes(convert, tmp_path, tied):
     source = tiny.save(tiny.build(tie_word_embeddings=tied), tmp_path / "source")
-    trainee = LossModule(load_model(source, dtype=torch.float32), "next-token", None)
-    optimizer = torch.optim.AdamW(trainee.parameters())
+    loss_module = LossModule(load_model(source, dtype=torch.float32), "next-token", None)
+    optimizer = torch.optim.AdamW(loss_module.parameters())
     ids, documents = torch.arange(24).view(2, 12), torch.zeros(2, 12, dtype=torch.long)
-    trainee(ids, ids, documents).backward()
+    loss_module(ids, ids, documents).backward()
     optimizer.step()
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    Checkpoints(run / "checkpoints", Accelerator(cpu=True), keep_last=1).save(trainee, optimizer, {"step": 1})
+    Checkpoints(run / "checkpoints", Accelerator(cpu=True), keep_last=1).save(loss_module, optimizer, {"step": 1})
     tensors = run / "checkpoints/step-00000001/tensors"
     shutil.copytree(source, run / "model")
     (run / "model/model.safetensors").unlink()
     trained = AutoModelForCausalLM.from_pretrained(source)
-    trained.load_state_dict(trainee.student.state_dict(), strict=not tied)
+    trained.load_state_dict(loss_module.student.state_dict(), strict=not tied)
     assert not torch.equal(trained.lm_head.weight, tiny.build(tie_word_embeddings=tied).lm_head.weight)
     folder = tiny.save(trained, tmp_path / "folder")
     for groups in (8, 2):

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from model.common.errors import CheckpointError
 from model.families import FAMILIES, find_family
-from model.families.unsupported import REFUSED, reason
+from model.families.unsupported import REFUSED, unsupported_reason
 
 TYPES = [(model_type, why) for why, types in REFUSED.items() for model_type in types]
 KNOWN = [(model_type, why) for model_type, why in TYPES if model_type in CONFIG_MAPPING]
@@ -60,7 +60,9 @@ def test_every_language_model_of_transformers_has_a_verdict(model_type):
     with pytest.raises(CheckpointError) as error:
         find_family({"model_type": model_type})
     refused, unknown = " cannot be converted: ", f" is not supported; supported are: {', '.join(FAMILIES)}."
-    assert str(error.value).startswith(f"model_type {model_type!r}{refused if reason(model_type) else unknown}")
+    assert str(error.value).startswith(
+        f"model_type {model_type!r}{refused if unsupported_reason(model_type) else unknown}"
+    )
     assert "\n" not in str(error.value)
 
 

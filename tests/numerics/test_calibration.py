@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from equivalent_heads import logits, scrambled
+from equivalent_heads import equivalent_mha, logits
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -180,7 +180,7 @@ def test_lossless_with_a_text_too(convert, tmp_path):
     model = tiny.build(num_key_value_heads=2, vocab_size=300, hidden_size=64, initializer_range=0.2)
     source = tiny.save(model, tmp_path / "source")
     make_tokenizer(source, 300)
-    many = scrambled(source, tmp_path / "many", 2)
+    many = equivalent_mha(source, tmp_path / "many", 2)
     for file in source.glob("tokenizer*"):
         (many / file.name).write_bytes(file.read_bytes())
     expected = logits(source)

@@ -366,7 +366,7 @@ def test_what_text_cannot_be_made_with_is_said_in_a_line(tmp_path):
         assert (result.exit_code, result.output.count("\n"), said in result.output) == (2, 1, True), result.output
 
 
-def test_a_full_cache_and_foreign_ids_are_refused(tmp_path):
+def test_a_full_cache_and_ids_outside_the_vocabulary_are_refused(tmp_path):
     _, ours = pair(tmp_path)
     cache = KVCache(ours.config, 1, 5, torch.float32, "cpu")
     prefill(ours, random_ids(1, 4), cache)
@@ -380,7 +380,7 @@ def test_a_full_cache_and_foreign_ids_are_refused(tmp_path):
 # Families without native code
 
 
-def foreign(tmp_path, **changes):
+def gpt_neox(tmp_path, **changes):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     torch.manual_seed(0)
@@ -388,24 +388,24 @@ def foreign(tmp_path, **changes):
         vocab_size=67, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64, **changes,
     )  # fmt: skip
-    theirs = GPTNeoXForCausalLM(config).eval()
-    theirs.save_pretrained(tmp_path / "neox")
-    return theirs, load_model(tmp_path / "neox")
+    hf_model = GPTNeoXForCausalLM(config).eval()
+    hf_model.save_pretrained(tmp_path / "neox")
+    return hf_model, load_model(tmp_path / "neox")
 
 
 def test_other_families_open_behind_the_same_interface(tmp_path):
-    theirs, ours = foreign(tmp_path)
+    hf_model, ours = gpt_neox(tmp_path)
     ids = random_ids(2, 20)
-    assert torch.equal(ours(ids), theirs(ids).logits)
+    assert torch.equal(ours(ids), hf_model(ids).logits)
     assert torch.allclose(ours.hidden(ids) @ ours.head_weight.T, ours(ids), atol=1e-6)
     loss_sum, n_valid = ours(ids, ids)
-    assert (loss_sum / n_valid).item() == pytest.approx(theirs(ids, labels=ids).loss.item(), rel=1e-6)
+    assert (loss_sum / n_valid).item() == pytest.approx(hf_model(ids, labels=ids).loss.item(), rel=1e-6)
     native = pair(tmp_path)[1]
     assert torch.allclose(native.hidden(ids) @ native.head_weight.T, native(ids), atol=1e-5)
 
 
 def test_other_families_keep_packed_documents_apart(tmp_path):
-    _, ours = foreign(tmp_path)
+    _, ours = gpt_neox(tmp_path)
     ids, documents = random_ids(1, 20), numbered([8, 12])[None]
     packed = ours(ids, documents_BT=documents)
     assert (packed[:, :8] - ours(ids[:, :8])).abs().max() <= 1e-5
@@ -427,14 +427,14 @@ def test_every_family_keeps_packed_documents_apart(tmp_path, family):
 
 def test_other_families_whose_frequencies_depend_on_the_longest_document_are_refused(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    _, ours = foreign(tmp_path, rope_parameters=rope, rotary_pct=1.0)
+    _, ours = gpt_neox(tmp_path, rope_parameters=rope, rotary_pct=1.0)
     ours(random_ids(1, 64), documents_BT=numbered([30, 34])[None])
     with pytest.raises(CheckpointError, match=r"rows of 65 tokens here: beyond 64 tokens .* --seq-len 64 at most"):
         ours(random_ids(1, 65), documents_BT=numbered([30, 35])[None])
 
 
 def test_other_families_with_missing_tensors_are_refused(tmp_path):
-    foreign(tmp_path)
+    gpt_neox(tmp_path)
     file = tmp_path / "neox/model.safetensors"
     tensors = tiny.tensors(tmp_path / "neox")
     tensors.pop("gpt_neox.layers.0.mlp.dense_h_to_4h.weight")

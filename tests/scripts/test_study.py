@@ -436,13 +436,13 @@ def test_table_of_behaviours(study):
 
 
 def test_table_of_registers(study):
-    def judged(arm, prose, code):
+    def evaluated(arm, prose, code):
         return line(arm, 0, prose, convert=None if arm == "parent" else (arm,)) | {
             "registers": {"prose": prose, "code": code}
         }
 
-    lines = [judged("parent", 3, 2), judged("mean", 8, 7), judged("shipped 16384", 3.5, 2.2)]
-    lines += [judged("prose 16384", 3.4, 6), judged("code 16384", 7, 2.3)]
+    lines = [evaluated("parent", 3, 2), evaluated("mean", 8, 7), evaluated("shipped 16384", 3.5, 2.2)]
+    lines += [evaluated("prose 16384", 3.4, 6), evaluated("code 16384", 7, 2.3)]
     assert study[5].registers(lines).splitlines() == [
         "| held-out texts | parent | mean | shipped 16384 | own 16384 |",
         "| --- | --- | --- | --- | --- |",
@@ -489,7 +489,7 @@ convert = ["--calibration", "REGISTERS/chat.jsonl", "--calibration-tokens", "204
 
 
 @pytest.mark.slow
-def test_a_plan_is_judged_on_registers(tmp_path):
+def test_a_plan_is_evaluated_on_registers(tmp_path):
     """Chats are read in the model's template; what is calibrated on a register is measured on that one."""
     model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, max_position_embeddings=512), tmp_path / "model"), 300)
     (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
@@ -501,18 +501,18 @@ def test_a_plan_is_judged_on_registers(tmp_path):
         (tmp_path / "texts" / part / "chat.jsonl").write_text(json.dumps(chat) + "\n")
     with lzma.open(tmp_path / "texts/valid.jsonl.xz", "wt") as file:
         file.write(json.dumps({"text": words}) + "\n")
-    plan = tmp_path / "judged.toml"
+    plan = tmp_path / "registers.toml"
     plan.write_text(REGISTERS_PLAN.format(model=model))
     command = [STUDY / "run", "--plan", plan, "--work", tmp_path / "work", "--texts", tmp_path / "texts"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (refused.returncode, "--registers" in refused.stderr) == (2, True)
     subprocess.run([*command, "--registers", tmp_path / "texts"], env=environment, check=True)
-    found = {line["arm"]: line["registers"] for line in read(tmp_path / "work", "judged")}
+    found = {line["arm"]: line["registers"] for line in read(tmp_path / "work", "registers")}
     assert {arm: sorted(losses) for arm, losses in found.items()} == {
         **{arm: ["chat", "prose"] for arm in ("parent", "mean", "shipped 2048")}, "chat 2048": ["chat"],
     }  # fmt: skip
-    rendered = json.loads((tmp_path / "work/judged/tiny/registers/held-out/chat.jsonl").read_text())["text"]
+    rendered = json.loads((tmp_path / "work/registers/tiny/registers/held-out/chat.jsonl").read_text())["text"]
     assert rendered.startswith("<user>word0 said 0 times") and rendered.endswith("<assistant>yes\n")
     # transformers' loss on the same windows
     ids = AutoTokenizer.from_pretrained(model)(words).input_ids

@@ -84,8 +84,8 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
             training = build_first(settings, folder / MODEL, accelerator, folder, deadline, show)
             return execute(folder, settings, training, RunState(), None)
         training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
-        load(checkpoint.folder, training.trainee, training.optimizer)
-        if not has_finite_weights(training.trainee, accelerator):
+        load(checkpoint.folder, training.loss_module, training.optimizer)
+        if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
                 f"{checkpoint.folder} holds weights that are NaN or infinite; remove it to use an older one."
             )
@@ -212,7 +212,7 @@ def build_first(
         accelerator, lambda: first_student(settings, config_folder), lambda: empty_student(config_folder)
     )
     training = build(settings, student, accelerator, folder, deadline, show)
-    broadcast_weights(accelerator, training.trainee, {STUDENT + name: tensor for name, tensor in weights.items()})
+    broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
@@ -251,11 +251,11 @@ def build(
         check_packing(teacher, cache.seq_len)
         place_teacher(accelerator, teacher, blocks(teacher))
         broadcast_weights(accelerator, teacher, weights)
-    trainee = LossModule(student, settings.loss, teacher)
-    optimizer = make_optimizer(settings.optimizer, trainee, settings.weight_decay)
-    trainee, optimizer = accelerator.prepare(trainee, optimizer)
+    loss_module = LossModule(student, settings.loss, teacher)
+    optimizer = make_optimizer(settings.optimizer, loss_module, settings.weight_decay)
+    loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
     return Training(
-        trainee=trainee,
+        loss_module=loss_module,
         optimizer=optimizer.optimizer,
         accelerator=accelerator,
         cache=cache,

@@ -50,7 +50,7 @@ class Contents:
     """The content of a checkpoint, by name."""
 
     tensors: dict[str, Entry]
-    others: dict[str, Place]
+    non_tensors: dict[str, Place]
     """Entries that are not tensors, such as the numbers of an optimizer's parameter groups."""
 
 
@@ -134,15 +134,15 @@ def _contents(metadata: Any) -> Contents:
     for index, info in metadata.storage_data.items():
         offset = getattr(index, "offset", None)
         places[index.fqn, None if offset is None else tuple(offset)] = info
-    tensors, others = {}, {}
+    tensors, non_tensors = {}, {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(name, str):
             raise TypeError("a name is no text")
         if isinstance(entry, _TensorEntry):
             tensors[name] = _entry(name, entry, places)
         elif (name, None) in places:
-            others[name] = _place(name, places[name, None])
-    return Contents(tensors, others)
+            non_tensors[name] = _place(name, places[name, None])
+    return Contents(tensors, non_tensors)
 
 
 def _entry(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Entry:

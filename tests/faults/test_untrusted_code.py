@@ -161,13 +161,13 @@ def test_version_3_of_datasets_is_told_not_to_ask(monkeypatch, tmp_path):
 )
 def test_kernels_of_the_hub_are_not_fetched(tmp_path, config):
     from model.common.errors import CheckpointError
-    from model.decoder.transformers_model import build_foreign
+    from model.decoder.transformers_model import build_hf_model
 
     folder = tiny.save(tiny.build(), tmp_path / "model")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
     with pytest.raises(CheckpointError, match=r"evil/kernel.*never run"):
-        build_foreign(folder, None)
+        build_hf_model(folder, None)
 
 
 # The source itself
