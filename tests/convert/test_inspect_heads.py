@@ -82,8 +82,8 @@ def test_table(convert, source, monkeypatch):
     assert "MHA: 8 query heads, 8 K/V heads" in text
     lost = by_groups(heads["layers"][1])[2]
     for words in (
-        "GQA-4: %", "GQA-2: %", "MQA: %", f"{100 * lost['k']:.1f}, {100 * lost['v']:.1f}", "no text was run",
-        f"Layers that lose most: {heads['worst_layers'][0]}, {heads['worst_layers'][1]}.",
+        "GQA-4 %", "GQA-2 %", "MQA %", f"{100 * lost['k']:.1f} {100 * lost['v']:.1f}", "without text",
+        f"Layers with the largest loss: {heads['worst_layers'][0]}, {heads['worst_layers'][1]}.",
     ):  # fmt: skip
         assert words in text
 
