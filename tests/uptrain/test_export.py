@@ -93,6 +93,12 @@ def test_an_earlier_step_tells_nothing_of_later_ones(tmp_path, uptrain, distille
     assert "at step 0 → " in (tmp_path / "out/README.md").read_text()
 
 
+def test_card_of_a_merge_that_cost_nothing_measurable():
+    metrics = {"teacher_loss": 3.0, "kl": 0.1, "agreement": 0.9}
+    rows = dict(_losses([{"step": 0, "loss": 3.005, **metrics}, {"step": 5, "loss": 2.8, **metrics}]))
+    assert rows["Recovered fraction"] == "none, the merge cost nothing measurable"
+
+
 def test_card_of_a_loss_that_was_not_finite():
     rows = dict(_losses([{"step": 0, "loss": 3.0}, {"step": 5, "loss": None}]))
     assert rows["Held-out loss"] == "3.0000 at step 0 → not finite at step 5"

@@ -181,6 +181,9 @@ def test_what_cannot_be_reported_is_refused(tmp_path, uptrain):
         (with_teacher(0, 5.0), with_teacher(9, 4.25), 0.25),
         (with_teacher(0, 5.0), with_teacher(9, 6.5), -0.5),
         (with_teacher(0, 2.0), with_teacher(9, 2.0), None),  # conversion had cost nothing
+        (with_teacher(0, 2.009), with_teacher(9, 1.7), None),  # nothing measurable, though training gained
+        (with_teacher(0, 1.9), with_teacher(9, 1.7), None),
+        (with_teacher(0, 2.0625), with_teacher(9, 1.75), 5.0),
         (with_teacher(3, 5.0), with_teacher(9, 4.0), None),  # what it had cost is not known
         (with_teacher(0, None), with_teacher(9, 4.0), None),
         (with_teacher(0, 5.0), with_teacher(9, None), None),
@@ -190,6 +193,16 @@ def test_what_cannot_be_reported_is_refused(tmp_path, uptrain):
 def test_recovered_fraction(first, now, expected):
     first, now = ({"step": record["step"], **record["evaluation"]} for record in (first, now))
     assert recovered_fraction(first, now) == expected
+
+
+@pytest.mark.parametrize(("before", "shown"), [(2.001, "none, the merge cost nothing measurable"), (2.5, "160.0%")])
+def test_a_merge_that_cost_nothing_measurable(tmp_path, uptrain, before, shown):
+    run = write_run(tmp_path / "run", [with_teacher(0, before), step(1), with_teacher(1, 1.7)])
+    assert uptrain("report", run).code == 0
+    assert f"<dt>recovered fraction</dt><dd>{shown}</dd>" in (run / "report.html").read_text()
+    status = json.loads(uptrain("status", run, "--json").out)["evaluation"]
+    assert status["merge_cost"] == pytest.approx(before - 2.0)
+    assert (status["recovered_fraction"] is None) == (before == 2.001)
 
 
 @pytest.mark.parametrize("n", [1, 2, 49, 50, 149, 150, 1000])
