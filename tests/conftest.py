@@ -60,6 +60,14 @@ def uptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
+def generation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run `python -m model.decoder.generation` in this process."""
+    from model.decoder.generation import main
+
+    return command_line("generation", main, capsys, monkeypatch)
+
+
+@pytest.fixture
 def refuse(convert: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
     """Convert what is at a path, and check the refusal: one line with all words."""
 

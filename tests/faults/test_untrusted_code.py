@@ -81,17 +81,11 @@ def test_run_on_texts_runs_no_tokenizer_of_its_own(uptrain, tmp_path, pwned, tex
     uptrain(*command, *options).refused("code of its own (tok.T), which is never run")
 
 
-def test_generating_runs_no_tokenizer_of_its_own(tmp_path, pwned):
-    from click.testing import CliRunner
-
-    from model.decoder.generation import main
-
+def test_generating_runs_no_tokenizer_of_its_own(generation, tmp_path, pwned, monkeypatch):
     model = tiny.save(tiny.build(), tmp_path / "model")
     with_own_tokenizer(slow_only(make_tokenizer(model)), pwned, tokenizer_class="T")
-    result = CliRunner().invoke(main, [str(model), "--prompt", "x"], input="y\n")
-    assert result.exit_code == 2
-    assert "code of its own (tok.T), which is never run" in result.output
-    assert result.output.count("\n") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    generation(model, "--prompt", "x").refused("code of its own (tok.T), which is never run")
 
 
 def test_the_payload_would_run(tmp_path):

@@ -7,14 +7,12 @@ import fake_runs
 import pytest
 import tiny
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
 from model import load_model
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError, InputError
-from model.decoder.generation import main
 from model.decoder.loading import stop_ids
 from uptrain.commands.run import command
 from uptrain.data.token_cache import Cache
@@ -62,10 +60,8 @@ def test_a_weight_that_is_not_finite(uptrain, model, tmp_path, value):
 
 @pytest.mark.parametrize("option", ["--temperature", "--top-p"])
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_a_number_that_is_not_finite_for_generating(tmp_path, option, value):
-    result = CliRunner().invoke(main, [str(tmp_path), "--prompt", "x", f"{option}={value}"])
-    assert result.exit_code == 2
-    assert f"Invalid value for '{option}'" in result.output
+def test_a_number_that_is_not_finite_for_generating(generation, tmp_path, option, value):
+    generation(tmp_path, "--prompt", "x", f"{option}={value}").refused(f"Invalid value for '{option}'")
 
 
 def test_every_number_of_a_run_is_finite():

@@ -1,7 +1,9 @@
 """The Llama code against transformers: logits, gradients, decoding, packing."""
 
 import copy
+import errno
 import itertools
+import os
 
 import pytest
 import tiny
@@ -353,17 +355,21 @@ def test_matrices_of_several_dtypes_are_widened(tmp_path):
     assert len(generate(model, [[1, 2, 3]], 4)[0]) == 4
 
 
-def test_what_text_cannot_be_made_with_is_said_in_a_line(tmp_path):
-    from click.testing import CliRunner
-
-    from model.decoder.generation import main
-
+def test_generation_refuses_a_folder_without_model_or_tokenizer(generation, tmp_path):
     folder = tiny.save(tiny.build(), tmp_path / "model")
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    for path, said in ((tmp_path / "nowhere", "nowhere"), (folder, "cannot load the tokenizer of")):
-        result = CliRunner().invoke(main, [str(path), "--prompt", "x"])
-        assert (result.exit_code, result.output.count("\n"), said in result.output) == (2, 1, True), result.output
+    generation(tmp_path / "nowhere", "--prompt", "x").refused("nowhere")
+    generation(folder, "--prompt", "x").refused("cannot load the tokenizer of")
+
+
+def test_generation_ends_a_failed_read_with_exit_code_1(generation, tmp_path, monkeypatch):
+    def fail(folder):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    monkeypatch.setattr("model.decoder.generation.load_model", fail)
+    result = generation(tmp_path, "--prompt", "x")
+    assert (result.code, result.err) == (1, f"Error: [Errno 5] Input/output error: '{tmp_path}'\n")
 
 
 def test_a_full_cache_and_ids_outside_the_vocabulary_are_refused(tmp_path):

@@ -57,15 +57,11 @@ def test_greedy_text_of_64_tokens_is_transformers_token_for_token(folder):
     assert generate(load_model(folder), prompt.input_ids.tolist(), 64, stop_ids=()) == [expected[0, n_prompt:].tolist()]
 
 
-def test_text_comes_from_the_command_line(folder):
-    from click.testing import CliRunner
-
-    from model.decoder.generation import main
-
-    result = CliRunner().invoke(main, [str(folder), "--prompt", PROMPT, "--max-new-tokens", "12"])
-    assert result.exit_code == 0
-    assert result.stdout.startswith(PROMPT)
-    assert "KV cache" in result.stderr
+def test_text_comes_from_the_command_line(folder, generation):
+    result = generation(folder, "--prompt", PROMPT, "--max-new-tokens", 12)
+    assert result.code == 0, result.err
+    assert result.out.startswith(PROMPT)
+    assert "KV cache" in result.err
 
 
 def test_merged_to_one_head_it_is_the_parent_with_the_mean_everywhere(folder, tmp_path, convert):
