@@ -56,7 +56,7 @@ def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
                 content if isinstance(content, bytes) else read_bytes_up_to(content, CONFIG_BYTES)
             )
         except InputError as error:
-            raise CheckpointError(f"{name} cannot be read: {error}; fetch it anew.") from error
+            raise CheckpointError(f"{name} cannot be read: {error}; download it again.") from error
         if generation.get("eos_token_id") is not None:
             config, path = generation, name
     ids = config.get("eos_token_id")
@@ -204,7 +204,7 @@ def _read_checked(
     if tensor.shape != parameter.shape:
         raise CheckpointError(
             f"{checkpoint.path}: the tensor {name} has shape {tuple(tensor.shape)}, but config.json "
-            f"means {tuple(parameter.shape)}; they do not belong together."
+            f"means {tuple(parameter.shape)}; they do not match."
         )
     return tensor
 

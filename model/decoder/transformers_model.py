@@ -128,7 +128,7 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
     if n_parameters > 2 * n_stored:  # transformers would first allocate all; a tied head may count twice
         raise CheckpointError(
             f"{folder}: config.json describes a model of {n_parameters:,} parameters, but the files hold "
-            f"{n_stored:,}; they do not belong together."
+            f"{n_stored:,}; they do not match."
         )
     if (folder / "generation_config.json").exists():
         check_size(folder / "generation_config.json", CONFIG_BYTES)

@@ -45,7 +45,7 @@ def test_as_many_groups_as_there_are_different_heads(convert, tmp_path):
     for layer in look(convert, equivalent_mha(source, tmp_path / "many", 2))["layers"]:
         for kind in "kv":
             assert layer["aligned"][kind] < 0.9
-            lost = {groups: found[kind] for groups, found in by_groups(layer).items()}
+            lost = {groups: losses[kind] for groups, losses in by_groups(layer).items()}
             assert lost[4] == pytest.approx(0, abs=1e-6)
             assert lost[2] == pytest.approx(0, abs=1e-6)
             assert lost[1] > 0.1
@@ -150,11 +150,11 @@ def test_refused_families_say_why(convert, tmp_path):
     for family in ("qwen3", "olmo2"):
         source = tiny.save(tiny.build(family), tmp_path / family)
         convert("inspect", source, "--heads").refused(
-            "--heads turns heads", "starcoder2, not for model_type", f"{family!r}; leave it out."
+            "--heads rotates heads", "starcoder2, not for model_type", f"{family!r}; leave --heads out."
         )
 
 
-def test_one_head_has_nothing_to_be_compared_with(convert, tmp_path):
+def test_heads_needs_several_kv_heads(convert, tmp_path):
     source = tiny.save(tiny.build(num_key_value_heads=1), tmp_path / "source")
     convert("inspect", source, "--heads").refused("one K/V head in each layer")
 
@@ -181,8 +181,8 @@ def test_where_no_figure_can_be_written(convert, source, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.inspection.heads.report_heads", lambda *_: pytest.fail("it began to work"))
     (tmp_path / "folder.png").mkdir()
     for path, words in (
-        (tmp_path / "heads.pdf", "is to be a picture, FILE.png"),
-        (tmp_path / "folder.png", "is to be a picture, FILE.png"),
+        (tmp_path / "heads.pdf", "the name must end in .png"),
+        (tmp_path / "folder.png", "the name must end in .png"),
         (tmp_path / "none/heads.png", "there is no folder"),
     ):
         convert("inspect", source, "--heads", "--figure", path).refused(words)

@@ -33,8 +33,8 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
     )
     assert result.code == 0, result.err
     assert (logits(tmp_path / "out") - expected).abs().max() < 1e-4 * expected.abs().max()
-    found = json.loads(convert("verify", many, tmp_path / "out", "--json").out)
-    assert (found["ok"], found["differences"]) == (True, [])
+    report = json.loads(convert("verify", many, tmp_path / "out", "--json").out)
+    assert (report["ok"], report["differences"]) == (True, [])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -117,7 +117,7 @@ def test_which_layers_rotate_is_checked(convert, tmp_path, said):
     source = tiny.save(tiny.build("smollm3"), tmp_path / "source")
     tiny.edit_config(source, no_rope_layers=said)
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
-        "it must say of each of 2 layers"
+        "it must give for each of 2 layers"
     )
 
 

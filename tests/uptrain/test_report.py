@@ -44,9 +44,9 @@ def test_report_of_a_distillation(distilled, uptrain):
     lines = map(json.loads, (distilled / "metrics.jsonl").read_text().splitlines())
     measured = [r["evaluation"] for r in lines if "evaluation" in r]
     assert len(measured) == 4
-    for found in measured:
-        share = (measured[0]["loss"] - found["loss"]) / (measured[0]["loss"] - found["teacher_loss"])
-        assert f"<td>{found['kl']:.4f}</td><td>{found['agreement']:.1%}</td><td>{share:.1%}</td>" in text
+    for row in measured:
+        share = (measured[0]["loss"] - row["loss"]) / (measured[0]["loss"] - row["teacher_loss"])
+        assert f"<td>{row['kl']:.4f}</td><td>{row['agreement']:.1%}</td><td>{share:.1%}</td>" in text
     assert "<td>6</td><td>resumed, " in text
     pixels = matplotlib.image.imread(picture)
     assert (pixels.shape, pixels.std() > 0.01) == ((3 * 465, 2 * 810, 4), True)
@@ -91,7 +91,7 @@ CASES = {
     "distill": ([*STEPS, with_teacher(8, 4.0)], {"loss": "distill"}, [DISTILL, HELD_OUT, KL, RATE, SPEED], ["—"]),
     "mix": ([*STEPS], {"loss": "mix"}, [MIX, RATE, SPEED], ["half cross-entropy"]),
     "new": ([evaluation(0, 9.0), *STEPS], {"model": ""}, [NEXT_TOKEN, HELD_OUT, RATE, SPEED], ["from nothing"]),
-    "skipped": (SKIPPED, {}, TRAINED, ["<td>2</td><td>update left out", "update left out</text>"]),
+    "skipped": (SKIPPED, {}, TRAINED, ["<td>2</td><td>update skipped", "update skipped</text>"]),
     "nothing but skipped": ([step(1, None, skipped=True)], {}, TRAINED, ["not finite"]),
     "resumed": (RESUMED, {}, TRAINED, ["passed over: step-00000008", "2 processes", "resumed</text>"]),
     "not finite": (NOT_FINITE, {}, TRAINED, ["not finite"]),
@@ -162,7 +162,7 @@ def test_a_report_replaces_the_one_before(tmp_path, uptrain, text_only):
     assert {path.name for path in run.iterdir()} == {"run.json", "metrics.jsonl", "report.html", "report.png"}
 
 
-def test_what_cannot_be_reported_is_refused(tmp_path, uptrain):
+def test_invalid_reports_are_refused(tmp_path, uptrain):
     run, empty = write_run(tmp_path / "run", STEPS), write_run(tmp_path / "empty", [event(0, "started")])
     uptrain("report", tmp_path / "nowhere").refused("nowhere is not a run", "uptrain run")
     uptrain("report", empty).refused("empty has no metrics yet")

@@ -134,7 +134,7 @@ class Checkpoints:
             required = _SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
             free = shutil.disk_usage(self.folder).free
             if free < required:
-                return f"{free:,} bytes are free where a checkpoint wants {required:,.0f}"
+                return f"{free:,} bytes are free, but a checkpoint needs {required:,.0f}"
             unfinished.mkdir(parents=True)
         except OSError as error:
             return str(error)

@@ -112,5 +112,5 @@ def _read_state(path: Path) -> Record:
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:
         reason = str(error).rstrip(".")
-        raise InputError(f"{path} is damaged ({reason}); `uptrain resume {path.parent}` writes it anew.") from error
+        raise InputError(f"{path} is damaged ({reason}); `uptrain resume {path.parent}` writes it again.") from error
     return state

@@ -139,7 +139,7 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
 
 def _events(history: History) -> list[tuple[str, str]]:
     events = [(e["step"], _event(e)) for e in history.events]
-    events += [(step, "update left out: its gradient was not finite, or a spike") for step in history.skipped_steps]
+    events += [(step, "update skipped: its gradient was not finite, or a spike") for step in history.skipped_steps]
     return [(f"{step:,}", text) for step, text in sorted(events)]
 
 

@@ -217,7 +217,7 @@ def _halt_on_non_finite(training: Training, state: RunState) -> None:
     text = f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))})"
     if recent[-HALT_COUNT] == state.step - HALT_COUNT + 1:  # consecutive: the data differed, the weights did not
         raise NonFiniteGradientsError(
-            f"{text}; the weights are taken to be broken, and were not saved: {_last_good(training, state)}"
+            f"{text}; the weights are probably broken, and were not saved: {_last_good(training, state)}"
         )
     _save(training, state)
     raise NonFiniteGradientsError(
@@ -237,10 +237,10 @@ def _last_good(training: Training, state: RunState) -> str:
     """Return advice on the checkpoint to restart from after the last update has broken the weights."""
     last_update = max(set(range(1, state.step + 1)) - set(state.skipped), default=0)
     if not last_update:
-        return "they are those that the run began with. Is a weight of the model NaN or infinite?"
+        return "no update has changed them; check the model for weights that are NaN or infinite."
     steps = [step for step in list_checkpoints(training.checkpoints.folder) if step < last_update]
     if not steps:
-        return "no checkpoint is from before. Start a new run with a lower --lr or --weight-decay."
+        return "there is no checkpoint from before. Start a new run with a lower --lr or --weight-decay."
     return (
         f"the checkpoint of step {steps[-1]} is from before. Export it (--step {steps[-1]}), and start a new run from "
         "there with a lower --lr or --weight-decay."

@@ -54,7 +54,7 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
         except RuntimeError as error:  # torch raises it when memory does not suffice
             nbytes = sum(parameter.nbytes for parameter in model.parameters())
             raise InputError(
-                f"{folder}/config.json describes a model of {console.size(nbytes)}, for which there is no memory; "
+                f"{folder}/config.json describes a model of {console.size(nbytes)}, which does not fit into memory; "
                 "correct its sizes, or use a machine with more."
             ) from error
     return TransformersModel(build_hf_model(folder, dtype)).eval()
