@@ -98,10 +98,10 @@ class Payload:
 @pytest.fixture
 def payload(tmp_path: Path) -> Payload:
     """Return an object whose pickle runs code; that it does is checked first."""
-    found = Payload(tmp_path / "pwned")
-    pickle.loads(pickle.dumps(found))
+    pickled = Payload(tmp_path / "pwned")
+    pickle.loads(pickle.dumps(pickled))
     (tmp_path / "pwned").rmdir()
-    return found
+    return pickled
 
 
 @pytest.fixture(scope="session")
@@ -111,8 +111,8 @@ def device() -> "torch.device":
 
     from uptrain.distributed.accelerator import has_accelerator
 
-    found = torch.accelerator.current_accelerator() if has_accelerator() else None
-    return found or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
+    return accelerator or torch.device("cpu")
 
 
 @pytest.fixture

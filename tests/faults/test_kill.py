@@ -46,7 +46,7 @@ def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected):
     assert killed >= 20
 
 
-def test_rerun_goes_on_with_finished_shards(convert, source, tmp_path, expected):
+def test_rerun_keeps_finished_shards(convert, source, tmp_path, expected):
     out = tmp_path / "out"
     arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     kill_at(10, *arguments)

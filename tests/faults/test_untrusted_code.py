@@ -32,8 +32,8 @@ def code(path, pwned):
 def with_own_tokenizer(folder, pwned, **config):
     """Let a folder name code of its own for its tokenizer."""
     path = folder / "tokenizer_config.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**found, "auto_map": {"AutoTokenizer": ["tok.T", "tok.T"]}, **config}))
+    existing = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**existing, "auto_map": {"AutoTokenizer": ["tok.T", "tok.T"]}, **config}))
     code(folder / "tok.py", pwned)
     return folder
 
@@ -200,12 +200,12 @@ def risky(tree):
 
 
 def test_the_source_has_no_risky_call():
-    found = [
+    violations = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
         for line, name in risky(ast.parse(path.read_text()))
     ]
-    assert not found
+    assert not violations
     assert len(SOURCES) > 150
 
 

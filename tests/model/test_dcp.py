@@ -45,9 +45,9 @@ def test_converts_as_the_hugging_face_folder_does(convert, tmp_path, dtype, n_pi
         shutil.copy(folder / name, other)
     for groups in (8, 2):
         assert_same_conversion(convert, folder, other, tmp_path, groups)
-    found = json.loads(convert("inspect", other, "--json").out)
-    assert found["files"] == [".metadata", *(f"__{i}_0.distcp" for i in range(n_pieces))]
-    assert (found["format"], found["side_files"], found["left_out"]) == ("dcp", ["tokenizer.json"], [])
+    summary = json.loads(convert("inspect", other, "--json").out)
+    assert summary["files"] == [".metadata", *(f"__{i}_0.distcp" for i in range(n_pieces))]
+    assert (summary["format"], summary["side_files"], summary["left_out"]) == ("dcp", ["tokenizer.json"], [])
 
 
 class PicklerOfPython_3_11_0(pickle.Pickler):
@@ -179,11 +179,11 @@ def test_where_config_is_found(convert, tmp_path, where):
             {"schema": 1, "method": "mean", "seed": 0, "groups": 8, "source": source, "merge_report": [], "sha256": {}}
         )
     )
-    found = json.loads(convert("inspect", path, "--json").out)
+    summary = json.loads(convert("inspect", path, "--json").out)
     files = tiny.SIDE_FILES.keys() | {"generation_config.json"}
     if where == "above":  # whose folders are other checkpoints
         files = {name for name in files if "/" not in name}
-    assert set(found["side_files"]) == files
+    assert set(summary["side_files"]) == files
     assert convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 2).code == 0
     assert convert("verify", path, tmp_path / "out").code == 0
     assert json.loads((tmp_path / "out/groupwise.json").read_text())["source"]["groupwise"]["groups"] == 8

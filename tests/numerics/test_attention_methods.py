@@ -112,7 +112,7 @@ def test_allowed_maps_change_nothing(n_kv_heads, bias):
     assert difference(attention, map_values(attention, rng.normal(size=(n_kv_heads, HEAD_DIM, HEAD_DIM)))) < 1e-9
 
 
-def test_a_general_rotation_of_keys_does():
+def test_a_general_rotation_of_keys_changes_the_output():
     """It does not commute with rotary embeddings, though queries are rotated alike."""
     rng, attention = np.random.default_rng(1), make(0)
     maps = random_rotations(rng, N_HEADS)
@@ -198,7 +198,7 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_and_on_trained_weights(groups):
+def test_each_method_loses_no_more_on_trained_weights(groups):
     with open_checkpoint(Path("assets/demo-mha")) as checkpoint:
         for layer in make_plan(checkpoint, groups, Recipe("pca"), None).layers[::3]:
             assert isinstance(layer, LayerMerge)

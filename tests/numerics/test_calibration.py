@@ -57,18 +57,18 @@ def text(folder):
 
 def heads_of(model, ids_NT):
     """Return for each layer attention's probabilities, and queries, keys and values before rotation, in float64."""
-    found = []
+    projections = []
 
     def keep(module, arguments, keywords):
         x = keywords["hidden_states"]
         shape = (*x.shape[:2], -1, module.head_dim)
-        found.append([p(x).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj)])
+        projections.append([p(x).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj)])
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.inference_mode():
         out = model(torch.from_numpy(ids_NT), output_attentions=True)
-    return [(a.numpy(), *(h.numpy() for h in heads)) for a, heads in zip(out.attentions, found, strict=True)]
+    return [(a.numpy(), *(h.numpy() for h in heads)) for a, heads in zip(out.attentions, projections, strict=True)]
 
 
 def turned(x_TD: Real, positions_T: Real, theta: float, factor: float) -> Real:
@@ -144,7 +144,7 @@ def test_states_are_the_models(tmp_path, watched):
 
 
 @pytest.mark.parametrize("refine", [0, 64])
-def test_stopped_anywhere_it_goes_on_to_the_same(tmp_path, refine):
+def test_calibration_stopped_anywhere_resumes_to_the_same_result(tmp_path, refine):
     class Stop(Exception):
         pass
 

@@ -278,7 +278,7 @@ def test_no_gradient_crosses_a_document_s_border(tmp_path):
     assert (embedded.grad[0, 8:].abs().sum(dim=1) > 0).all()
 
 
-def test_a_scaling_said_in_both_spellings(tmp_path):
+def test_rope_scaling_in_both_spellings(tmp_path):
     """As converted models have it, so that transformers 4 heeds it too."""
     scaling = {"rope_type": "linear", "factor": 4.0}
     folder = tiny.save(tiny.build(rope_parameters={**scaling, "rope_theta": 54321.0}), tmp_path / "model")

@@ -105,13 +105,13 @@ def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
     tiny.edit_config(folder, eos_token_id=ends if where[0] == "c" else None, pad_token_id=0)
     ours = load_model(folder)
     known = ends if several else [ends]
-    found = generate(ours, prompts, 24)
-    assert found == [list(itertools.takewhile(lambda token: token not in known, text)) for text in free]
-    assert any(len(text) < 24 for text in found)
+    generated = generate(ours, prompts, 24)
+    assert generated == [list(itertools.takewhile(lambda token: token not in known, text)) for text in free]
+    assert any(len(text) < 24 for text in generated)
     if where[0] == "c":  # as transformers takes it where there is no generation_config.json
         (folder / "generation_config.json").unlink()
     theirs = AutoModelForCausalLM.from_pretrained(folder)
-    for prompt, text in zip(prompts, found, strict=True):
+    for prompt, text in zip(prompts, generated, strict=True):
         ids = torch.tensor([prompt])
         written = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert [token for token in written[0, 3:].tolist() if token not in known] == text
