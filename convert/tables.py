@@ -10,7 +10,7 @@ from model.common.console import console, duration, print_key_values, size
 
 
 def inspection(summary: dict[str, Any]) -> None:
-    """Print what a checkpoint is, and a table of the possible numbers of groups."""
+    """Print the facts of a checkpoint, and a table of the possible numbers of groups."""
     dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in summary["bytes_by_dtype"].items())
     print_key_values(
         summary["source"],
@@ -31,7 +31,7 @@ def inspection(summary: dict[str, Any]) -> None:
             *_remarks(summary),
         ],
     )
-    table = Table(title="\nWhat --groups can be", title_justify="left")
+    table = Table(title="\nPossible values of --groups", title_justify="left")
     headings = ("groups", "", "weights", "KV cache/token", "of now", "TP", "TP, heads copied")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in headings[-2:] else "right")
@@ -81,21 +81,23 @@ def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
     if text:
         n_tokens = text["windows"] * text["window"]
         time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
-        rows.append(("calibration", f"{n_tokens:,} tokens, estimate {time}, with {room} on the disk for as long"))
+        rows.append(("calibration", f"{n_tokens:,} tokens, estimate {time}, with {room} of temporary disk space"))
     return rows
 
 
 def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    skipped_files = ", ".join(summary["left_out"]) or "nothing is left out"
+    skipped_files = ", ".join(summary["left_out"]) or "none"
     return [("not copied", skipped_files), *(("note", note) for note in summary["notes"])]
 
 
 def merges(report: list[dict[str, Any]]) -> None:
     """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
     if not report:
-        console().print("The number of K/V heads stays; every tensor was copied.")
+        console().print("The number of K/V heads is unchanged; every tensor was copied.")
         return
-    table = Table(title="What merging did to the heads", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="Merged heads compared with the originals", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("", overflow="fold")
     for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\noriginal", "lowest\n(layer)"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -118,13 +118,13 @@ def verify(
 def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings: Findings) -> Recipe:
     """Return the recipe that OUT records. If OUT's calibration tokens are not usable, add to `findings.unchecked`."""
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
-        raise CheckpointError(f"{out_path / RECORD_FILE} names no method and seed that this version knows.")
+        raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
     renorm, refit = record.get("renorm", NONE), record.get("refit", False)
     refine, grouping = record.get("refine", 0), record.get("grouping", GROUPINGS[0])
     if type(refine) is not int or not 0 <= refine <= MAX_TOKENS:
         raise CheckpointError(f"{out_path / RECORD_FILE} records that layers were refined on {refine!r} tokens.")
     if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
-        raise CheckpointError(f"{out_path / RECORD_FILE} names no method and seed that this version knows.")
+        raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
     recorded = record.get("calibration")
     text = None if recorded is None else _stored_text(source, out_path, recorded, findings)
     return Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, text)
@@ -155,7 +155,7 @@ def _layers(
     if plan.scratch_bytes > free:
         raise CheckpointError(
             f"{gettempdir()} has {free / 1e9:.2f} GB free, but {plan.scratch_bytes / 1e9:.2f} GB are needed to run the "
-            "calibration again; set TMPDIR to a folder with more room."
+            "calibration again; set TMPDIR to a folder with more free space."
         )
     calibrate(source, plan, scratch, quiet)
     return MergedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
@@ -345,7 +345,7 @@ def _compare_index(out: Checkpoint, findings: Findings) -> None:
     expected, path = index_text(out.shards, out.tensors), out.path / INDEX
     if expected is None:
         if path.exists():
-            findings.differences.append(f"{INDEX} is there beside a single model.safetensors")
+            findings.differences.append(f"{INDEX} exists beside a single model.safetensors")
     elif json.loads(path.read_bytes()) != json.loads(expected):
         findings.differences.append(f"{INDEX} does not give the true total_size or tensors")
     for extra in {f.name for f in out.path.glob("*.safetensors")} - {f.name for f in out.weight_files}:

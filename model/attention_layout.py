@@ -157,7 +157,7 @@ def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int
         elif match or LOOKS_LIKE_ATTENTION.search(name):
             raise CheckpointError(
                 f"the tensor {name} (shape {tensor.shape}) is attention in a layout that "
-                f"model_type {family.model_type!r} does not have; refused rather than guessed."
+                f"model_type {family.model_type!r} does not have; refused."
             )
     return layers
 
@@ -245,7 +245,7 @@ def _check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise CheckpointError(
             f"{tensor.name} has shape {tensor.shape}, but config.json and the other layers mean {shape}; "
-            "they do not belong together."
+            "they do not match."
         )
     if tensor.dtype not in FLOAT_DTYPES:
         raise CheckpointError(

@@ -70,7 +70,7 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     if len(layers) != n_layers or max(layers) >= n_layers:
         raise CheckpointError(
             f"config.json says {_name(config, family.keys.n_layers)} = {n_layers}, but the weights hold attention for "
-            f"{len(layers)} layers{_gaps(layers, n_layers)}; they do not belong together."
+            f"{len(layers)} layers{_gaps(layers, n_layers)}; they do not match."
         )
     head_dim = _head_dim(config, family, layers, n_heads, hidden_size)
     n_kv_heads = _n_kv_heads(family, layers, n_heads, head_dim)
@@ -110,7 +110,7 @@ def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -
         listed = [(layer + 1) % every != 0 for layer in range(n_layers)]
     if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
         raise CheckpointError(
-            f"config.json has no_rope_layers = {checks.show(listed)}; it must say of each of {n_layers} layers 1 "
+            f"config.json has no_rope_layers = {checks.show(listed)}; it must give for each of {n_layers} layers 1 "
             "(rotated) or 0."
         )
     return [bool(value) for value in listed]
@@ -166,7 +166,7 @@ def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads
     if type(stated) is not int or head_dim != stated:
         raise CheckpointError(
             f"config.json says {statement}, but {tensor.name} has shape {tensor.shape}, which means {head_dim}; "
-            "they do not belong together."
+            "they do not match."
         )
     return head_dim
 
@@ -197,7 +197,7 @@ def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, n
     if type(stated) is not int or stated != n_kv_heads:
         key = family.keys.n_kv_heads if family.switch is None else family.switch.key
         raise CheckpointError(
-            f"config.json says {statement}, but the weights hold {n_kv_heads} K/V heads; set {key} to what is true."
+            f"config.json says {statement}, but the weights hold {n_kv_heads} K/V heads; set {key} to the true number."
         )
     if n_heads % n_kv_heads:
         raise CheckpointError(f"the weights hold {n_kv_heads} K/V heads, which do not divide {n_heads} query heads.")
@@ -243,7 +243,7 @@ def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
     if config.get("per_layer_config"):
         raise CheckpointError(
             "config.json has per_layer_config, sizes that differ from layer to layer; a conversion gives all layers "
-            "the same number of K/V heads, so start from a model without."
+            "the same number of K/V heads, so start from a model without it."
         )
     for key, (value, reason) in family.refused.items():
         if _get(config, key) == value:
@@ -251,7 +251,7 @@ def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> None:
-    advice = "merging packed numbers gives garbage; start from the original, unquantised model."
+    advice = "packed numbers cannot be merged; start from the original, unquantised model."
     for config in (checkpoint.config, text_config):
         if config.get("quantization_config"):
             method = config["quantization_config"]

@@ -53,8 +53,8 @@ def convert_known_model() -> None:
         loss = loss_on_paragraph(model, tokenizer)
         rows.append((label, f"{loss:.2f}", f"{math.exp(loss):,.0f}", complete(model, tokenizer, PROMPT)))
     headings = ("", "loss on a paragraph", "perplexity", "greedy completion")
-    show(f"All in transformers: what comes after “{PROMPT}”", headings, rows)
-    print("What merging still costs, uptraining repairs: now with a model small enough for it.")
+    show(f"All in transformers: the continuation of “{PROMPT}”", headings, rows)
+    print("Uptraining recovers the rest: now with a model small enough for it.")
 
 
 def uptrain_small_model() -> None:
@@ -83,15 +83,15 @@ def uptrain_small_model() -> None:
     losses = {label: evaluate(folder, measured) for label, folder in folders.items()}
     parent, by_mean, *_, last = losses.values()
     show(
-        f"In transformers: what comes after “{OPENING}”",
+        f"In transformers: the continuation of “{OPENING}”",
         ("", "held-out loss", "perplexity", "greedy completion"),
         [
             (label, f"{losses[label]:.3f}", f"{math.exp(losses[label]):,.0f}", complete(*load(folder), OPENING))
             for label, folder in folders.items()
         ],
     )
-    print(f"Of what merging by the mean costs, {(last - parent) / (by_mean - parent):.1%} is left.")
-    print(f"How it got there: {training}/report.html.")
+    print(f"Of the loss that the mean merge added, {(last - parent) / (by_mean - parent):.1%} is left.")
+    print(f"Curves of the training: {training}/report.html.")
 
 
 def evaluate(model: Path, cache: Path) -> float:

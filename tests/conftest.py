@@ -60,6 +60,14 @@ def uptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
+def generation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run `python -m model.decoder.generation` in this process."""
+    from model.decoder.generation import main
+
+    return command_line("generation", main, capsys, monkeypatch)
+
+
+@pytest.fixture
 def refuse(convert: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
     """Convert what is at a path, and check the refusal: one line with all words."""
 
@@ -90,10 +98,10 @@ class Payload:
 @pytest.fixture
 def payload(tmp_path: Path) -> Payload:
     """Return an object whose pickle runs code; that it does is checked first."""
-    found = Payload(tmp_path / "pwned")
-    pickle.loads(pickle.dumps(found))
+    pickled = Payload(tmp_path / "pwned")
+    pickle.loads(pickle.dumps(pickled))
     (tmp_path / "pwned").rmdir()
-    return found
+    return pickled
 
 
 @pytest.fixture(scope="session")
@@ -103,8 +111,8 @@ def device() -> "torch.device":
 
     from uptrain.distributed.accelerator import has_accelerator
 
-    found = torch.accelerator.current_accelerator() if has_accelerator() else None
-    return found or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
+    return accelerator or torch.device("cpu")
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def draw_png(report: HeadReport, name: str) -> bytes:
     height = max(6.4, 2.0 + _ROW_INCHES * len(report.layers))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(2 * width + 4.2, height), dpi=150, layout="constrained")
-        figure.suptitle(f"{name}: what sharing K/V heads loses", x=0.01, ha="left", fontsize=12, parse_math=False)
+        figure.suptitle(f"{name}: loss from sharing K/V heads", x=0.01, ha="left", fontsize=12, parse_math=False)
         sides = figure.add_gridspec(1, 2, width_ratios=[2 * width, 4.2])
         _draw_losses(figure.add_subfigure(sides[0]), report)
         _draw_worst(figure.add_subfigure(sides[1]), report.worst[0])
@@ -51,15 +51,15 @@ def _draw_losses(figure: SubFigure, report: HeadReport) -> None:
     for axes, title, kind in zip(grid, titles, "kv", strict=True):
         shares_LG = np.array([[getattr(layer.lost["pca"][n], kind) for n in report.groups] for layer in report.layers])
         image = _heat_map(axes, shares_LG, LOST, percent=True)
-        axes.set(title=title, xlabel="groups (K/V heads left in each layer)", aspect="auto")
+        axes.set(title=title, xlabel="groups (K/V heads in each layer)", aspect="auto")
         axes.set_xticks(range(len(report.groups)), [f"{n}\n{attention_kind(0, n)}" for n in report.groups])
     every = -(-len(report.layers) // 40)
     grid[0].set_yticks(range(0, len(report.layers), every), [layer.layer for layer in report.layers[::every]])
     grid[0].set_ylabel("layer")
     bar = figure.colorbar(image, ax=grid, orientation="horizontal", aspect=45, pad=0.02, format="{x:.0%}")
     bar.set_label(
-        "share of the energy that is gone when neighbouring heads share one,\n"
-        "merged by --method pca, from the weights alone"
+        "share of the energy lost when neighbouring heads share one,\n"
+        "merged by --method pca; computed from the weights alone"
     )
     bar.outline.set_visible(False)
 
@@ -71,13 +71,13 @@ def _draw_worst(figure: SubFigure, layer: LayerHeads) -> None:
         # Hide the diagonal: the cosine of a head with itself is always 1.
         pairs_KK = np.where(np.eye(len(cosines_KK), dtype=bool), np.nan, cosines_KK)
         image = _heat_map(axes, pairs_KK, ALIKE, percent=False)
-        axes.set(title=f"Layer {layer.layer}, which loses most: {kind} heads", aspect="equal")
+        axes.set(title=f"Layer {layer.layer}, the largest loss: {kind} heads", aspect="equal")
         axes.set(xlabel=f"{kind} head", ylabel=f"{kind} head")
         ticks = range(0, len(cosines_KK), -(-len(cosines_KK) // 16))
         axes.set_xticks(ticks)
         axes.set_yticks(ticks)
     bar = figure.colorbar(image, ax=grid, orientation="horizontal", aspect=30, pad=0.02)
-    bar.set_label("cosine of two heads once they are aligned,\nby turns that leave the model as it is")
+    bar.set_label("cosine of two heads after alignment\nby rotations that keep the model's output")
     bar.outline.set_visible(False)
 
 

@@ -12,8 +12,8 @@ def check(path: Path) -> None:
     if find_spec("matplotlib") is None:
         raise InputError("--figure needs matplotlib: pip install 'groupwise[torch]'; or leave --figure out.")
     if path.suffix.lower() != ".png" or path.is_dir():
-        raise InputError(f"--figure {path} is to be a picture, FILE.png.")
+        raise InputError(f"--figure {path}: the name must end in .png.")
     if not path.parent.is_dir():
-        raise InputError(f"there is no folder {path.parent} to write {path.name} into.")
+        raise InputError(f"there is no folder {path.parent} for {path.name}; create it first.")
     if not os.access(path.parent, os.W_OK):
-        raise InputError(f"the folder {path.parent} cannot be written to, so {path.name} cannot be put there.")
+        raise InputError(f"the folder {path.parent} is not writable, so {path.name} cannot be created there.")

@@ -112,8 +112,8 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
         raise CheckpointError(f"{checkpoint.path} has one K/V head in each layer; --heads has nothing to compare.")
     if geometry.n_rotary_pairs is None:
         raise CheckpointError(
-            "--heads turns heads to compare them, which is known to leave the model as it is for "
-            f"{', '.join(ROTATING)}, not for model_type {geometry.attention.family.model_type!r}; leave it out."
+            "--heads rotates heads to compare them, which is known to keep the model's output for "
+            f"{', '.join(ROTATING)}, not for model_type {geometry.attention.family.model_type!r}; leave --heads out."
         )
     return make_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
 

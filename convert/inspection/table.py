@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
@@ -10,35 +11,36 @@ from convert.inspection.summary import attention_kind
 from model.common.console import console
 
 _MOST_SHOWN = 4
-_WIDTH = 110
 
 
 def print_heads(report: HeadReport) -> None:
-    """Print one row per layer, means over the layers, and a legend."""
+    """Print one row per layer, means over the layers, and a legend. The table fits 80 columns."""
     shown = shown_groups(report.n_kv_heads, report.groups)
-    table = Table(title="\nHow alike K/V heads are, and what merging them loses", title_justify="left")
-    for heading in ("layer", "K cosine\nraw", "K cosine\naligned", "V cosine\nraw", "V cosine\naligned"):
-        table.add_column(heading, justify="right")
+    table = Table(
+        title="\nSimilarity of K/V heads, and loss from merging them",
+        title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0,
+    )  # fmt: skip
+    for heading in ("layer", "K cos\nraw", "K cos\naligned", "V cos\nraw", "V cos\naligned"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for groups in shown:
-        table.add_column(f"{attention_kind(0, groups)}: %\nlost K, V", justify="right")
+        table.add_column(f"{attention_kind(0, groups)} %\nK, V lost", justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(str(layer.layer), *_cosines([layer]), *_losses([layer], "pca", shown))
     table.add_section()
     table.add_row("mean", *_cosines(report.layers), *_losses(report.layers, "pca", shown))
     table.add_row("mean *", *[""] * 4, *_losses(report.layers, "mean", shown))
     screen = console()
-    if not screen.is_terminal:  # a file has no need to fold lines at 80 columns
-        screen.width = max(screen.width, _WIDTH)
     screen.print(table)
     worst = ", ".join(str(layer.layer) for layer in report.worst[:3])
-    for line in (*_LEGEND, f"\nLayers that lose most: {worst}."):
+    for line in ("", *_LEGEND, f"\nLayers with the largest loss: {worst}."):
         screen.print(line, highlight=False)
 
 
 _LEGEND = (
-    "Cosines: of two heads, mean of all pairs; aligned: after the best turns that leave the model as it is.",
-    "Lost: share of the energy of logits (K) and output (V) that is gone when neighbours share a head, by --method "
-    "pca; *: by --method mean. From the weights alone; no text was run.",
+    "cos: cosine of two heads, mean over all pairs. aligned: after the best rotation of each head that keeps the "
+    "model's output.",
+    "% K, V lost: share of the energy of logits (K) and output (V) that is lost when neighbouring heads share one, "
+    "with --method pca. mean *: with --method mean. Computed from the weights alone, without text.",
 )
 
 
@@ -56,7 +58,7 @@ def _cosines(layers: Sequence[LayerHeads]) -> list[str]:
 
 def _losses(layers: Sequence[LayerHeads], method: str, shown: list[int]) -> list[str]:
     means = (_mean([layer.lost[method][groups] for layer in layers]) for groups in shown)
-    return [f"{_percent(lost.k)}, {_percent(lost.v):>4}" for lost in means]
+    return [f"{_percent(lost.k):>5} {_percent(lost.v):>4}" for lost in means]
 
 
 def _percent(share: float) -> str:

@@ -68,8 +68,8 @@ def refuse_without_weights(folder: Path) -> NoReturn:
         if shard := re.fullmatch(r"(.+)-\d+-of-\d+(\.safetensors|\.bin)", name):
             index = f"{shard[1]}{shard[2]}.index.json"
             raise CheckpointError(
-                f"{folder} holds {name} but no {index}, which says which tensor is in which file; fetch it from where "
-                "the model is from, or save the model again."
+                f"{folder} holds {name} but no {index}, which says which tensor is in which file; download it again, "
+                "or save the model again."
             )
     if names:
         raise CheckpointError(

@@ -36,7 +36,7 @@ def find_in_cache(path: Path) -> Path | None:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"{missing} it can be found with huggingface_hub only: pip install huggingface_hub; {fetch}."
+            f"{missing} huggingface_hub is needed to find it: pip install huggingface_hub; {fetch}."
         ) from error
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))

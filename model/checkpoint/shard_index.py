@@ -45,11 +45,11 @@ def weight_file_names(folder: Path, naming: Naming) -> tuple[list[str], dict[str
     names = sorted(set(table.values()))
     if single.is_file() and naming.single not in names:
         raise CheckpointError(
-            f"{folder} holds both {naming.single} and {naming.index}, two models; remove the one that is stale."
+            f"{folder} holds both {naming.single} and {naming.index}, which are two models; remove the outdated one."
         )
     for name in names:
         if not is_plain_name(name):
-            raise CheckpointError(f"{index} names {name!r}, a path outside the folder or no file's name; refused.")
+            raise CheckpointError(f"{index} names {name!r}, which is not a plain file name inside the folder; refused.")
         if not name.endswith(naming.suffix):
             raise CheckpointError(f"{index} names {name!r}, which is not a {naming.suffix} file; refused.")
         refuse_dangling(folder / name)
@@ -87,7 +87,7 @@ def check_index(index: Path, tensors: Mapping[str, Iterable[str]], table: dict[s
         for name in names:
             if name in file_of:
                 raise CheckpointError(
-                    f"{index.parent}: the same tensor stands in two shards, {name} in {file_of[name]} and {file}; "
+                    f"{index.parent}: the same tensor is in two shards, {name} in {file_of[name]} and {file}; "
                     "the checkpoint is inconsistent."
                 )
             file_of[name] = file

@@ -111,7 +111,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.data)}[whence]
         if self._position < 0:
-            raise ValueError("a place before the beginning")
+            raise ValueError("an offset before the beginning")
         return self._position
 
     def tell(self) -> int:
@@ -130,11 +130,11 @@ def _check_start(path: Path) -> None:
         start = file.read(4)
     if start[:2] == _PICKLE:
         raise CheckpointError(
-            f"{path} is in the format of torch before 1.6, which cannot be read piece by piece; save it anew: "
+            f"{path} is in the format of torch before 1.6, which cannot be read piece by piece; save it again: "
             "torch.save(torch.load(FILE, weights_only=True), FILE)."
         )
     if start != _ZIP:
-        raise CheckpointError(f"{path} is not a file that torch.save wrote, or is damaged: it is no zip archive.")
+        raise CheckpointError(f"{path} is not a file that torch.save wrote, or is damaged: it is not a zip archive.")
 
 
 def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str, tuple[int, int]]:
@@ -155,7 +155,7 @@ def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str,
     offset, size = places.get(f"{roots[0]}byteorder", (0, 0))
     file.seek(offset)
     if size and file.read(size) != sys.byteorder.encode():
-        raise CheckpointError(f"{path} was written on a machine of the other byte order; save it anew on this one.")
+        raise CheckpointError(f"{path} was written on a machine of the other byte order; save it again on this one.")
     prefix = f"{roots[0]}data/"
     return {name.removeprefix(prefix): place for name, place in places.items() if name.startswith(prefix)}
 
@@ -192,8 +192,8 @@ def load(path: Path, source: Any, **options: Any) -> Any:
         if not global_name:
             raise damaged(path, str(error).rpartition("WeightsUnpickler error: ")[2]) from error
         raise CheckpointError(
-            f"{path} holds {global_name[1]}, which is code or an object and not a tensor; nothing "
-            "of it was run. Ask for the model as safetensors, or save only its state dict."
+            f"{path} holds {global_name[1]}, which is code or an object and not a tensor; no code was run. Ask for the "
+            "model as safetensors, or save only its state dict."
         ) from error
     except Exception as error:  # for a damaged file torch raises any error, even KeyError and AssertionError
         raise damaged(path, error) from error

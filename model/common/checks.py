@@ -36,7 +36,7 @@ def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
 def whole_number(value: object, name: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
     """Return a whole number of the range. Raises CheckpointError otherwise; True and 8.0 are not whole numbers."""
     if not is_whole_number(value, least):
-        kind = "a positive whole number" if least == 1 else f"a whole number from {least} on"
+        kind = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
         raise CheckpointError(f"{name} = {show(value)}; it must be {kind}.")
     if value > most:
         raise CheckpointError(f"{name} = {show(value)}; it must be at most {most}.")
@@ -49,9 +49,9 @@ def size(value: object, name: str) -> int:
 
 
 def number(value: object, name: str, above: float | None = None) -> float:
-    """Return a finite number above `above`, or from 0 on if `above` is None. Raises CheckpointError otherwise."""
+    """Return a finite number above `above`, or of at least 0 if `above` is None. Raises CheckpointError otherwise."""
     if not is_finite(value) or (value < 0 if above is None else value <= above):
-        kinds = {None: "a finite number from 0 on", 0.0: "a finite, positive number"}
+        kinds = {None: "a finite number of at least 0", 0.0: "a finite, positive number"}
         kind = kinds.get(above, f"a finite number above {above}")
         raise CheckpointError(f"{name} = {show(value)}; it must be {kind}.")
     return float(value)

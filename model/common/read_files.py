@@ -18,13 +18,13 @@ def check_size(path: Path, limit: int) -> None:
     check_regular(path)
     size = path.stat().st_size
     if size > limit:
-        raise CheckpointError(f"{path} has {size:,} bytes, where at most {limit:,} are read; fetch the file anew.")
+        raise CheckpointError(f"{path} has {size:,} bytes, but at most {limit:,} are allowed; download it again.")
 
 
 def check_regular(path: Path) -> None:
     """Raise CheckpointError if `path` is a folder, FIFO, socket or device; opening some of these blocks forever."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path} is not a regular file; put the file itself there.")
+        raise CheckpointError(f"{path} is not a regular file; replace it by the file itself.")
 
 
 def read_bytes_up_to(path: Path, limit: int) -> bytes:
@@ -40,7 +40,7 @@ def read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch the file anew.") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again.") from error
 
 
 def leads_outside(path: Path, folder: Path) -> bool:

@@ -7,7 +7,7 @@
         scratch/                intermediate results
         replaced/               the folder that --overwrite replaces, until the new one is in its place
 
-A killed run leaves the staging area behind. The same command resumes from its journal; any other command starts anew.
+A killed run leaves the staging area behind. The same command resumes from its journal; any other command starts afresh.
 Both first restore a folder that the killed run moved away and did not replace.
 """
 
@@ -80,7 +80,7 @@ class Staging:
                 raise CheckpointError(
                     f"cannot write beside {self.out}: {error.strerror}; choose another OUT."
                 ) from error
-        raise CheckpointError(f"{self.root} is removed by another process again and again; stop that.")
+        raise CheckpointError(f"{self.root} is removed repeatedly by another process; stop that process.")
 
     def __exit__(self, *exc: object) -> None:
         self._release()
@@ -105,8 +105,8 @@ class Staging:
             self._journal.unlink(missing_ok=True)
         elif self._replaced.exists():
             raise CheckpointError(
-                f"{self.out} exists, and so does what a killed run moved from there to {self._replaced}; "
-                "move one of them to another place."
+                f"{self.out} exists, and a killed run had moved the previous one to {self._replaced}; move one of them "
+                "elsewhere."
             )
         stale_lock = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
         for path in self.out.parent.iterdir():
@@ -155,12 +155,12 @@ class Staging:
     def publish(self) -> None:
         """Rename the finished folder to OUT.
 
-        Raises FileExistsError if OUT has appeared meanwhile and may not be replaced. All finished work is kept.
+        Raises FileExistsError if OUT was created meanwhile and may not be replaced. All finished work is kept.
         """
         sync_folder(self.folder)
         if os.path.lexists(self.out):
             if not self._is_replaceable():
-                raise FileExistsError(f"{self.out} has appeared meanwhile; move it to another place")
+                raise FileExistsError(f"{self.out} was created during the run; move it elsewhere")
             self.out.rename(self._replaced)
         try:
             self.folder.rename(self.out)  # by POSIX it fails unless OUT is absent or an empty folder
@@ -172,7 +172,7 @@ class Staging:
         try:
             self.discard()
         except OSError as error:  # OUT is complete nevertheless
-            console.warn(f"{self.root} could not be removed ({error}); it is of no more use.")
+            console.warn(f"{self.root} could not be removed ({error}); it is no longer needed.")
 
     def discard(self) -> None:
         """Remove the staging area. A folder that a killed run moved away and did not replace is restored first."""
@@ -200,7 +200,7 @@ def _remove(folder: Path) -> None:
         if folder.exists():
             shutil.rmtree(folder)
     except OSError as error:
-        console.warn(f"{folder} could not be removed ({error}); it is of no more use.")
+        console.warn(f"{folder} could not be removed ({error}); it is no longer needed.")
 
 
 def _read_journal(path: Path) -> tuple[str | None, dict[str, Any], int]:

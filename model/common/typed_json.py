@@ -23,7 +23,7 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise InputError(f"{show(parsed)} where a JSON object belongs")
+        raise InputError(f"{show(parsed)} where a JSON object is expected")
     return parsed
 
 

@@ -131,7 +131,7 @@ def _sliding_layers(config: Mapping[str, Any], n_layers: int) -> list[bool]:
     supported = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != n_layers or not all(kind in supported for kind in kinds):
         raise CheckpointError(
-            f"config.json has layer_types = {checks.show(kinds)}; it must say of each of {n_layers} layers "
+            f"config.json has layer_types = {checks.show(kinds)}; it must give for each of {n_layers} layers "
             f"{' or '.join(supported)}."
         )
     return [kind == "sliding_attention" for kind in kinds]

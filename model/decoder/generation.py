@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.common import checks, console
 from model.common.console import echo
-from model.common.errors import CheckpointError, InputError
+from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
 from model.decoder.kv_cache import KVCache
 from model.decoder.linear import linear
@@ -148,19 +148,20 @@ def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[f
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--prompt", required=True, help="What the text begins with.")
+@click.option("--prompt", required=True, help="Text to continue.")
 @click.option("--max-new-tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True)
 @click.option("--temperature", type=checks.FiniteFloat(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=checks.FiniteFloat(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True)
-def main(folder: Path, **options: Any) -> None:
+def command(folder: Path, **options: Any) -> None:
     """Generate text with the checkpoint in FOLDER, on the CPU."""
-    try:
-        show(folder, **options)
-    except (InputError, OSError) as error:
-        console.echo_line(f"Error: {error}")
-        raise SystemExit(2) from error
+    show(folder, **options)
+
+
+def main() -> None:
+    """Run the command line."""
+    console.run(command)
 
 
 if __name__ == "__main__":
-    console.run(main)
+    main()

@@ -20,7 +20,7 @@ from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import parse_object
 from model.decoder.config import NATIVE_FAMILIES, LlamaConfig, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM, RMSNorm
-from model.decoder.transformers_model import TransformersModel, load_foreign
+from model.decoder.transformers_model import TransformersModel, load_hf_model
 from model.geometry import read_geometry
 
 
@@ -39,7 +39,7 @@ def load_model(
             model.stop_ids = stop_ids(checkpoint)
             return model
         n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
-    return load_foreign(Path(folder), n_stored, dtype, device)
+    return load_hf_model(Path(folder), n_stored, dtype, device)
 
 
 def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
                 content if isinstance(content, bytes) else read_bytes_up_to(content, CONFIG_BYTES)
             )
         except InputError as error:
-            raise CheckpointError(f"{name} cannot be read: {error}; fetch it anew.") from error
+            raise CheckpointError(f"{name} cannot be read: {error}; download it again.") from error
         if generation.get("eos_token_id") is not None:
             config, path = generation, name
     ids = config.get("eos_token_id")
@@ -204,7 +204,7 @@ def _read_checked(
     if tensor.shape != parameter.shape:
         raise CheckpointError(
             f"{checkpoint.path}: the tensor {name} has shape {tuple(tensor.shape)}, but config.json "
-            f"means {tuple(parameter.shape)}; they do not belong together."
+            f"means {tuple(parameter.shape)}; they do not match."
         )
     return tensor
 

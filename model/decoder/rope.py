@@ -68,8 +68,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     new, old = (checks.table(config.get(key), f"config.json has {key}") for key in ("rope_parameters", "rope_scaling"))
     if new and old and _contradict(new, old):
         raise CheckpointError(
-            f"config.json has both rope_parameters ({new}) and rope_scaling ({old}), and readers differ in which they "
-            "heed; make them say the same, or remove one."
+            f"config.json has both rope_parameters ({new}) and rope_scaling ({old}), and programs differ in which they "
+            "use; make them equal, or remove one."
         )
     scaling = new or old
     kind = _kind(scaling)
@@ -112,8 +112,8 @@ def _check(rope: Rope) -> None:
     least = 4 if rope.kind == "dynamic" else 2
     if rope.head_dim % 2 or rope.head_dim < least:
         raise CheckpointError(
-            f"config.json means heads of {rope.head_dim} numbers; RoPE of type {rope.kind} turns pairs, and needs an "
-            f"even number from {least} on."
+            f"config.json means heads of {rope.head_dim} numbers; RoPE of type {rope.kind} rotates pairs, and needs an "
+            f"even number of at least {least}."
         )
     if rope.kind == "llama3" and rope.scaling["high_freq_factor"] <= rope.scaling["low_freq_factor"]:
         raise CheckpointError(

@@ -115,7 +115,7 @@ def _length_dependent_contexts(config: Any) -> Iterator[int]:
             yield config.max_position_embeddings
 
 
-def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device: str) -> TransformersModel:
+def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device: str) -> TransformersModel:
     """Open a folder with transformers' auto class. `n_stored`: how many numbers its tensors hold.
 
     Raises CheckpointError if transformers cannot build the model, or tensors are missing, left over or misshapen.
@@ -123,12 +123,12 @@ def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        meta_model = build_foreign(folder, dtype)
+        meta_model = build_hf_model(folder, dtype)
     n_parameters = sum(parameter.numel() for parameter in meta_model.parameters())
     if n_parameters > 2 * n_stored:  # transformers would first allocate all; a tied head may count twice
         raise CheckpointError(
             f"{folder}: config.json describes a model of {n_parameters:,} parameters, but the files hold "
-            f"{n_stored:,}; they do not belong together."
+            f"{n_stored:,}; they do not match."
         )
     if (folder / "generation_config.json").exists():
         check_size(folder / "generation_config.json", CONFIG_BYTES)
@@ -147,7 +147,7 @@ def load_foreign(folder: Path, n_stored: int, dtype: torch.dtype | None, device:
     return TransformersModel(hf_model.to(device)).eval()
 
 
-def build_foreign(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Return transformers' model of a folder's config.json, without the folder's weights.
 
     Raises CheckpointError if transformers has no such model, or cannot build it.
@@ -161,7 +161,7 @@ def build_foreign(folder: Path, dtype: torch.dtype | None) -> nn.Module:
 
 
 def layer_class_names(folder: Path) -> tuple[str, ...]:
-    """Return transformers' class names of the layers of a folder's model. Raises as `build_foreign` does."""
+    """Return transformers' class names of the layers of a folder's model. Raises as `build_hf_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_read_config(folder))]

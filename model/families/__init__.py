@@ -8,7 +8,7 @@ from model.common.errors import CheckpointError
 from model.families import falcon, gpt_neox, mpt, t5
 from model.families.family import Family, Wrapper
 from model.families.standard import STANDARD
-from model.families.unsupported import reason
+from model.families.unsupported import unsupported_reason
 from model.families.wrappers import WRAPPERS
 
 __all__ = ["FAMILIES", "Family", "FamilyMatch", "find_family"]
@@ -57,7 +57,7 @@ def _load(model_type: object, subject: str) -> Family | Wrapper:
     """Return the entry of a model type. Raises CheckpointError, which begins with `subject`, if there is none."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    refusal = reason(model_type)
+    refusal = unsupported_reason(model_type)
     if refusal is not None:
         raise CheckpointError(f"{subject} cannot be converted: {refusal}")
     raise CheckpointError(f"{subject} is not supported; supported are: {', '.join(FAMILIES)}.")

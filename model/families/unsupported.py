@@ -24,9 +24,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"{_PARENT}": (
         "mllama", "mllama_text_model",
     ),
-    "tensors of its attention beside K and V depend on the number of K/V heads, and no merge of theirs is known; "
+    "tensors of its attention beside K and V depend on the number of K/V heads, and no method merges them; "
     f"{_PARENT}": ("doge",),
-    "it is multi-query already: one K/V head is as few as there can be; use it as it is.": (
+    "it is multi-query already: it has one K/V head; use it as it is.": (
         "deepseek_v4", "gpt_bigcode",
     ),
     "its heads come in pairs whose attentions are subtracted, so that merging neighbours would mix the two; "
@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "marian", "mbart", "modernbert-decoder", "mt5", "mvp", "openai-gpt", "opt", "pegasus", "persimmon", "plbart",
         "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm", "xlm-roberta", "xlnet",
     ),
-    "it runs on code of its own that may not heed the number of K/V heads; rewrite it as llama or qwen2 first "
+    "it runs its own code, which may ignore the number of K/V heads; rewrite it as llama or qwen2 first "
     "(LLaMA-Factory: scripts/convert_ckpt/llamafy_*.py), and convert that.": (
         "baichuan", "chatglm", "internlm", "internlm2", "qwen", "xgen",
     ),
@@ -49,6 +49,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def reason(model_type: object) -> str | None:
+def unsupported_reason(model_type: object) -> str | None:
     """Return why a model type cannot be converted; None for one that is not listed."""
     return next((text for text, types in REFUSED.items() if model_type in types), None)

@@ -80,7 +80,7 @@ class Place:
     def find(self, patterns: tuple[str, ...]) -> list[Path]:
         """Return the files of --texts with these names."""
         if self.texts is None:
-            raise PlanError(f"the plan {self.plan.name} is about novels; say with --texts where they lie.")
+            raise PlanError(f"the plan {self.plan.name} is about novels; give their folder with --texts.")
         files = [file for pattern in patterns for file in sorted(self.texts.glob(pattern))]
         if not files:
             raise PlanError(f"{self.texts} has no {' or '.join(patterns)}.")
@@ -90,7 +90,7 @@ class Place:
 def check_home(place: Place) -> None:
     """Raise PlanError if the plan needs texts that were not given, or its folder was built with other values of it."""
     if place.registers is None and (place.plan.register_windows or any(arm.register for arm in place.plan.arms)):
-        raise PlanError(f"the plan {place.plan.name} needs texts of many kinds; say with --registers where they lie.")
+        raise PlanError(f"the plan {place.plan.name} needs texts of many kinds; give their folder with --registers.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(place.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
     record = place.home / "plan.json"

@@ -41,19 +41,19 @@ def record(folder):
     return json.loads((folder / "groupwise.json").read_text())
 
 
-def test_what_is_recorded_and_verified(convert, source, tmp_path, text):
+def test_record_and_verify(convert, source, tmp_path, text):
     out = tmp_path / "out"
     result = convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--refit", "--calibration", text, "--json")
     assert result.code == 0, result.err
     planned = json.loads(result.out)
     expected = {"method": "fit", "renorm": "spread", "refit": True, "grouping": "contiguous"}
-    for found in (planned, record(out)):
-        assert {key: found[key] for key in expected} == expected
-        assert found["calibration"]["text"] == str(text)
-        assert (found["calibration"]["windows"], found["calibration"]["window"]) == (16, 64)
+    for report in (planned, record(out)):
+        assert {key: report[key] for key in expected} == expected
+        assert report["calibration"]["text"] == str(text)
+        assert (report["calibration"]["windows"], report["calibration"]["window"]) == (16, 64)
     text.unlink()
-    found = json.loads(convert("verify", source, out, "--json").out)
-    assert (found["ok"], found["unchecked"], found["rounded"]) == (True, [], {})
+    report = json.loads(convert("verify", source, out, "--json").out)
+    assert (report["ok"], report["unchecked"], report["rounded"]) == (True, [], {})
     assert "calibrated on 1,024 tokens (text.txt)" in (out / "README.md").read_text()
 
 
@@ -93,15 +93,15 @@ def endless(path):
 
 
 @pytest.mark.parametrize("harm", [lost, damaged, of_another_text, endless])
-def test_verify_says_what_it_cannot_check(convert, source, tmp_path, text, harm):
+def test_verify_lists_unchecked_parts(convert, source, tmp_path, text, harm):
     out = tmp_path / "out"
     assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
     harm(out / TOKENS)
     result = convert("verify", source, out)
     assert (result.code, "NOT CHECKED: the merged layers, since" in result.err) == (4, True)
     assert "all agree" not in result.out
-    found = json.loads(convert("verify", source, out, "--json").out)
-    assert (found["ok"], found["n_regrouped"], len(found["unchecked"])) == (False, 0, 1)
+    report = json.loads(convert("verify", source, out, "--json").out)
+    assert (report["ok"], report["n_regrouped"], len(report["unchecked"])) == (False, 0, 1)
     tensors = tiny.tensors(out)  # all the rest is checked nevertheless
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
     for file in out.glob("*.safetensors"):
@@ -113,7 +113,7 @@ def test_verify_says_what_it_cannot_check(convert, source, tmp_path, text, harm)
 
 
 @pytest.mark.parametrize(("windows", "window"), [(1 << 40, 64), (0, 64), (-1, -1024), (1 << 60, 1 << 60)])
-def test_verify_of_a_calibration_that_cannot_be(convert, source, tmp_path, text, windows, window):
+def test_verify_of_an_impossible_calibration(convert, source, tmp_path, text, windows, window):
     out = tmp_path / "out"
     assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
     named = record(out)
@@ -135,7 +135,7 @@ def test_tokens_that_the_model_does_not_know(convert, source, tmp_path, text):
     assert (result.code, "has the token id 60000" in result.err) == (4, True)
 
 
-def test_tokens_do_not_travel_into_the_next_conversion(convert, source, tmp_path, text):
+def test_tokens_are_not_copied_into_the_next_conversion(convert, source, tmp_path, text):
     assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT, "--calibration", text).code == 0
     assert convert("mha-to-gqa", tmp_path / "out", tmp_path / "next", "--groups", 1, "--method", "mean").code == 0
     assert not (tmp_path / "next" / TOKENS).exists()
@@ -144,10 +144,10 @@ def test_tokens_do_not_travel_into_the_next_conversion(convert, source, tmp_path
 
 def as_if_written_so(out, name):
     """As on another machine, whose sums come out a little different."""
-    found = record(out)
+    written = record(out)
     values = tiny.tensors(out)[name]
-    found["sha256"][name] = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
-    (out / "groupwise.json").write_text(json.dumps(found))
+    written["sha256"][name] = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+    (out / "groupwise.json").write_text(json.dumps(written))
 
 
 @pytest.mark.parametrize("change", [0.03, -0.5, float("nan")])
@@ -162,9 +162,9 @@ def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, source, tmp_
     result = convert("verify", source, out)
     assert (result.code, f"{name} has SHA-256" in result.err, "differs" in result.err) == (3, True, False)
     as_if_written_so(out, name)
-    found = json.loads(convert("verify", source, out, "--json").out)
-    assert (found["ok"], list(found["rounded"])) == (True, [name])
-    assert found["rounded"][name] < 1e-5
+    report = json.loads(convert("verify", source, out, "--json").out)
+    assert (report["ok"], list(report["rounded"])) == (True, [name])
+    assert report["rounded"][name] < 1e-5
     tensors[name][2, 1] += change
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     as_if_written_so(out, name)
@@ -208,8 +208,8 @@ def test_verify_on_another_kind_of_processor(convert, source, tmp_path):
     assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--refit").code == 0
     command = [sys.executable, "-m", "convert", "verify", source, out, "--json"]
     other = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
-    found = json.loads(subprocess.run(command, env=other, check=True, capture_output=True).stdout)
-    assert found["ok"]
+    report = json.loads(subprocess.run(command, env=other, check=True, capture_output=True).stdout)
+    assert report["ok"]
 
 
 def test_verify_without_torch_or_room(convert, source, tmp_path, monkeypatch):
@@ -339,7 +339,7 @@ def test_refused(convert, source, tmp_path, text, options, words):
         ("bad.md", b"words", "--calibration also takes self, shipped and none."),
     ],
 )
-def test_texts_that_are_none(convert, source, tmp_path, name, content, words):
+def test_calibration_texts_that_cannot_be_read(convert, source, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     options = ("--method", "pca", "--calibration", tmp_path / name)
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options).refused(words)
@@ -379,7 +379,7 @@ def test_sizes_that_the_config_leaves_to_the_class(convert, tmp_path):
     assert result.code == 0, result.err
 
 
-def test_mean_with_its_norm_back(convert, source, tmp_path):
+def test_mean_rescaled_to_the_norm(convert, source, tmp_path):
     """For every method and family: no text is needed."""
     out = tmp_path / "out"
     assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean", "--renorm", "norm").code == 0
@@ -387,20 +387,20 @@ def test_mean_with_its_norm_back(convert, source, tmp_path):
     heads = tiny.tensors(source)["model.layers.0.self_attn.k_proj.weight"].double().view(2, 4, -1)
     mean = heads.mean(1)
     wanted = mean * (heads.norm(dim=2).mean(1) / mean.norm(dim=1))[:, None]
-    found = tiny.tensors(out)["model.layers.0.self_attn.k_proj.weight"]
-    assert torch.equal(found.view(2, -1), wanted.to(torch.bfloat16))
+    merged = tiny.tensors(out)["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(merged.view(2, -1), wanted.to(torch.bfloat16))
     assert json.loads(convert("verify", source, out, "--json").out)["ok"]
 
 
-def test_auto_takes_what_predicts_best(convert, source, tmp_path):
+def test_auto_chooses_the_lowest_loss(convert, source, tmp_path):
     out = tmp_path / "out"
     options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 2048)
     result = convert("mha-to-gqa", source, out, *options, "--json")
     assert result.code == 0, result.err
-    found = json.loads(result.out)
-    assert set(found["auto"]) == {"aligned", "pca", "fit", "fit, similar heads grouped"}
-    best, _, grouped = min(found["auto"], key=found["auto"].__getitem__).partition(", ")
-    for made in (found, record(out)):
+    plan = json.loads(result.out)
+    assert set(plan["auto"]) == {"aligned", "pca", "fit", "fit, similar heads grouped"}
+    best, _, grouped = min(plan["auto"], key=plan["auto"].__getitem__).partition(", ")
+    for made in (plan, record(out)):
         assert (made["method"], made["grouping"]) == (best, "similar" if grouped else "contiguous")
         assert made["refit"] == (best == "fit")
         assert made["calibration"]["windows"] == 32
@@ -433,7 +433,7 @@ def test_the_score_is_the_models_loss(convert, source, tmp_path, text, monkeypat
 
 
 @pytest.mark.parametrize("method", ["auto", "fit", "pca"])
-def test_where_nothing_is_merged_no_text_counts(convert, source, tmp_path, text, method):
+def test_text_is_ignored_if_nothing_is_merged(convert, source, tmp_path, text, method):
     options = ("--groups", 8, "--method", method, "--calibration", text, "--calibration-tokens", 1024)
     result = convert("mha-to-gqa", source, tmp_path / "out", *options, "--json")
     assert result.code == 0, result.err
@@ -443,7 +443,7 @@ def test_where_nothing_is_merged_no_text_counts(convert, source, tmp_path, text,
     assert convert("verify", source, tmp_path / "out").code == 0
 
 
-def test_auto_goes_on_where_it_was(convert, source, tmp_path, monkeypatch):
+def test_auto_resumes(convert, source, tmp_path, monkeypatch):
     """Interrupted while it chooses, and again while it converts."""
     from convert import conversion
     from convert.calibration import auto
@@ -479,8 +479,8 @@ def test_a_dry_run_does_not_choose(convert, source, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.conversion.choose_recipe", lambda *rest, **more: pytest.fail("chose"))
     before = tiny.snapshot(tmp_path)
     options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024, "--dry-run", "--json")
-    found = json.loads(convert("mha-to-gqa", source, tmp_path / "out", *options).out)
-    assert (found["method"], found["calibration_seconds"] >= 0, "auto" in found) == ("auto", True, False)
+    plan = json.loads(convert("mha-to-gqa", source, tmp_path / "out", *options).out)
+    assert (plan["method"], plan["calibration_seconds"] >= 0, "auto" in plan) == ("auto", True, False)
     assert tiny.snapshot(tmp_path) == before
 
 
@@ -499,7 +499,7 @@ def test_auto_needs_a_head(convert, tmp_path):
     assert convert("mha-to-gqa", folder, tmp_path / "out", "--method", "fit", *options).code == 0
 
 
-def test_out_is_looked_at_before_the_work(convert, source, tmp_path, monkeypatch):
+def test_out_is_checked_before_the_work(convert, source, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.conversion.choose_recipe", lambda *rest, **more: pytest.fail("chose"))
     (tmp_path / "out").mkdir()
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "auto").refused("exists")
@@ -522,10 +522,10 @@ def test_the_memory_estimate_counts_the_embedding(convert, tmp_path):
     estimates = []
     for method in ("mean", "fit", "auto"):
         options = () if method == "mean" else ("--calibration-tokens", 1024)
-        found = convert(
+        result = convert(
             "mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", method, *options, "--dry-run", "--json"
         )
-        estimates.append(json.loads(found.out)["peak_memory_bytes"])
+        estimates.append(json.loads(result.out)["peak_memory_bytes"])
     assert embedding < estimates[1] < estimates[2] - embedding // 2
 
 

@@ -137,7 +137,7 @@ def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path)
     assert "pytorch_model.bin" in json.loads(result.out)["left_out"]
 
 
-def test_card_keeps_the_source_s_and_names_it(convert, source, tmp_path):
+def test_card_includes_the_source_card(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     card = (tmp_path / "out/README.md").read_bytes().decode()
     assert card.startswith(tiny.SIDE_FILES["README.md"].strip())

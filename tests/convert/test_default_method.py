@@ -30,23 +30,23 @@ def chosen(convert, source, out, *options):
 
 
 def test_fit_and_refit_where_the_model_can_run(convert, source, tmp_path):
-    found, notes = chosen(convert, source, tmp_path / "out", *TOKENS)
-    assert found.items() >= FIT.items()
-    assert found["calibration"]["text"] == "shipped"
+    plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS)
+    assert plan.items() >= FIT.items()
+    assert plan["calibration"]["text"] == "shipped"
     assert not notes
     chosen(convert, source, tmp_path / "asked", *TOKENS, "--method", "fit", "--refit")
     assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "asked")
 
 
-def test_other_choices_are_kept(convert, source, tmp_path):
-    found, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--renorm", "norm", "--group-heads", "similar")
-    assert found.items() >= {**FIT, "renorm": "norm", "grouping": "similar"}.items()
+def test_given_options_are_kept(convert, source, tmp_path):
+    plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--renorm", "norm", "--group-heads", "similar")
+    assert plan.items() >= {**FIT, "renorm": "norm", "grouping": "similar"}.items()
     assert not notes
 
 
-def test_the_mean_where_no_text_is_wanted(convert, source, tmp_path):
-    found, notes = chosen(convert, source, tmp_path / "out", "--calibration", "none")
-    assert found.items() >= MEAN.items()
+def test_without_calibration_the_default_is_mean(convert, source, tmp_path):
+    plan, notes = chosen(convert, source, tmp_path / "out", "--calibration", "none")
+    assert plan.items() >= MEAN.items()
     assert not notes
 
 
@@ -59,11 +59,11 @@ def test_the_mean_where_no_text_is_wanted(convert, source, tmp_path):
         ("qwen3", {}, MEAN, "qwen3"),
     ],
 )
-def test_what_the_model_does_not_allow(convert, tmp_path, family, changes, expected, why):
+def test_default_method_of_models_without_calibration(convert, tmp_path, family, changes, expected, why):
     source = tiny.save(tiny.build(family, **changes), tmp_path / "source")
     (source / "tokenizer.json").unlink()
-    found, notes = chosen(convert, source, tmp_path / "out")
-    assert found.items() >= expected.items()
+    plan, notes = chosen(convert, source, tmp_path / "out")
+    assert plan.items() >= expected.items()
     assert notes[0].startswith(f"Merged by {expected['method']}; the default does not go: ")
     assert why in notes[0]
     plain = convert("mha-to-gqa", source, tmp_path / "plain", "--groups", 2, "--dry-run").out
@@ -71,14 +71,14 @@ def test_what_the_model_does_not_allow(convert, tmp_path, family, changes, expec
 
 
 @pytest.mark.parametrize("wish", [("--refit",), TOKENS, ("--calibration", "shipped")])
-def test_what_is_asked_for_and_cannot_be_is_refused(convert, source, tmp_path, wish):
+def test_impossible_requests_are_refused(convert, source, tmp_path, wish):
     (source / "tokenizer.json").unlink()
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *wish).refused(
         "the default method (fit)", "has no tokenizer.json", "Without them, heads are merged by their mean."
     )
 
 
-def test_choices_that_contradict_each_other(convert, source, tmp_path):
+def test_contradictory_options(convert, source, tmp_path):
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration", "none", "--refit").refused(
         "--refit needs a calibration text"
     )

@@ -6,13 +6,13 @@ import tiny
 
 
 def test_json(convert, source):
-    found = json.loads(convert("inspect", source, "--json").out)
-    assert (found["model_type"], found["attention"], found["format"]) == ("llama", "MHA", "safetensors")
-    assert (found["n_layers"], found["n_heads"], found["n_kv_heads"], found["head_dim"]) == (2, 8, 8, 4)
-    assert [row["groups"] for row in found["groups"]] == [8, 4, 2, 1]
-    assert [row["kv_cache_bytes_per_token"] for row in found["groups"]] == [256, 128, 64, 32]
-    assert found["tensor_bytes"] == sum(t.nbytes for t in tiny.tensors(source).values())
-    four = found["groups"][1]
+    summary = json.loads(convert("inspect", source, "--json").out)
+    assert (summary["model_type"], summary["attention"], summary["format"]) == ("llama", "MHA", "safetensors")
+    assert (summary["n_layers"], summary["n_heads"], summary["n_kv_heads"], summary["head_dim"]) == (2, 8, 8, 4)
+    assert [row["groups"] for row in summary["groups"]] == [8, 4, 2, 1]
+    assert [row["kv_cache_bytes_per_token"] for row in summary["groups"]] == [256, 128, 64, 32]
+    assert summary["tensor_bytes"] == sum(t.nbytes for t in tiny.tensors(source).values())
+    four = summary["groups"][1]
     assert four["tensor_parallel_split"] == [1, 2, 4]
     assert four["tensor_parallel_replicated"] == [8]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from safetensors.torch import save_file
-from test_layer_methods import scrambled
+from test_layer_methods import equivalent_mha
 
 from convert.inspection.figure import draw_png
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
@@ -32,7 +32,7 @@ def by_groups(layer, method="pca"):
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {}), ("qwen2", {})])
 def test_heads_equal_but_for_their_coordinates(convert, tmp_path, family, changes):
     source = tiny.save(tiny.build(family, num_key_value_heads=1, **SIZE, **changes), tmp_path / "source")
-    for layer in look(convert, scrambled(source, tmp_path / "many", 1))["layers"]:
+    for layer in look(convert, equivalent_mha(source, tmp_path / "many", 1))["layers"]:
         for kind in "kv":
             assert abs(layer["raw"][kind]) < 0.3
             assert layer["aligned"][kind] == pytest.approx(1, abs=1e-5)
@@ -42,10 +42,10 @@ def test_heads_equal_but_for_their_coordinates(convert, tmp_path, family, change
 
 def test_as_many_groups_as_there_are_different_heads(convert, tmp_path):
     source = tiny.save(tiny.build(num_key_value_heads=2, **SIZE), tmp_path / "source")
-    for layer in look(convert, scrambled(source, tmp_path / "many", 2))["layers"]:
+    for layer in look(convert, equivalent_mha(source, tmp_path / "many", 2))["layers"]:
         for kind in "kv":
             assert layer["aligned"][kind] < 0.9
-            lost = {groups: found[kind] for groups, found in by_groups(layer).items()}
+            lost = {groups: losses[kind] for groups, losses in by_groups(layer).items()}
             assert lost[4] == pytest.approx(0, abs=1e-6)
             assert lost[2] == pytest.approx(0, abs=1e-6)
             assert lost[1] > 0.1
@@ -82,8 +82,8 @@ def test_table(convert, source, monkeypatch):
     assert "MHA: 8 query heads, 8 K/V heads" in text
     lost = by_groups(heads["layers"][1])[2]
     for words in (
-        "GQA-4: %", "GQA-2: %", "MQA: %", f"{100 * lost['k']:.1f}, {100 * lost['v']:.1f}", "no text was run",
-        f"Layers that lose most: {heads['worst_layers'][0]}, {heads['worst_layers'][1]}.",
+        "GQA-4 %", "GQA-2 %", "MQA %", f"{100 * lost['k']:.1f} {100 * lost['v']:.1f}", "without text",
+        f"Layers with the largest loss: {heads['worst_layers'][0]}, {heads['worst_layers'][1]}.",
     ):  # fmt: skip
         assert words in text
 
@@ -150,11 +150,11 @@ def test_refused_families_say_why(convert, tmp_path):
     for family in ("qwen3", "olmo2"):
         source = tiny.save(tiny.build(family), tmp_path / family)
         convert("inspect", source, "--heads").refused(
-            "--heads turns heads", "starcoder2, not for model_type", f"{family!r}; leave it out."
+            "--heads rotates heads", "starcoder2, not for model_type", f"{family!r}; leave --heads out."
         )
 
 
-def test_one_head_has_nothing_to_be_compared_with(convert, tmp_path):
+def test_heads_needs_several_kv_heads(convert, tmp_path):
     source = tiny.save(tiny.build(num_key_value_heads=1), tmp_path / "source")
     convert("inspect", source, "--heads").refused("one K/V head in each layer")
 
@@ -181,8 +181,8 @@ def test_where_no_figure_can_be_written(convert, source, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.inspection.heads.report_heads", lambda *_: pytest.fail("it began to work"))
     (tmp_path / "folder.png").mkdir()
     for path, words in (
-        (tmp_path / "heads.pdf", "is to be a picture, FILE.png"),
-        (tmp_path / "folder.png", "is to be a picture, FILE.png"),
+        (tmp_path / "heads.pdf", "the name must end in .png"),
+        (tmp_path / "folder.png", "the name must end in .png"),
         (tmp_path / "none/heads.png", "there is no folder"),
     ):
         convert("inspect", source, "--heads", "--figure", path).refused(words)

@@ -5,7 +5,7 @@ import json
 import pytest
 import tiny
 import torch
-from equivalent_heads import logits, scrambled
+from equivalent_heads import equivalent_mha, logits
 from safetensors.torch import save_file
 
 from convert.planning.tensors import ROTATING
@@ -23,7 +23,7 @@ BY_WEIGHTS = ("--calibration", "none")
 def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_path, family, changes, groups, method):
     size = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
     source = tiny.save(tiny.build(family, num_key_value_heads=groups, **size, **changes), tmp_path / "source")
-    many = scrambled(source, tmp_path / "many", groups)
+    many = equivalent_mha(source, tmp_path / "many", groups)
     expected = logits(source)
     assert (logits(many) - expected).abs().max() < 1e-4
     assert convert("mha-to-gqa", "--method", "mean", many, tmp_path / "mean", "--groups", groups).code == 0
@@ -33,8 +33,8 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
     )
     assert result.code == 0, result.err
     assert (logits(tmp_path / "out") - expected).abs().max() < 1e-4 * expected.abs().max()
-    found = json.loads(convert("verify", many, tmp_path / "out", "--json").out)
-    assert (found["ok"], found["differences"]) == (True, [])
+    report = json.loads(convert("verify", many, tmp_path / "out", "--json").out)
+    assert (report["ok"], report["differences"]) == (True, [])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -88,7 +88,7 @@ def test_other_families_merge_without_loss_too(convert, tmp_path, family, method
     size = {"hidden_size": 128, "head_dim": 16, "initializer_range": 0.15}
     source = tiny.save(tiny.build(family, num_key_value_heads=2, **size), tmp_path / "source")
     output = "dense" if family == "phi" else "o_proj"
-    many = scrambled(source, tmp_path / "many", 2, SHARES.get(family, 1.0), output)
+    many = equivalent_mha(source, tmp_path / "many", 2, SHARES.get(family, 1.0), output)
     expected = logits(source)
     assert (logits(many) - expected).abs().max() < 1e-4 * expected.abs().max()
     assert convert("mha-to-gqa", "--method", "mean", many, tmp_path / "mean", "--groups", 2).code == 0
@@ -104,7 +104,7 @@ def test_layers_without_rotary_embedding(convert, tmp_path, method, said):
     """Their keys may be turned in any way, and so merge without loss from any coordinates."""
     size = {"hidden_size": 64, "initializer_range": 0.3, "no_rope_layers": [1, 0]}
     source = tiny.save(tiny.build("smollm3", num_key_value_heads=2, **size), tmp_path / "source")
-    many = scrambled(source, tmp_path / "many", 2, unrotated=(1,))
+    many = equivalent_mha(source, tmp_path / "many", 2, unrotated=(1,))
     expected = logits(source)
     assert (logits(many) - expected).abs().max() < 1e-4 * expected.abs().max()
     tiny.edit_config(many, **said)
@@ -117,7 +117,7 @@ def test_which_layers_rotate_is_checked(convert, tmp_path, said):
     source = tiny.save(tiny.build("smollm3"), tmp_path / "source")
     tiny.edit_config(source, no_rope_layers=said)
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
-        "it must say of each of 2 layers"
+        "it must give for each of 2 layers"
     )
 
 

@@ -41,9 +41,9 @@ def tokenizer_of(folder):
 
 
 def kept(out):
-    found = json.loads((out / "groupwise.json").read_text())["calibration"]
+    record = json.loads((out / "groupwise.json").read_text())["calibration"]
     ids = np.frombuffer(lzma.decompress((out / TOKENS).read_bytes()), "<u2")
-    return ids.reshape(found["windows"], found["window"]).astype(int)
+    return ids.reshape(record["windows"], record["window"]).astype(int)
 
 
 def written(folder, n_windows=6, first=(), seed=0, scratch="scratch"):
@@ -142,7 +142,7 @@ def test_long_documents_are_cut(source, monkeypatch):
     assert (np.delete(ids_NT, [0, 1, 16, 17, 32, 33, 48, 49], axis=1) == 9).all()
 
 
-def test_a_template_that_fails_is_said(source, capsys):
+def test_failing_template_is_reported(source, capsys):
     with_template(source)
     (source / "chat_template.jinja").write_text("{{ raise_exception('no') }}" + TEMPLATE)
     ids_NT = written(source)
@@ -156,13 +156,13 @@ def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
     assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
     write, batches = own_text._Writer.write, []
 
-    def dying(self, *given):
+    def fail_at_third_batch(self, *given):
         if len(batches) == 2:
-            raise OSError("the power is gone")
+            raise OSError("no space left")
         batches.append(given)
         return write(self, *given)
 
-    monkeypatch.setattr(own_text._Writer, "write", dying)
+    monkeypatch.setattr(own_text._Writer, "write", fail_at_third_batch)
     assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
     batches.clear()
     assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0
@@ -179,15 +179,15 @@ def test_a_model_too_large_for_memory(convert, source, tmp_path, monkeypatch):
 
 
 def test_plan_says_memory_and_time(convert, source, tmp_path):
-    found = {
+    plans = {
         name: json.loads(
             convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", name, "--dry-run", "--json").out
         )
         for name in ("shipped", "self")
     }
-    assert found["self"]["calibration"]["sha256_of_ids"] is None
-    assert found["self"]["peak_memory_bytes"] >= found["shipped"]["peak_memory_bytes"]
-    assert found["self"]["calibration_seconds"] >= found["shipped"]["calibration_seconds"]
+    assert plans["self"]["calibration"]["sha256_of_ids"] is None
+    assert plans["self"]["peak_memory_bytes"] >= plans["shipped"]["peak_memory_bytes"]
+    assert plans["self"]["calibration_seconds"] >= plans["shipped"]["calibration_seconds"]
 
 
 def test_memory_is_the_weights_the_cache_and_the_logits(source):
@@ -201,9 +201,9 @@ def test_memory_is_the_weights_the_cache_and_the_logits(source):
 
 def test_tokens_that_the_model_does_not_know(convert, source, tmp_path):
     tiny.edit_config(source, bos_token_id=9999)
-    found = json.loads((source / "tokenizer.json").read_text())
-    found["post_processor"] = None
-    (source / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = None
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", "self").refused("name the id 9999")
     assert not (tmp_path / "out").exists()
 

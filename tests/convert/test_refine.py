@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from equivalent_heads import logits, scrambled
+from equivalent_heads import equivalent_mha, logits
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +36,7 @@ def log_probabilities(folder):
 
 
 @pytest.mark.slow
-def test_it_brings_the_model_nearer_to_its_parent(convert, tmp_path):
+def test_refining_lowers_the_distance_to_the_parent(convert, tmp_path):
     parent, divergences = log_probabilities(DEMO), {}
     for tokens in (0, 16384):
         command = ("--groups", 2, "--calibration-tokens", 8192, "--refine", tokens)
@@ -57,7 +57,7 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     assert (result.code, "rounding" in result.out) == (0, False)
 
 
-def test_verified_where_training_ends_elsewhere(convert, source, tmp_path, monkeypatch):
+def test_verify_tolerates_another_end_of_training(convert, source, tmp_path, monkeypatch):
     """As on another processor: other weights, which serve as well."""
     assert convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--refine", 2048).code == 0
     monkeypatch.setattr(refine, "RATE", refine.RATE * 1.01)
@@ -66,7 +66,7 @@ def test_verified_where_training_ends_elsewhere(convert, source, tmp_path, monke
 
 
 @pytest.mark.parametrize("value", [0.05, float("nan")])
-def test_a_refined_layer_that_serves_worse_is_found(convert, source, tmp_path, value):
+def test_verify_finds_a_worse_refined_layer(convert, source, tmp_path, value):
     """Even where the record says that it should be so."""
     out = tmp_path / "out"
     assert convert("mha-to-gqa", source, out, *OPTIONS, "--refine", 2048).code == 0
@@ -81,7 +81,7 @@ def test_a_refined_layer_that_serves_worse_is_found(convert, source, tmp_path, v
     assert (result.code, "layer 1 was refined; its held-out error" in result.err) == (3, True), result.err
 
 
-def test_what_gains_nothing_is_not_kept(convert, source, tmp_path, monkeypatch):
+def test_refinement_without_gain_is_dropped(convert, source, tmp_path, monkeypatch):
     monkeypatch.setattr(refine, "RATE", 1e4)
     for name, options in (("without", ()), ("with", ("--refine", 2048))):
         assert convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, *options).code == 0
@@ -89,9 +89,9 @@ def test_what_gains_nothing_is_not_kept(convert, source, tmp_path, monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_merges_without_loss_still_does(convert, tmp_path):
+def test_lossless_merges_stay_lossless(convert, tmp_path):
     few = tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "few")
-    many = make_tokenizer(scrambled(few, tmp_path / "many", 2), 300)
+    many = make_tokenizer(equivalent_mha(few, tmp_path / "many", 2), 300)
     assert convert("mha-to-gqa", many, tmp_path / "out", *OPTIONS, "--refine", 2048).code == 0
     assert (logits(tmp_path / "out") - logits(few)).abs().max() < 1e-4
 

@@ -27,17 +27,17 @@ def windows(rng, target):
         yield index, heads, target(index, heads)
 
 
-def answers(found):
-    return iter([(torch.from_numpy(h).float(), torch.from_numpy(t).float()) for _, h, t in found])
+def answers(rows):
+    return iter([(torch.from_numpy(h).float(), torch.from_numpy(t).float()) for _, h, t in rows])
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_finds_the_projection_that_serves(noise):
+def test_refit_finds_the_true_projection(noise):
     rng = np.random.default_rng(0)
     merged, truth = layer(rng), rng.normal(size=(HIDDEN, N_HEADS * HEAD_DIM))
-    found = list(windows(rng, lambda i, h: h @ truth.T + noise * rng.normal(size=(WINDOW, HIDDEN))))
-    fitted = projection(refit_output(merged, answers(found)))
-    fit = [pair for pair in found if pair[0] % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+    samples = list(windows(rng, lambda i, h: h @ truth.T + noise * rng.normal(size=(WINDOW, HIDDEN))))
+    fitted = projection(refit_output(merged, answers(samples)))
+    fit = [pair for pair in samples if pair[0] % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
     x, y = (np.concatenate([pair[i] for pair in fit]) for i in (1, 2))
     old = projection(merged)
     expected = []
@@ -49,7 +49,7 @@ def test_finds_the_projection_that_serves(noise):
     assert np.abs(fitted - truth).max() < 0.1 * np.abs(old - truth).max()
 
 
-def test_keeps_the_projection_where_nothing_held_out_gains():
+def test_refit_without_held_out_gain_is_dropped():
     """What is learnt on the other windows is the opposite of what holds on these."""
     rng = np.random.default_rng(1)
     merged = layer(rng)
@@ -61,7 +61,7 @@ def test_keeps_the_projection_where_nothing_held_out_gains():
     assert refit_output(merged, answers(windows(rng, target))) is merged
 
 
-def test_changes_nothing_else():
+def test_refit_changes_only_the_output_projection():
     rng = np.random.default_rng(2)
     merged = layer(rng)
     fitted = refit_output(merged, answers(windows(rng, lambda i, h: h[:, :HIDDEN] * 2)))

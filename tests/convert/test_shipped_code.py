@@ -71,7 +71,7 @@ def test_run_and_export(tmp_path, uptrain, tied):
     assert isinstance(opened.theirs, GPTNeoXGQAForCausalLM)
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+def test_a_run_resumes_from_its_checkpoint(tmp_path):
     inputs = make_inputs(tmp_path)
     inputs["model"] = save(tmp_path / "pythia")
     run, longer = tmp_path / "run", tmp_path / "longer"

@@ -39,9 +39,9 @@ def test_every_format_becomes_the_same_folder(convert, tmp_path, kind, n_kv_head
     result = convert("to-hf", source, out)
     assert result.code == 0
     assert "every tensor was copied" in result.out
-    found, expected = tiny.tensors(out), model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    written, expected = tiny.tensors(out), model.state_dict()
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     config = json.loads((out / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (8, n_kv_heads)
     assert convert("verify", source, out).code == 0
@@ -67,7 +67,7 @@ def test_the_card_tells_what_had_to_be_assumed(convert, tmp_path):
     assert convert("to-hf", write("meta", tmp_path, tiny.build(vocab_size=64)), tmp_path / "out").code == 0
     card = (tmp_path / "out/README.md").read_text()
     assert "value for value" in card
-    assert "- params.json does not tell the longest context" in card
+    assert "- params.json does not give the context length" in card
     assert "- there is no tokenizer.json" in card
 
 
@@ -88,11 +88,11 @@ def test_the_order_of_formats_in_one_folder(convert, tmp_path):
             shutil.copy(source / name, folder)
     left = sorted(name for names in files.values() for name in names)
     for kind in ("safetensors", "bin", "meta", "dcp"):
-        found = json.loads(convert("inspect", folder, "--json").out)
+        summary = json.loads(convert("inspect", folder, "--json").out)
         read = {*files[kind]}
-        assert found["format"] == kind
+        assert summary["format"] == kind
         config = ["config.json"] * (kind == "meta")  # made of params.json instead
-        assert sorted(found["left_out"]) == sorted([name for name in left if name not in read] + config)
+        assert sorted(summary["left_out"]) == sorted([name for name in left if name not in read] + config)
         assert convert("to-hf", folder, tmp_path / f"out-{kind}").code == 0
         tensors = tiny.tensors(tmp_path / f"out-{kind}")
         assert all(torch.equal(tensors[name], tensor) for name, tensor in models[kind].state_dict().items())

@@ -20,9 +20,9 @@ def test_good_outputs_pass(convert, source, tmp_path, method, groups, shard_size
     options = ("--max-shard-size", shard_size) if shard_size else ()
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", groups, "--method", method, "--seed", 3, *options)
     result = convert("verify", source, tmp_path / "out", "--json")
-    found = json.loads(result.out)
-    assert (result.code, found["ok"], found["differences"]) == (0, True, [])
-    assert found["n_regrouped"] == (0 if groups == 8 else 4)
+    report = json.loads(result.out)
+    assert (result.code, report["ok"], report["differences"]) == (0, True, [])
+    assert report["n_regrouped"] == (0 if groups == 8 else 4)
 
 
 def flip(folder, tensor, byte=0):
@@ -125,7 +125,7 @@ def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
     other = tiny.save(tiny.build(seed=1), tmp_path / "other", "bfloat16")
     assert convert("verify", other, out).code == 3
     record = json.loads((out / "groupwise.json").read_text())
-    unknown = "names no method and seed"
+    unknown = "records no method and seed"
     for change, words in (
         ({"seed": -1}, unknown), ({"method": "median"}, unknown), ({"seed": "0"}, "damaged: seed = '0'"),
         ({"method": []}, "damaged: method = []"),

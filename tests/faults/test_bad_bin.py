@@ -74,7 +74,7 @@ def test_bin_of_the_other_byte_order(refuse, folder):
 def test_bin_of_old_torch(refuse, folder):
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    refuse(folder, "torch before 1.6", "save it anew")
+    refuse(folder, "torch before 1.6", "save it again")
 
 
 def nested(tensors):
@@ -93,7 +93,7 @@ CONTENTS = {
     "complex": (lambda t: {**t, "x": torch.ones(3, dtype=torch.complex64)}, "complex64"),
     "without data": (lambda t: {**t, "x": torch.ones(3, device="meta")}, "on meta"),
     "a module": (lambda t: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
-    "an array": (lambda t: {**t, "x": t["lm_head.weight"].numpy()}, "not a tensor; nothing of it was run"),
+    "an array": (lambda t: {**t, "x": t["lm_head.weight"].numpy()}, "not a tensor; no code was run"),
 }
 
 
@@ -113,7 +113,7 @@ def test_bin_with_code_in_it_does_not_run(refuse, folder, payload, form):
         path.write_bytes(pickle.dumps(content, protocol=2))
     else:
         torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
-    refuse(folder, *(["mkdir", "nothing of it was run"] if form == "zip" else ["torch before 1.6"]))
+    refuse(folder, *(["mkdir", "no code was run"] if form == "zip" else ["torch before 1.6"]))
 
 
 def edit_index(folder, change):
@@ -128,7 +128,7 @@ def edit_index(folder, change):
 )
 def test_bin_index_names_another_file(refuse, sharded, name):
     edit_index(sharded, lambda table: table.update({"model.norm.weight": name}))
-    refuse(sharded, name, "outside the folder" if "/" in name or name == ".." else "not a .bin file")
+    refuse(sharded, name, "inside the folder" if "/" in name or name == ".." else "not a .bin file")
 
 
 def test_bin_index_names_a_missing_shard(refuse, sharded):
@@ -147,7 +147,7 @@ def test_bin_tensor_in_two_shards(refuse, sharded):
     path = sharded / "pytorch_model-00002-of-00003.bin"
     first = torch.load(sharded / "pytorch_model-00001-of-00003.bin", weights_only=True)
     torch.save(torch.load(path, weights_only=True) | dict(list(first.items())[:1]), path)
-    refuse(sharded, "stands in two shards")
+    refuse(sharded, "is in two shards")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}'])
@@ -158,7 +158,7 @@ def test_bin_index_is_damaged(refuse, sharded, text):
 
 def test_bin_both_a_single_file_and_an_index(refuse, sharded):
     save_bins(sharded, tiny.build().state_dict())
-    refuse(sharded, "holds both", "remove the one that is stale")
+    refuse(sharded, "holds both", "remove the outdated one")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
-from self_kill import dying_at
+from self_kill import self_killing
 from tiny_tokenizers import make_tokenizer
 
 from model.common.errors import InputError
@@ -204,7 +204,7 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("missing", ["missing/data.arrow cannot be read: it is missing"]),
     ],
 )
-def test_sources_that_are_not_clear(prepare, tmp_path, data, words):
+def test_ambiguous_sources(prepare, tmp_path, data, words):
     (tmp_path / "a.jsonl").write_bytes(line())
     (tmp_path / "a.csv").write_text("text\na\n")
     for name, files in {
@@ -265,14 +265,14 @@ def test_options(prepare, uptrain, tmp_path, tokenizer):
     data = ("--data", tmp_path / "a.jsonl", "--seq-len", 8, "--out", tmp_path / "out")
     uptrain("prepare", *data).refused("give either --tokenizer FOLDER, or --vocab-size")
     uptrain("prepare", *data, "--vocab-size", 9, "--tokenizer", tokenizer).refused("either --tokenizer")
-    prepare(tmp_path / "a.jsonl", options=("--tokens", "some")).refused("'some' is no count")
+    prepare(tmp_path / "a.jsonl", options=("--tokens", "some")).refused("'some' is not a count")
     for share in ("0/2", "3/2", "1", "a/b"):
         prepare(tmp_path / "a.jsonl", options=("--shard", share)).refused("--shard", share, "1/4")
     (tmp_path / "out").mkdir()
     prepare(tmp_path / "a.jsonl").refused("out exists, and is no token cache; choose another --out")
 
 
-def test_tokenizer_that_is_none(uptrain, tmp_path):
+def test_invalid_tokenizer(uptrain, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(line())
     folder = tmp_path / "tokenizer"
     arguments = ("prepare", "--data", tmp_path / "a.jsonl", "--seq-len", 8, "--out", tmp_path / "out", "--tokenizer")
@@ -335,15 +335,15 @@ def start(command):
 
 def processes_of(session):
     """Return the processes of a session that still run."""
-    found = []
+    pids = []
     for stat in (p / "stat" for p in Path("/proc").iterdir() if p.name.isdecimal()):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 def wait_until(condition, seconds=60):
@@ -370,7 +370,7 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_so
     killed = 0
     for n in range(1, 100):
         out = tmp_path / f"out{n}"
-        process = start(dying_at(n, "uptrain", *arguments, "--out", out, *share, before=SMALL_UNITS))
+        process = start(self_killing(n, "uptrain", *arguments, "--out", out, *share, before=SMALL_UNITS))
         process.communicate()
         if process.returncode != -signal.SIGKILL:
             break

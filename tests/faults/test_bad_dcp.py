@@ -43,7 +43,7 @@ def test_dcp_metadata_is_damaged(refuse, dcp, content):
 
 def test_dcp_metadata_with_code_in_it_does_not_run(refuse, dcp, payload):
     edit_metadata(dcp, lambda metadata: setattr(metadata, "planner_data", payload))
-    refuse(dcp, ".metadata", "posix.mkdir", "nothing of it was run")
+    refuse(dcp, ".metadata", "posix.mkdir", "no code was run")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_dcp_metadata_with_code_in_it_does_not_run(refuse, dcp, payload):
 )
 def test_dcp_metadata_can_name_nothing_that_runs(refuse, dcp, name):
     (dcp / ".metadata").write_bytes(b"c" + name.replace(" ", "\n").encode() + b"\n(S'1'\ntR.")
-    refuse(dcp, ".metadata", name.replace(" ", "."), "nothing of it was run")
+    refuse(dcp, ".metadata", name.replace(" ", "."), "no code was run")
 
 
 def test_dcp_piece_with_code_in_it_does_not_run(refuse, dcp, payload):
@@ -66,7 +66,7 @@ def test_dcp_piece_with_code_in_it_does_not_run(refuse, dcp, payload):
         place.relative_path, place.offset, place.length = path.name, end, len(buffer.getvalue())
 
     edit_metadata(dcp, lead_there)
-    refuse(dcp, "__0_0.distcp", "mkdir", "nothing of it was run")
+    refuse(dcp, "__0_0.distcp", "mkdir", "no code was run")
 
 
 def test_dcp_file_is_missing(refuse, dcp):
@@ -89,7 +89,7 @@ def test_dcp_git_lfs_pointer(refuse, dcp):
 @pytest.mark.parametrize("name", ["../stolen.distcp", "/etc/passwd", "sub/x.distcp", ".."])
 def test_dcp_names_a_path_outside_the_folder(refuse, dcp, name):
     edit_metadata(dcp, lambda m: [setattr(place, "relative_path", name) for place in m.storage_data.values()])
-    refuse(dcp, ".metadata", name, "outside the folder")
+    refuse(dcp, ".metadata", name, "inside the folder")
 
 
 @pytest.mark.parametrize("number", [-1, "5", 2.5, None])
@@ -105,7 +105,7 @@ def test_dcp_places_that_are_another_tensor_s(refuse, dcp):
         vars(a).update(dict(vars(b)))
 
     edit_metadata(dcp, swap)
-    refuse(dcp, "model.norm.weight", "do not belong together")
+    refuse(dcp, "model.norm.weight", "do not match")
 
 
 @pytest.mark.parametrize("how", ["hole", "overlap", "outside", "less axes"])
@@ -149,11 +149,11 @@ def test_dcp_without_config(refuse, dcp):
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (lambda n: [f"model.{n}", f"ema.{n}"], ("here are 2", "'model.'", "'ema.'")),
-        (lambda n: [n.replace("embed_tokens", "tok_embeddings")], ("here are 0", "Hugging Face names")),
+        (lambda n: [f"model.{n}", f"ema.{n}"], ("found 2", "'model.'", "'ema.'")),
+        (lambda n: [n.replace("embed_tokens", "tok_embeddings")], ("found 0", "Hugging Face names")),
         (
             lambda n: [f"model.{n}", f"reward.{n}"] if "norm" in n else [f"model.{n}"],
-            ("reward.", "refused rather than"),
+            ("reward.", "optimizer; refused"),
         ),
     ],
 )

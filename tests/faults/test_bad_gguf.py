@@ -75,7 +75,7 @@ FILES = {
     "alignment 0": (header([pair(b"general.alignment", UINT32, struct.pack("<I", 0))]), "alignment is 0"),
     "alignment 3": (header([pair(b"general.alignment", UINT32, struct.pack("<I", 3))]), "alignment is 3"),
     "alignment 2 GB": (header([pair(b"general.alignment", UINT32, struct.pack("<I", 1 << 31))]), "alignment is 2"),
-    "alignment as text": (header([pair(b"general.alignment", STRING, text(b"x"))]), "no 32-bit number"),
+    "alignment as text": (header([pair(b"general.alignment", STRING, text(b"x"))]), "not a 32-bit number"),
     "big-endian": (header(order=">"), "big-endian"),
     "version 1": (header(version=1), "version 1"),
     "the same key twice": (header([pair(b"x", UINT32, bytes(4))] * 2), "Duplicate x"),
@@ -146,8 +146,8 @@ def test_any_header(whole, tmp_path, seed):
         with bounded():
             try:
                 with open_checkpoint(path) as checkpoint:
-                    for name, found in checkpoint.tensors.items():
-                        assert len(checkpoint.rows(name, 0, found.shape[0])) == found.shape[0]
+                    for name, stored in checkpoint.tensors.items():
+                        assert len(checkpoint.rows(name, 0, stored.shape[0])) == stored.shape[0]
             except CheckpointError as error:
                 refused += 1
                 assert "\n" not in str(error)

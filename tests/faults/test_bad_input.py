@@ -141,7 +141,7 @@ def test_symlink_cycle(refuse, source):
 
 def test_both_a_single_file_and_an_index(refuse, source):
     save_file(tiny.tensors(source), source / "model.safetensors")
-    refuse("holds both", "remove the one that is stale")
+    refuse("holds both", "remove the outdated one")
 
 
 # Permissions bind root only when it gives up its right to ignore them.
@@ -208,13 +208,13 @@ def test_tensor_in_two_shards(refuse, source):
     both = load_file(second)
     both.update(list(load_file(first).items())[:1])
     save_file(both, second, metadata={"format": "pt"})
-    refuse("stands in two shards")
+    refuse("is in two shards")
 
 
 @pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "sub/x.safetensors", ".."])
 def test_index_names_a_path_outside_the_folder(refuse, source, name):
     edit_index(source, lambda index: index["weight_map"].update({"model.norm.weight": name}))
-    refuse(name, "outside the folder")
+    refuse(name, "inside the folder")
 
 
 @pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "x.SAFETENSORS"])
@@ -343,7 +343,7 @@ def test_unsupported_model_type(refuse, source, model_type):
         ({"num_attention_heads": None}, ("num_attention_heads = None", "positive whole number")),
         ({"num_hidden_layers": 3}, ("num_hidden_layers = 3", "layer 2 is missing")),
         ({"num_hidden_layers": 1}, ("num_hidden_layers = 1", "layer 1 is one too many")),
-        ({"hidden_size": 64}, ("do not belong together",)),
+        ({"hidden_size": 64}, ("do not match",)),
         ({"head_dim": 8}, ("head_dim = 8", "means 4")),
         ({"model_type": "mistral", "num_key_value_heads": 4}, ("num_key_value_heads = 4",)),
         (
@@ -387,7 +387,7 @@ def test_config_and_shapes_disagree(refuse, source, changes, words):
 def test_unknown_attention_tensors(refuse, source, name):
     """Of another tower, a draft head, cross-attention, an adapter, or a wrapper that training left around the model."""
     rewrite(source, lambda tensors: tensors.update({name: torch.zeros(4, 4)}))
-    refuse(name, "refused rather than guessed")
+    refuse(name, "does not have; refused")
 
 
 def test_a_whole_model_inside_a_wrapper_of_training(refuse, source):
@@ -396,7 +396,7 @@ def test_a_whole_model_inside_a_wrapper_of_training(refuse, source):
             tensors[f"module.{name}"] = tensors.pop(name)
 
     rewrite(source, wrap)
-    refuse("module.model.layers.", "refused rather than guessed")
+    refuse("module.model.layers.", "does not have; refused")
 
 
 def test_the_layer_of_a_draft_head_after_the_last(refuse, source):
@@ -432,7 +432,7 @@ def test_heads_that_do_not_divide(refuse, source):
 def test_two_tensors_for_one_place(refuse, source, prefix):
     name = f"{prefix}layers.{'0' if not prefix else '00'}.self_attn.k_proj.weight"
     rewrite(source, lambda tensors: tensors.update({name: torch.zeros(32, 32)}))
-    refuse(name, "claim the same place" if not prefix else "refused rather than guessed")
+    refuse(name, "claim the same place" if not prefix else "does not have; refused")
 
 
 def test_missing_attention_tensor(refuse, source):
@@ -517,13 +517,13 @@ FUSED = "model.layers.1.self_attn.qkv_proj.weight"
             "phi3",
             {},
             rename(FUSED, FUSED.replace("qkv_proj", "q_proj")),
-            ("q_proj.weight", "refused rather than guessed"),
+            ("q_proj.weight", "does not have; refused"),
         ),
         (
             "qwen3",
             {},
             lambda t: t.update({FUSED: torch.ones(4, 4)}),
-            ("qkv_proj.weight", "refused rather than guessed"),
+            ("qkv_proj.weight", "does not have; refused"),
         ),
     ],
 )
@@ -537,7 +537,7 @@ def test_a_vision_tower_outside_a_wrapper(refuse, tmp_path):
     folder = saved_as("llava", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config["text_config"], "model_type": "llama"}))
-    refuse("self_attn", "refused rather than guessed", path=folder)
+    refuse("self_attn", "does not have; refused", path=folder)
 
 
 def test_quantised_text_config(refuse, tmp_path):

@@ -39,10 +39,10 @@ def edit_params(folder, **changes):
         ({"n_kv_heads": 32}, ("n_kv_heads = 32", "equal heads")),
         ({"n_kv_heads": 4}, ("k_proj", "n_kv_heads = 4", "correct params.json")),
         ({"n_heads": 8, "n_kv_heads": 2}, ("k_proj", "n_kv_heads = 2 heads of 8 rows")),
-        ({"n_layers": 3}, ("lacks what becomes model.layers.2.",)),
-        ({"n_layers": 1}, ("model.layers.1.", "mean none", "do not belong together")),
+        ({"n_layers": 3}, ("lacks the tensor for model.layers.2.",)),
+        ({"n_layers": 1}, ("model.layers.1.", "mean none", "do not match")),
         ({"n_layers": 10**12}, ("n_layers = 1000000000000", "fewer tensors")),
-        ({"dim": 128}, ("cut for 8", "dim = 128")),
+        ({"dim": 128}, ("split for 8", "dim = 128")),
         ({"vocab_size": 65}, ("vocab_size = 65", "has 64 rows")),
         ({"vocab_size": "64"}, ("vocab_size = '64'",)),
         ({"norm_eps": "small"}, ("norm_eps = 'small'", "positive number")),
@@ -78,12 +78,12 @@ def test_meta_file_in_the_middle_is_missing(refuse, meta):
 
 def test_meta_last_file_is_missing(refuse, meta):
     (meta / "consolidated.03.pth").unlink()
-    refuse(meta, "has 3 file(s)", "cut for 4")
+    refuse(meta, "has 3 file(s)", "split for 4")
 
 
 def test_meta_one_file_too_many(refuse, meta):
     shutil.copy(meta / "consolidated.03.pth", meta / "consolidated.04.pth")
-    refuse(meta, "has 5 file(s)", "cut for 4")
+    refuse(meta, "has 5 file(s)", "split for 4")
 
 
 def test_meta_file_without_a_number(refuse, meta):
@@ -125,7 +125,7 @@ def test_meta_files_that_differ(refuse, meta, change):
         meta,
         "consolidated.02.pth",
         "feed_forward.w2.weight",
-        "do not belong together" if "other" in change else "only one",
+        "do not match" if "other" in change else "only one",
     )
 
 
@@ -150,7 +150,7 @@ def test_meta_tensors_that_no_llama_has(refuse, meta, name, shape):
 @pytest.mark.parametrize("name", ["layers.1.ffn_norm.weight", "output.weight", "layers.0.attention.wv.weight"])
 def test_meta_tensor_is_missing(refuse, meta, name):
     edit_parts(meta, lambda tensors: tensors.pop(name))
-    refuse(meta, "lacks what becomes")
+    refuse(meta, "lacks the tensor for")
 
 
 @pytest.mark.parametrize("name", ["tok_embeddings", "layers.0.attention.wo", "layers.0.feed_forward.w1"])
@@ -163,14 +163,14 @@ def test_meta_fused_rows_that_are_none(refuse, tmp_path):
     folder = write_meta(tmp_path / "meta", tiny.build(**META_SHAPE), 2, fused=True)
     name = "layers.0.attention.wqkv.weight"
     edit_parts(folder, lambda tensors: tensors.update({name: tensors[name][:-1]}))
-    refuse(folder, "wqkv", "no Q, K and V")
+    refuse(folder, "wqkv", "cannot be split into Q, K and V")
 
 
 @pytest.mark.parametrize("part", ["wk", "wv"])
 def test_meta_copies_of_a_head_that_differ(refuse, tmp_path, part):
     folder = write_meta(tmp_path / "meta", tiny.build(**{**META_SHAPE, "num_key_value_heads": 4}), 8, llama3=True)
     edit_part(folder, 5, lambda tensors: tensors[f"layers.1.attention.{part}.weight"].add_(1))
-    refuse(folder, f"model.layers.1.self_attn.{part[1]}_proj.weight", "more than once, but not the same")
+    refuse(folder, f"model.layers.1.self_attn.{part[1]}_proj.weight", "more than once, with different values")
 
 
 def test_meta_git_lfs_pointer(refuse, meta):
@@ -192,7 +192,7 @@ def test_meta_truncated(refuse, meta):
 
 def test_meta_with_code_in_it_does_not_run(refuse, meta, payload):
     edit_part(meta, 1, lambda tensors: tensors.update(x=payload))
-    refuse(meta, "consolidated.01.pth", "mkdir", "nothing of it was run")
+    refuse(meta, "consolidated.01.pth", "mkdir", "no code was run")
 
 
 def test_meta_inside_a_hugging_face_folder(refuse, tmp_path):

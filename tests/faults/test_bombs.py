@@ -104,8 +104,8 @@ def test_lines_up_to_the_limit_are_read(tmp_path, monkeypatch):
         reader = find_reader("jsonl")
         for size in (1 << 20, 7, 41):
             pieces = reader.split(str(tmp_path / f"a.jsonl{suffix}"), size)
-            found = [read.document for piece in pieces for read in reader.read(piece, "text")]
-            assert found == ["a" * 27] * 3
+            documents = [read.document for piece in pieces for read in reader.read(piece, "text")]
+            assert documents == ["a" * 27] * 3
 
 
 def test_a_text_file_that_is_no_document(uptrain, tmp_path):

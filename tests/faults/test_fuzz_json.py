@@ -63,18 +63,18 @@ def edits(keys: list[tuple[str, ...]], n: int | None, seed: int) -> Iterator[tup
             yield key, random_value(rng)
 
 
-def put(found: Any, place: tuple[str, ...], value: Any) -> Any:
+def put(parsed: Any, place: tuple[str, ...], value: Any) -> Any:
     """Return a JSON value with another one put at a place; the empty place is all of it."""
     if not place:
         return None if value is REMOVED else value
     *path, last = place
-    inside = found
+    inside = parsed
     for name in path:
         if not isinstance(inside.get(name), dict):
             inside[name] = {}
         inside = inside[name]
     inside.pop(last, None) if value is REMOVED else inside.update({last: value})
-    return found
+    return parsed
 
 
 def throw(
@@ -248,12 +248,12 @@ RECORDS = [
 STATE = {"status": "preempted", "step": 3, "reason": "SIGTERM", "pid": 12345}
 
 
-def inner_places(found: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def inner_places(parsed: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the place of everything in an object, and of a key that it does not have."""
     yield path
-    if isinstance(found, dict):
+    if isinstance(parsed, dict):
         yield (*path, "unknown")
-        for key, value in found.items():
+        for key, value in parsed.items():
             yield from inner_places(value, (*path, key))
 
 
@@ -300,8 +300,8 @@ def test_a_run_s_files(uptrain, tmp_path, n):
     for reader in (*status, *drawn):
         reader()
     readers = [*status, *others] * 4 + drawn  # a drawing takes a second
-    found = json.loads((run / "run.json").read_text())
-    count = throw(run / "run.json", list(inner_places(found)), n, seed=0, checks=readers)
+    parsed = json.loads((run / "run.json").read_text())
+    count = throw(run / "run.json", list(inner_places(parsed)), n, seed=0, checks=readers)
     count += throw(run / "run_state.json", list(inner_places(STATE)), n, seed=1, checks=[*status * 15, *drawn])
     few = None if n is None else n // 5
     count += throw_at_lines(run / "metrics.jsonl", few, [*status * 10, *drawn])
@@ -323,15 +323,15 @@ def test_a_token_cache_s_manifest(uptrain, models, tmp_path, n):
         lambda: accepted(uptrain(*prepare)),
         lambda: accepted(uptrain("evaluate", models("llama"), "--data", cache)),
     ]
-    found = json.loads((cache / "manifest.json").read_text())
-    shard, source = (list(inner_places(found[key][0])) for key in ("shards", "sources"))
-    count = throw(cache / "manifest.json", list(inner_places(found)), n, seed=0, checks=readers)
+    parsed = json.loads((cache / "manifest.json").read_text())
+    shard, source = (list(inner_places(parsed[key][0])) for key in ("shards", "sources"))
+    count = throw(cache / "manifest.json", list(inner_places(parsed)), n, seed=0, checks=readers)
     for key, inside in (("shards", shard), ("sources", source)):
         part = tmp_path / "part.json"
-        part.write_text(json.dumps(found[key][0]))
+        part.write_text(json.dumps(parsed[key][0]))
 
         def write(key: str = key, part: Path = part) -> None:
-            changed = {**found, key: [json.loads(part.read_text())]}
+            changed = {**parsed, key: [json.loads(part.read_text())]}
             (cache / "manifest.json").write_text(json.dumps(changed))
 
         count += throw(part, inside, n, seed=1, checks=[partial(_both, write, reader) for reader in readers[:2]])
@@ -429,8 +429,8 @@ def test_the_end_of_texts(models, tmp_path, n):
 def test_a_record_of_a_conversion(models, convert, uptrain, tmp_path, n):
     source, out, more = models("llama"), tmp_path / "out", tmp_path / "more"
     assert accepted(convert("mha-to-gqa", source, out, "--groups", 2, "--method", "pca", "--calibration", "none"))
-    found = json.loads((out / "groupwise.json").read_text())
-    places = [*inner_places(found), *(("calibration", key) for key in ("text", "sha256_of_ids", "windows", "window"))]
+    parsed = json.loads((out / "groupwise.json").read_text())
+    places = [*inner_places(parsed), *(("calibration", key) for key in ("text", "sha256_of_ids", "windows", "window"))]
     budget = ("--steps", 10, "--lr", 1e-3, "--global-batch-tokens", 2**20)
     readers: list[Callable[[], object]] = [
         lambda: accepted_or_different(convert("verify", source, out)),

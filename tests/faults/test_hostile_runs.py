@@ -53,7 +53,7 @@ def test_metadata_that_are_code_do_not_run(uptrain, hostile, payload, command):
     run, checkpoint = hostile
     (checkpoint / "tensors/.metadata").write_bytes(pickle.dumps(payload))
     sign(checkpoint)
-    uptrain(*COMMANDS[command](run)).refused(".metadata", "nothing of it was run")
+    uptrain(*COMMANDS[command](run)).refused(".metadata", "no code was run")
     assert not payload.path.exists()
 
 
@@ -135,7 +135,7 @@ STATES = [
 
 @pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
 @pytest.mark.parametrize("command", ["resume", "export", "status"])
-def test_states_that_are_none(uptrain, hostile, state, command):
+def test_damaged_states(uptrain, hostile, state, command):
     run, checkpoint = hostile
     (checkpoint / "state.json").write_bytes(state)
     sign(checkpoint)
@@ -152,7 +152,7 @@ def test_metadata_are_read_as_torch_reads_them(stopped):
     ours, theirs = _Reader(tensors).read_metadata(), FileSystemReader(tensors).read_metadata()
     assert ours.storage_data == theirs.storage_data
     assert ours.state_dict_metadata == theirs.state_dict_metadata
-    found = read_metadata(tensors / ".metadata")
-    assert found.others
-    assert found.tensors
-    assert all(os.sep not in place.file for place in found.others.values())
+    contents = read_metadata(tensors / ".metadata")
+    assert contents.non_tensors
+    assert contents.tensors
+    assert all(os.sep not in place.file for place in contents.non_tensors.values())

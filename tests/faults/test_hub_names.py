@@ -22,6 +22,6 @@ def test_hub_names_without_the_package(refuse, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a/b/c", "org/name@", "@/x", "org/", "../x/y", "org/na me"])
-def test_what_cannot_be_a_hub_name(refuse, tmp_path, monkeypatch, name):
+def test_invalid_hub_names(refuse, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     refuse(name, "no such file or folder; SOURCE is")

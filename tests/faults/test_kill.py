@@ -11,13 +11,13 @@ import time
 
 import pytest
 import tiny
-from self_kill import dying_at
+from self_kill import self_killing
 
 from scripts.bench import convert as bench
 
 
 def kill_at(n, *arguments):
-    return subprocess.run(dying_at(n, "convert", *arguments), capture_output=True, check=False).returncode
+    return subprocess.run(self_killing(n, "convert", *arguments), capture_output=True, check=False).returncode
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected):
     assert killed >= 20
 
 
-def test_rerun_goes_on_with_finished_shards(convert, source, tmp_path, expected):
+def test_rerun_keeps_finished_shards(convert, source, tmp_path, expected):
     out = tmp_path / "out"
     arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     kill_at(10, *arguments)

@@ -1,4 +1,4 @@
-"""Only what lies in SOURCE travels along: links out of it do not, and FIFOs and devices are never opened."""
+"""Only files inside SOURCE are copied. Links out of it are not followed, and FIFOs and devices are never opened."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def skipped_files(convert, source):
 MEAN = ("--groups", 2, "--method", "mean")
 
 
-def test_links_out_of_source_do_not_travel_along(convert, source, tmp_path, secret):
+def test_links_out_of_source_are_not_copied(convert, source, tmp_path, secret):
     (source / "docs").symlink_to(secret.parent)
     (source / "vocab.txt").symlink_to(secret)
     (source / "deep").mkdir()
@@ -132,8 +132,8 @@ def test_special_files_are_not_opened(convert, source, tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as server:
         monkeypatch.chdir(source)  # a socket's path may have no more than 107 bytes
         server.bind("s")
-        found = sorted(skipped_files(convert, source))
-    assert found == [
+        skipped = sorted(skipped_files(convert, source))
+    assert skipped == [
         "notes.txt (not a regular file)", "null (a link out of the folder)", "s (not a regular file)",
     ]  # fmt: skip
     assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0
@@ -226,4 +226,4 @@ def test_an_enormous_tokenizer(uptrain, tmp_path):
 def test_shards_without_their_index(convert, tmp_path, name, index):
     source = tiny.save(tiny.build(), tmp_path / "source")
     (source / "model.safetensors").rename(source / name)
-    convert("inspect", source).refused(f"holds {name} but no {index}", "fetch it")
+    convert("inspect", source).refused(f"holds {name} but no {index}", "download it again")

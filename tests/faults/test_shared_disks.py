@@ -16,7 +16,7 @@ import pytest
 import real_runs
 import tiny
 from results import Result
-from self_kill import dying_at
+from self_kill import self_killing
 
 from model.common.errors import CheckpointError, InputError
 from model.common.files import FileLock, LockedError
@@ -93,7 +93,7 @@ def test_out_that_appears_meanwhile_is_left(writers, tmp_path, monkeypatch, name
         patch.setattr(last_work, appear)
         result = command()
     assert result.code == 1
-    assert f"{out} has appeared meanwhile; move it to another place" in result.err
+    assert f"{out} was created during the run; move it elsewhere" in result.err
     assert result.err.count("\n") == 1
     mine = {"folder": out / "precious.txt", "file": out}.get(kind)
     assert out.is_symlink() if mine is None else mine.read_text() == "mine"
@@ -115,7 +115,7 @@ def test_overwrite_leaves_what_is_no_checkpoint_and_appears_meanwhile(convert, s
 
     monkeypatch.setattr(conversion, "_write_side_files", appear)
     result = convert("mha-to-gqa", source, out, *MEAN, "--overwrite")
-    assert (result.code, "has appeared meanwhile" in result.err) == (1, True)
+    assert (result.code, "was created during the run" in result.err) == (1, True)
     assert (out / "precious.txt").read_text() == "mine"
 
 
@@ -206,7 +206,7 @@ def test_a_journal_is_read_up_to_its_first_broken_line(tmp_path, line):
         staging.discard()
 
 
-def test_side_files_that_source_no_longer_has_do_not_travel(convert, source, tmp_path, monkeypatch):
+def test_side_files_removed_from_source_are_not_copied(convert, source, tmp_path, monkeypatch):
     import convert.conversion as conversion
 
     (source / "notes").mkdir()
@@ -233,16 +233,16 @@ def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path
     from convert.planning.recipe import Recipe
     from model.checkpoint import open_checkpoint
 
-    found = set()
+    fingerprints = set()
     for _ in range(2):
         with open_checkpoint(source) as checkpoint:
-            found.add(fingerprint(checkpoint, make_plan(checkpoint, 2, Recipe("mean"), None)))
+            fingerprints.add(fingerprint(checkpoint, make_plan(checkpoint, 2, Recipe("mean"), None)))
         for path in source.glob("*.safetensors"):
             before = path.stat().st_ino
             copy = shutil.copy2(path, tmp_path / "copy")
             Path(copy).replace(path)
             assert path.stat().st_ino != before
-    assert len(found) == 1
+    assert len(fingerprints) == 1
 
 
 # Network file systems
@@ -254,13 +254,13 @@ def nfs(monkeypatch):
     unlink, close, hidden = os.unlink, os.close, {}
 
     def open_files():
-        found = {}
+        descriptors = {}
         for entry in Path("/proc/self/fd").iterdir():
             try:
-                found[str(entry.readlink())] = int(entry.name)
+                descriptors[str(entry.readlink())] = int(entry.name)
             except OSError:
                 continue
-        return found
+        return descriptors
 
     def nfs_unlink(path, *, dir_fd=None):
         folder = Path.cwd() if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
@@ -546,7 +546,7 @@ def test_killed_at_every_step_to_the_disk_without_flock(convert, source, tmp_pat
     while True:
         n += 1
         killed = subprocess.run(
-            dying_at(n, "convert", *arguments, before=LOCKS["no flock"]), capture_output=True, check=False
+            self_killing(n, "convert", *arguments, before=LOCKS["no flock"]), capture_output=True, check=False
         )
         if killed.returncode != -signal.SIGKILL:
             break

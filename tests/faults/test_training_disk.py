@@ -15,9 +15,9 @@ from real_runs import assert_each_is_whole, assert_same_run, checkpoints, events
 
 def refused(out):
     """Return after which steps a save failed, and why."""
-    found = events(out, "not saved")
-    assert all("\n" not in event["why"] for event in found)
-    return [event["step"] for event in found], {event["why"] for event in found}
+    failures = events(out, "not saved")
+    assert all("\n" not in event["why"] for event in failures)
+    return [event["step"] for event in failures], {event["why"] for event in failures}
 
 
 slow = pytest.mark.slow
@@ -60,8 +60,8 @@ def test_nothing_is_left_of_what_could_not_be_written(runs, tmp_path, processes)
     results = run(*runs.arguments(out), folder=tmp_path, processes=processes, faults=faults)
     error = error_of(results, 1)
     assert error == (
-        "step 12, where the run ends, could not be saved: [Errno 28] No space left on device. Put that right, then "
-        f"`uptrain resume {out}` goes on from the newest checkpoint."
+        "step 12, where the run ends, could not be saved: [Errno 28] No space left on device. Fix that, then "
+        f"`uptrain resume {out}` continues from the newest checkpoint."
     )
     assert refused(out)[0] == [4, 8, 10, 12]
     assert checkpoints(out) == []
@@ -72,7 +72,7 @@ def test_nothing_is_left_of_what_could_not_be_written(runs, tmp_path, processes)
 def test_too_little_space_is_seen_before(runs, tmp_path):
     out = tmp_path / "run"
     results = run(*runs.arguments(out), folder=tmp_path, faults=Faults(free_bytes=1000))
-    assert "1,000 bytes are free where a checkpoint wants " in error_of(results, 1)
+    assert "1,000 bytes are free, but a checkpoint needs " in error_of(results, 1)
     steps, why = refused(out)
     assert steps == [8, 10, 12]
     assert len(why) == 1
@@ -167,7 +167,7 @@ def test_one_process_that_cannot_read_says_so(runs, tmp_path, rank, sharded):
     assert [r.code for r in results] == [1, 1], results
     assert only_error(results[rank : rank + 1]) == (
         f"process {rank}, after step 5: [Errno 5] Input/output error. "
-        f"Put that right, then `uptrain resume {out}` goes on from the newest checkpoint."
+        f"Fix that, then `uptrain resume {out}` continues from the newest checkpoint."
     )
     if rank == 1:
         assert only_error(results[:1]).startswith("after step 5, another process cannot be reached;")

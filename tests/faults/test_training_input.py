@@ -16,8 +16,8 @@ from tiny_tokenizers import make_tokenizer
 from uptrain.runs.folder import locked
 
 BEYOND = (
-    "{foreign} holds the id 301, but the model knows only those below 257; prepare the data with the model's own "
-    "tokenizer, from texts without the tokens that were added to it."
+    "{other_vocabulary} holds the id 301, but the model knows only those below 257; prepare the data with the model's "
+    "own tokenizer, from texts without the tokens that were added to it."
 )
 
 
@@ -27,7 +27,7 @@ def inputs(tmp_path_factory):
     ids = [[[1, 2, 3] * 40, [299, 300, 301]]]
     return {
         **real_runs.make_inputs(folder),
-        "foreign": caches.write_cache(folder / "foreign", ids, 32, 302),
+        "other_vocabulary": caches.write_cache(folder / "other_vocabulary", ids, 32, 302),
         "tokenised": caches.write_cache(folder / "tokenised", ids, 32, 302, tokenizer="0" * 64),
         "experts": tiny.save(tiny.build("mixtral", vocab_size=real_runs.VOCAB), folder / "experts"),
         "other teacher": tiny.save(tiny.build(vocab_size=67), folder / "other-teacher"),
@@ -47,10 +47,10 @@ def truncated(path):
 
 REFUSED = {
     "ids beyond the vocabulary": (
-        {"data": "foreign"}, (), BEYOND,
+        {"data": "other_vocabulary"}, (), BEYOND,
     ),
     "held-out ids beyond the vocabulary": (
-        {}, ("--eval-data", "{foreign}"),
+        {}, ("--eval-data", "{other_vocabulary}"),
         BEYOND,
     ),
     "tokenizer of another model": (
@@ -67,8 +67,8 @@ REFUSED = {
     "experts, which transformers holds under other names": (
         {"model": "experts"}, (),
         "{experts} cannot be trained here: transformers holds its weights under other names than the files do "
-        "(model.layers.0.mlp.gate.weight), so the result would open nowhere else. That is so for experts, and "
-        "for GPT-NeoX before it is converted.",
+        "(model.layers.0.mlp.gate.weight), so other programs could not open the result. This affects "
+        "mixture-of-experts models, and GPT-NeoX before conversion.",
     ),
     "teacher of another vocabulary": (
         {}, ("--teacher", "{other teacher}"),
@@ -97,11 +97,11 @@ def assert_nothing_made(folder):
 
 
 def test_one_line_from_all_processes(inputs, tmp_path):
-    """Seven windows, say, cannot be shared evenly by two."""
+    """Seven windows, say, cannot be divided evenly among two."""
     arguments = real_runs.arguments(inputs, tmp_path / "run", "--global-batch-tokens", 7 * 32)
     error = error_of(run(*arguments, folder=tmp_path, processes=2), 2)
     assert error == (
-        "a global batch of 7 windows cannot be shared evenly by 2 processes; it can by 1, 7. "
+        "a global batch of 7 windows cannot be divided evenly among 2 processes; possible numbers are 1, 7. "
         "Change --global-batch-tokens or the number of processes."
     )
     assert_nothing_made(tmp_path)
@@ -128,7 +128,7 @@ def test_sharding_that_accelerate_drops(inputs, tmp_path):
     """As it does on CPUs, without a word."""
     arguments = real_runs.arguments(inputs, tmp_path / "run")
     results = run(*arguments, folder=tmp_path, processes=2, sharded=True, faults=Faults(drops_sharding=True))
-    assert error_of(results, 2).startswith("sharding (FSDP) was asked for, but accelerate dropped it on this device")
+    assert error_of(results, 2).startswith("sharding (FSDP) was requested, but accelerate dropped it on this device")
     assert_nothing_made(tmp_path)
 
 
@@ -144,7 +144,7 @@ def test_resuming_with_other_data(inputs, tmp_path):
     shutil.copytree(inputs["held_out"], data)
     error = error_of(run("resume", out, folder=tmp_path), 2)
     assert error.startswith(f"{data} holds other data than when the run began (sha256 ")
-    assert error.endswith("); bring that cache back, or start a new run.")
+    assert error.endswith("); restore that cache, or start a new run.")
     assert tiny.snapshot(out) == before
 
 
@@ -167,7 +167,7 @@ def test_resuming_with_another_input(inputs, tmp_path, name, said):
         heads = {"model": {"num_key_value_heads": 2}, "parent": {}}[name]
         tiny.save(tiny.build(vocab_size=real_runs.VOCAB, seed=7, **heads), place)
     error = error_of(run("resume", out, folder=tmp_path), 2)
-    assert error == f"{place} is {said} than when the run began; bring that back, or start a new run."
+    assert error == f"{place} is {said} than when the run began; restore it, or start a new run."
     assert tiny.snapshot(out) == before
 
 
@@ -183,7 +183,7 @@ def test_where_something_is_already(inputs, tmp_path):
     succeed(real_runs.arguments(inputs, out, "--max-minutes", 0), tmp_path)
     before = tiny.snapshot(out)
     error = error_of(run(*real_runs.arguments(inputs, out), folder=tmp_path), 2)
-    assert error == f"{out} exists already; `uptrain resume {out}` goes on with it."
+    assert error == f"{out} exists already; `uptrain resume {out}` continues it."
     assert tiny.snapshot(out) == before
     error = error_of(run(*real_runs.arguments(inputs, inputs["data"]), folder=tmp_path), 2)
     assert error == f"{inputs['data']} exists already; choose another --out."

@@ -35,7 +35,7 @@ def saved_after(out, step):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, math.nan), (1, math.inf), (2, math.inf))),
     ],
 )
-def test_the_update_is_left_out(inputs, tmp_path, processes, factor):
+def test_non_finite_update_is_skipped(inputs, tmp_path, processes, factor):
     """In all processes, where it was one's loss; and what was logged is no average that hides it."""
     out = tmp_path / "run"
     arguments = real_runs.arguments(inputs, out, "--save-every-steps", 1, "--keep-last", 99)
@@ -107,7 +107,7 @@ def test_weights_that_are_no_numbers(inputs, tmp_path):
     inputs = {**inputs, "model": tiny.save(model, tmp_path / "broken")}
     arguments = real_runs.arguments(inputs, out, "--eval-data", inputs["held_out"], "--eval-every", 7)
     error = error_of(run(*arguments, folder=tmp_path), 1)
-    assert error.startswith("after step 1, weights are NaN or infinite, and were not saved: they are those that")
+    assert error.startswith("after step 1, weights are NaN or infinite, and were not saved: no update has changed them")
     assert checkpoints(out) == []
     _, evaluation, *steps = records(out)
     assert evaluation["evaluation"]["loss"] is None
@@ -123,7 +123,7 @@ def test_a_hundred_are_a_hundred(not_finite, halts):
 
     step = max(100, *not_finite)
     training = SimpleNamespace(
-        saved_step=step, trainee=torch.nn.Linear(1, 1),
+        saved_step=step, loss_module=torch.nn.Linear(1, 1),
         accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
     )  # fmt: skip
     progress = RunState(step=step, skipped=[*range(1, 90)], not_finite=not_finite)
@@ -225,11 +225,11 @@ def test_halting_again_removes_no_checkpoint(inputs, tmp_path):
     assert "halted with the last good weights saved" in error_of(
         run(*arguments, folder=tmp_path, faults=Faults(losses=bad)), 1
     )
-    found = [checkpoints(out)]
+    listings = [checkpoints(out)]
     error_of(run("resume", out, folder=tmp_path, faults=Faults(losses=bad)), 1)
-    found.append(checkpoints(out))
+    listings.append(checkpoints(out))
     first = ["step-00000004", "step-00000006", "step-00000007"]
-    assert found == [first, [*first, "step-00000008"]]
+    assert listings == [first, [*first, "step-00000008"]]
     succeed(("resume", out), tmp_path)
     assert checkpoints(out) == ["step-00000010", "step-00000012"]  # the last before the learning rate falls, the last
 

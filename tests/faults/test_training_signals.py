@@ -37,7 +37,7 @@ def stop_and_go_on(runs, folder, processes, fault, step):
     out = folder / "run"
     results = succeed(runs.arguments(out), folder, processes, Faults([fault]))
     assert "READY: started at step 0" in results[0].err
-    assert f"Saved and stopped. Go on with: uptrain resume {out}" in results[0].out
+    assert f"Saved and stopped. Resume it with: uptrain resume {out}" in results[0].out
     assert_saved_at(out, step, fault.action.split()[0])
     succeed(("resume", out), folder, processes)
     assert status(out) == ("finished", 12)

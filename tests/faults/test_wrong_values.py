@@ -7,14 +7,12 @@ import fake_runs
 import pytest
 import tiny
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
 from model import load_model
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError, InputError
-from model.decoder.generation import main
 from model.decoder.loading import stop_ids
 from uptrain.commands.run import command
 from uptrain.data.token_cache import Cache
@@ -62,10 +60,8 @@ def test_a_weight_that_is_not_finite(uptrain, model, tmp_path, value):
 
 @pytest.mark.parametrize("option", ["--temperature", "--top-p"])
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_a_number_that_is_not_finite_for_generating(tmp_path, option, value):
-    result = CliRunner().invoke(main, [str(tmp_path), "--prompt", "x", f"{option}={value}"])
-    assert result.exit_code == 2
-    assert f"Invalid value for '{option}'" in result.output
+def test_a_number_that_is_not_finite_for_generating(generation, tmp_path, option, value):
+    generation(tmp_path, "--prompt", "x", f"{option}={value}").refused(f"Invalid value for '{option}'")
 
 
 def test_every_number_of_a_run_is_finite():
@@ -97,7 +93,7 @@ def test_counts_beyond_all_use(uptrain, model, count):
         ("track = [1]", ("track = [1]", "a list of texts")),
         ('data = [["a"]]', ("data = [['a']]", "a list of texts")),
         ("[steps]", ("steps = {}", "text or a number")),
-        ('steps = "many"', ("'--steps'", "no count")),
+        ('steps = "many"', ("'--steps'", "not a count")),
         ("x = " + "[" * 5000, ("cannot be read",)),
     ],
 )
@@ -137,11 +133,11 @@ def test_a_name_that_no_file_can_have(convert, uptrain, model, tmp_path, length)
     ("name", "change", "words"),
     [
         ("run_state.json", {"status": "running"}, "no step"),
-        ("run_state.json", [], "[] where a JSON object belongs"),
-        ("run_state.json", "x", "'x' where a JSON object belongs"),
+        ("run_state.json", [], "[] where a JSON object is expected"),
+        ("run_state.json", "x", "'x' where a JSON object is expected"),
         ("run_state.json", {"status": "running", "step": 1, "reason": "", "pid": "x"}, "pid = 'x'"),
         ("run_state.json", {"status": "running", "step": 1, "reason": "", "pid": 10**12}, "pid = 1000000000000"),
-        ("metrics.jsonl", 5, "5 where a JSON object belongs"),
+        ("metrics.jsonl", 5, "5 where a JSON object is expected"),
         ("metrics.jsonl", {"step": 1}, "none of loss, evaluation, event"),
         ("metrics.jsonl", fake_runs.step(1) | {"loss": "x"}, "loss = 'x'"),
         ("metrics.jsonl", fake_runs.step(1) | {"tokens": None}, "tokens = None"),
@@ -164,7 +160,7 @@ def test_a_name_that_no_file_can_have(convert, uptrain, model, tmp_path, length)
         ("run.json", {"settings": {"colour": 1}}, "unknown key 'settings.colour'"),
         ("run.json", {"budget": {"tokens": None}}, "budget.tokens = None"),
         ("run.json", {"budget": {"global_batch_tokens": 0}}, "budget.global_batch_tokens = 0"),
-        ("run.json", {"identities": {"teacher": "0"}}, "identities.teacher belongs to nothing"),
+        ("run.json", {"identities": {"teacher": "0"}}, "identities.teacher matches no setting"),
         ("run.json", {"parent": {"run": 5, "step": 1}}, "parent.run = 5"),
         ("run.json", {"versions": []}, "versions = []"),
     ],
@@ -175,10 +171,10 @@ def test_a_run_s_files(uptrain, tmp_path, name, change, words):
     )
     path = run / name
     if name == "run.json":
-        found = json.loads(path.read_text())
+        parsed = json.loads(path.read_text())
         for key, inside in change.items():
-            found[key] = {**found[key], **inside} if isinstance(found[key], dict) and inside else inside
-        change = found
+            parsed[key] = {**parsed[key], **inside} if isinstance(parsed[key], dict) and inside else inside
+        change = parsed
     path.write_text(json.dumps(change) + "\n")
     uptrain("status", run).refused(f"{name}", "damaged", words)
     uptrain("report", run).refused(f"{name}", "damaged", words)
@@ -210,10 +206,10 @@ def test_a_run_s_files(uptrain, tmp_path, name, change, words):
 def test_a_token_cache_s_manifest(tmp_path, change, words):
     """Also file names that lead out of its folder."""
     path = caches.write_cache(tmp_path / "cache", [[[5] * 40] * 9], 16) / "manifest.json"
-    found = json.loads(path.read_text())
-    inside = found["shards"][0] if next(iter(change)) in ("tokens", "documents", "n_documents") else found
+    manifest = json.loads(path.read_text())
+    inside = manifest["shards"][0] if next(iter(change)) in ("tokens", "documents", "n_documents") else manifest
     inside.update(change)
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(manifest))
     with pytest.raises(InputError) as error:
         Cache.open(path.parent)
     assert words in str(error.value)
@@ -262,7 +258,7 @@ def test_sizes_that_no_memory_holds(tmp_path, family, key, value):
 
 def test_a_model_from_nothing_for_which_there_is_no_memory(model):
     tiny.edit_config(model, vocab_size=1 << 28, hidden_size=1 << 20, head_dim=4)
-    with pytest.raises(InputError, match=r"describes a model of .* TB, for which there is no memory"):
+    with pytest.raises(InputError, match=r"describes a model of .* TB, which does not fit into memory"):
         random_student(model, 0)
 
 

@@ -32,8 +32,8 @@ def folder(request, tmp_path):
 def test_logits(folder, device, dtype, allowed):
     ids = random(2, 20)
     expected = load_model(folder, torch.float32)(ids)
-    found = load_model(folder, dtype, str(device))(ids.to(device)).cpu()
-    assert (found - expected).norm() <= allowed * expected.norm()
+    logits = load_model(folder, dtype, str(device))(ids.to(device)).cpu()
+    assert (logits - expected).norm() <= allowed * expected.norm()
 
 
 def test_greedy_texts_of_unequal_length(folder, device):
@@ -52,10 +52,10 @@ def test_loss_and_gradients_of_packed_documents(folder, device, precision, allow
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
         packed = has_packed_attention(on_device.head_weight, on_device.config.head_dim)
         assert packed == (device.type == "cuda" and precision == "bf16")
-        found, _ = on_device(*(x.to(device) for x in (ids, ids, documents)))
+        loss, _ = on_device(*(x.to(device) for x in (ids, ids, documents)))
     expected.backward()
-    found.backward()
-    assert found.item() == pytest.approx(expected.item(), rel=allowed)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=allowed)
     for (name, ours), theirs in zip(on_device.named_parameters(), on_cpu.parameters(), strict=True):
         assert (ours.grad.cpu() - theirs.grad).norm() <= allowed * theirs.grad.norm(), name
 

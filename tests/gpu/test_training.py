@@ -43,13 +43,15 @@ def test_distillation(tmp_path, device, inputs, expected, processes, sharded):
     run = tmp_path / "run"
     first = {"arguments": arguments(inputs, run), "stop_in": STOP_IN}
     real_runs.drive([first, {"arguments": ["resume", str(run)]}], processes, sharded)
-    found = real_runs.records(run)
-    assert {r["device"] for r in found if r.get("event") in ("started", "resumed")} == {device.type}
+    records_on_device = real_runs.records(run)
+    assert {r["device"] for r in records_on_device if r.get("event") in ("started", "resumed")} == {device.type}
     precision = json.loads((run / "run.json").read_text())["settings"]["precision"]
     assert precision == ("bf16" if has_accelerator() else "fp32")
-    assert losses(found) == pytest.approx(losses(expected), rel=0.02)
-    assert len(losses(found)) == STEPS
-    last, wanted = ([r["evaluation"] for r in records if "evaluation" in r][-1] for records in (found, expected))
+    assert losses(records_on_device) == pytest.approx(losses(expected), rel=0.02)
+    assert len(losses(records_on_device)) == STEPS
+    last, wanted = (
+        [r["evaluation"] for r in records if "evaluation" in r][-1] for records in (records_on_device, expected)
+    )
     assert last["loss"] == pytest.approx(wanted["loss"], rel=0.01)
     assert last["kl"] == pytest.approx(wanted["kl"], rel=0.05)
 

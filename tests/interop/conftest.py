@@ -1,11 +1,11 @@
-"""What the tests of all judges share: at the end, the figures that they measured."""
+"""Print the measured differences of all interop tests after the run."""
 
 import pytest
 
 
 @pytest.fixture
 def figure(record_property):
-    """Return what notes a measured figure, for the table at the end."""
+    """Return a function that records a measured difference for that table."""
 
     def note(what: str, value: float) -> None:
         record_property("figure", (what, value))

@@ -59,8 +59,8 @@ def score(model: Path, tasks: Path, out: Path) -> dict[str, dict[str, float]]:
         "--model_args", f"pretrained={model},dtype=float32", "--include_path", tasks, "--tasks", "last_word,prose",
         "--output_path", out,
     )  # fmt: skip
-    (found,) = out.rglob("results_*.json")
-    return json.loads(found.read_text())["results"]
+    (path,) = out.rglob("results_*.json")
+    return json.loads(path.read_text())["results"]
 
 
 def expected(model: Path, tasks: Path) -> dict[str, float]:
@@ -93,9 +93,9 @@ def expected(model: Path, tasks: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["parent", "GQA-4", "GQA-2", "GQA-1", "uptrained"])
 def test_scores(models, tasks, tmp_path, figure, name):
-    found, ours = score(models[name], tasks, tmp_path / "out"), expected(models[name], tasks)
-    assert found["last_word"]["acc,none"] == ours["acc"]
+    theirs, ours = score(models[name], tasks, tmp_path / "out"), expected(models[name], tasks)
+    assert theirs["last_word"]["acc,none"] == ours["acc"]
     for task, measure in (("prose", "bits_per_byte"), ("last_word", "perplexity")):
-        difference = abs(found[task][f"{measure},none"] / ours[measure] - 1)
+        difference = abs(theirs[task][f"{measure},none"] / ours[measure] - 1)
         figure(f"lm-evaluation-harness: {measure}, relative", difference)
         assert difference < 1e-4

@@ -41,9 +41,9 @@ def test_passthrough(make_source, tmp_path, figure, family):
     )
     recipe = {"merge_method": "passthrough", "models": [{"model": out}], "dtype": "float32"}
     merged = merge(recipe, tmp_path)
-    expected, found = tiny.tensors(out), tiny.tensors(merged)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    expected, passed = tiny.tensors(out), tiny.tensors(merged)
+    assert expected.keys() == passed.keys()
+    assert all(torch.equal(tensor, passed[name]) for name, tensor in expected.items())
     figure(f"mergekit: passthrough, {family}", 0.0)
     assert json.loads((merged / "config.json").read_text())["num_key_value_heads"] == 2
     ids = interop.token_ids()

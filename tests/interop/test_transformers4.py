@@ -33,12 +33,12 @@ class Asked:
         self.expected_answer = answer
 
     def check(self, name: str) -> dict:
-        found, expected = self.answer["models"][name], self.expected_answer["models"][name]
-        assert "error" not in found, (name, found["error"])
-        assert found == expected, name
-        assert found["loading"] == {}
+        answer, expected = self.answer["models"][name], self.expected_answer["models"][name]
+        assert "error" not in answer, (name, answer["error"])
+        assert answer == expected, name
+        assert answer["loading"] == {}
         assert np.std(self.expected[name]) > 1e-3
-        return found
+        return answer
 
     def difference(self, name: str) -> float:
         return float(np.abs(self.logits[name] - self.expected[name]).max())
@@ -103,8 +103,8 @@ def check_family(asked, figure, family, what):
         name = f"{family} {groups}"
         if groups == 8 and asked.is_new:
             continue  # nothing is merged, and nothing written but the source
-        found = asked.check(name)
-        told = (found["n_kv_heads"], found["theta"], found["dtype"])
+        answer = asked.check(name)
+        told = (answer["n_kv_heads"], answer["theta"], answer["dtype"])
         assert told == (groups, interop.theta_of(family), "torch.float32")
         figure(f"transformers 4.57: logits, {what}", asked.difference(name))
         assert asked.difference(name) <= 1e-6, name
@@ -154,8 +154,8 @@ def test_configs_that_we_write(written, figure, source, dtype):
         config = config_of(written.folders[name])
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == interop.THETA
         assert config["torch_dtype"] == config["dtype"] == dtype
-        found = written.check(name)
-        assert (found["n_kv_heads"], found["theta"], found["dtype"]) == (groups, interop.THETA, f"torch.{dtype}")
+        answer = written.check(name)
+        assert (answer["n_kv_heads"], answer["theta"], answer["dtype"]) == (groups, interop.THETA, f"torch.{dtype}")
         figure("transformers 4.57: logits, configs that we write", written.difference(name))
         assert written.difference(name) <= 1e-6, name
 
@@ -176,7 +176,7 @@ def test_the_code_in_the_folder(tmp_path, figure, make):
     outs = interop.convert_to_all(source, tmp_path / "outs")
     asked = Asked({str(groups): out for groups, out in outs.items() if groups < 8}, tmp_path)
     for name in ("4", "2", "1"):
-        found = asked.check(name)
-        assert (found["n_kv_heads"], "GQA" in found["class"]) == (int(name), True)
+        answer = asked.check(name)
+        assert (answer["n_kv_heads"], "GQA" in answer["class"]) == (int(name), True)
         figure("transformers 4.57: logits, our code for GPT-NeoX and T5", asked.difference(name))
         assert asked.difference(name) <= 1e-6

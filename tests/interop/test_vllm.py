@@ -30,7 +30,7 @@ def asked(tmp_path_factory):
             folders[f"{family} {groups}"] = out
     (prompt,) = interop.token_ids(1, vocab_size=256)
     request = {"folders": folders, "sizes": SIZES, "run": RUN, "prompt": prompt, "n_new": N_NEW}
-    answer, logprobs = interop.ask(environment, "vllm_judge", place / "asked", **request)
+    answer, logprobs = interop.ask(environment, "vllm_logits", place / "asked", **request)
     return folders, said, answer, logprobs, prompt
 
 

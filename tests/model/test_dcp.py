@@ -45,9 +45,9 @@ def test_converts_as_the_hugging_face_folder_does(convert, tmp_path, dtype, n_pi
         shutil.copy(folder / name, other)
     for groups in (8, 2):
         assert_same_conversion(convert, folder, other, tmp_path, groups)
-    found = json.loads(convert("inspect", other, "--json").out)
-    assert found["files"] == [".metadata", *(f"__{i}_0.distcp" for i in range(n_pieces))]
-    assert (found["format"], found["side_files"], found["left_out"]) == ("dcp", ["tokenizer.json"], [])
+    summary = json.loads(convert("inspect", other, "--json").out)
+    assert summary["files"] == [".metadata", *(f"__{i}_0.distcp" for i in range(n_pieces))]
+    assert (summary["format"], summary["side_files"], summary["left_out"]) == ("dcp", ["tokenizer.json"], [])
 
 
 class PicklerOfPython_3_11_0(pickle.Pickler):
@@ -143,19 +143,19 @@ def test_saved_by_two_processes(convert, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_our_own_training_writes(convert, tmp_path, tied):
     source = tiny.save(tiny.build(tie_word_embeddings=tied), tmp_path / "source")
-    trainee = LossModule(load_model(source, dtype=torch.float32), "next-token", None)
-    optimizer = torch.optim.AdamW(trainee.parameters())
+    loss_module = LossModule(load_model(source, dtype=torch.float32), "next-token", None)
+    optimizer = torch.optim.AdamW(loss_module.parameters())
     ids, documents = torch.arange(24).view(2, 12), torch.zeros(2, 12, dtype=torch.long)
-    trainee(ids, ids, documents).backward()
+    loss_module(ids, ids, documents).backward()
     optimizer.step()
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    Checkpoints(run / "checkpoints", Accelerator(cpu=True), keep_last=1).save(trainee, optimizer, {"step": 1})
+    Checkpoints(run / "checkpoints", Accelerator(cpu=True), keep_last=1).save(loss_module, optimizer, {"step": 1})
     tensors = run / "checkpoints/step-00000001/tensors"
     shutil.copytree(source, run / "model")
     (run / "model/model.safetensors").unlink()
     trained = AutoModelForCausalLM.from_pretrained(source)
-    trained.load_state_dict(trainee.student.state_dict(), strict=not tied)
+    trained.load_state_dict(loss_module.student.state_dict(), strict=not tied)
     assert not torch.equal(trained.lm_head.weight, tiny.build(tie_word_embeddings=tied).lm_head.weight)
     folder = tiny.save(trained, tmp_path / "folder")
     for groups in (8, 2):
@@ -179,11 +179,11 @@ def test_where_config_is_found(convert, tmp_path, where):
             {"schema": 1, "method": "mean", "seed": 0, "groups": 8, "source": source, "merge_report": [], "sha256": {}}
         )
     )
-    found = json.loads(convert("inspect", path, "--json").out)
+    summary = json.loads(convert("inspect", path, "--json").out)
     files = tiny.SIDE_FILES.keys() | {"generation_config.json"}
     if where == "above":  # whose folders are other checkpoints
         files = {name for name in files if "/" not in name}
-    assert set(found["side_files"]) == files
+    assert set(summary["side_files"]) == files
     assert convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 2).code == 0
     assert convert("verify", path, tmp_path / "out").code == 0
     assert json.loads((tmp_path / "out/groupwise.json").read_text())["source"]["groupwise"]["groups"] == 8

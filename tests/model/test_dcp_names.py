@@ -43,8 +43,8 @@ def test_torchtitan_converts_as_the_hugging_face_folder_does(convert, tmp_path, 
     folder, path = titan(tmp_path, tiny.build(num_key_value_heads=8), dtype, **how)
     for groups in (8, 2, 1):
         assert_same_conversion(convert, folder, path, tmp_path, groups)
-    found = json.loads(convert("inspect", path, "--json").out)
-    assert (found["format"], found["side_files"], found["left_out"]) == ("dcp", ["tokenizer.json"], [])
+    summary = json.loads(convert("inspect", path, "--json").out)
+    assert (summary["format"], summary["side_files"], summary["left_out"]) == ("dcp", ["tokenizer.json"], [])
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
@@ -92,8 +92,11 @@ def test_any_model_in_any_pieces(tmp_path_factory, data, kind):
         for name, tensor in original.items():
             start = data.draw(st.integers(0, len(tensor) - 1))
             for rows in (slice(None), slice(start, data.draw(st.integers(start + 1, len(tensor))))):
-                found = checkpoint.rows(name, *rows.indices(len(tensor))[:2])
-                assert (found.shape, np.ascontiguousarray(found).tobytes()) == (tensor[rows].shape, bits(tensor[rows]))
+                values = checkpoint.rows(name, *rows.indices(len(tensor))[:2])
+                assert (values.shape, np.ascontiguousarray(values).tobytes()) == (
+                    tensor[rows].shape,
+                    bits(tensor[rows]),
+                )
 
 
 @pytest.mark.parametrize("head", ["both", "embedding only"])
@@ -204,7 +207,7 @@ def test_without_config(convert, tmp_path):
     assert convert("inspect", path).code == 0
 
 
-def test_the_config_of_another_framework_is_none(convert, tmp_path):
+def test_config_of_another_framework_is_not_used(convert, tmp_path):
     _, path = titan(tmp_path, tiny.build(), config=False)
     (path / "config.json").write_text(json.dumps(frameworks.olmo_run(tiny.build("olmo2", **OLMO2))))
     convert("inspect", path).refused("is torchtitan's", "it is in none of")
@@ -221,26 +224,29 @@ LAYER = "layers.1.attention"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop(f"{LAYER}.wk.weight"), ("lacks what becomes model.layers.1.self_attn.k_proj.weight",)),
-        (lambda t: t.pop("output.weight"), ("lacks what becomes lm_head.weight",)),
-        (lambda t: t.pop("norm.weight"), ("lacks what becomes model.norm.weight",)),
+        (lambda t: t.pop(f"{LAYER}.wk.weight"), ("lacks the tensor for model.layers.1.self_attn.k_proj.weight",)),
+        (lambda t: t.pop("output.weight"), ("lacks the tensor for lm_head.weight",)),
+        (lambda t: t.pop("norm.weight"), ("lacks the tensor for model.norm.weight",)),
         (lambda t: t.update({f"{LAYER}.wv.weight": torch.ones(32, 31)}), (LAYER, "(32, 31)", "means (32, 32)")),
         (lambda t: t.update({"tok_embeddings.weight": torch.ones(66, 32)}), ("(66, 32)", "means (67, 32)")),
         (lambda t: t.update({f"{LAYER}.wq.bias": torch.ones(32)}), (f"{LAYER}.wq.bias", "does not have", "refused")),
         (lambda t: t.update({f"{LAYER}.q_norm.weight": torch.ones(4)}), (f"{LAYER}.q_norm.weight", "refused")),
         (lambda t: t.update({"layers.2.ffn_norm.weight": torch.ones(32)}), ("layers.2.ffn_norm.weight", "refused")),
         (lambda t: t.update({"layers.00.ffn_norm.weight": torch.ones(32)}), ("layers.00.ffn_norm", "refused")),
-        (lambda t: t.update({"lm_head.weight": torch.ones(67, 32)}), ("same tensor's names", "output", "lm_head")),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(67, 32)}),
+            ("two names of the same tensor", "output", "lm_head"),
+        ),
         (
             lambda t: t.update({f"{LAYER}.qkv_linear.wqkv.weight": torch.ones(96, 32)}),
-            (f"{LAYER}.wq.weight and {LAYER}.qkv_linear.wqkv.weight", "same tensor's names"),
+            (f"{LAYER}.wq.weight and {LAYER}.qkv_linear.wqkv.weight", "two names of the same tensor"),
         ),
         (
             lambda t: t.update({f"{LAYER}.qkv_linear.wqkv.weight": torch.ones(95, 32)}),
             ("qkv_linear.wqkv.weight", "(95, 32)", "means (96, 32)"),
         ),
-        (lambda t: t.pop("tok_embeddings.weight"), ("here are 0", "torchtitan", "OLMo-core")),
-        (lambda t: t.update({"model.embed_tokens.weight": torch.ones(67, 32)}), ("here are 2",)),
+        (lambda t: t.pop("tok_embeddings.weight"), ("found 0", "torchtitan", "OLMo-core")),
+        (lambda t: t.update({"model.embed_tokens.weight": torch.ones(67, 32)}), ("found 2",)),
     ],
 )
 def test_tensors_that_are_not_the_model_s(convert, tmp_path, change, words):
@@ -259,7 +265,7 @@ def test_tensors_that_are_not_the_model_s(convert, tmp_path, change, words):
         ({"model_type": "mistral"}, ("torchtitan's names", "model_type llama", "says 'mistral'")),
         ({"model_type": ...}, ("torchtitan's names", "says None")),
         ({"attention_bias": True}, ("attention_bias = True", "no biases")),
-        ({"num_hidden_layers": 3}, ("lacks what becomes model.layers.2",)),
+        ({"num_hidden_layers": 3}, ("lacks the tensor for model.layers.2",)),
         ({"num_hidden_layers": 1}, ("layers.1.", "refused")),
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers = 1000000000", "at most")),
         ({"num_key_value_heads": 4}, ("attention.wk.weight", "means (16, 32)")),

@@ -22,18 +22,18 @@ def geometry_of(folder):
 @pytest.mark.parametrize("head_dim", [None, 6])
 def test_geometry(tmp_path, n_kv_heads, head_dim):
     model = tiny.build(num_key_value_heads=n_kv_heads, **({"head_dim": head_dim} if head_dim else {}))
-    found = geometry_of(tiny.save(model, tmp_path / "m"))
-    assert (found.n_layers, found.n_heads, found.n_kv_heads) == (2, 8, n_kv_heads)
-    assert (found.head_dim, found.hidden_size) == (head_dim or 4, 32)
-    assert found.heads_per_group == 8 // n_kv_heads
-    assert found.legal_n_kv_heads == tuple(n for n in (1, 2, 4, 8) if n <= n_kv_heads)
-    assert found.kv_cache_bytes_per_token(2) == 2 * 2 * 2 * (head_dim or 4) * 2
+    geometry = geometry_of(tiny.save(model, tmp_path / "m"))
+    assert (geometry.n_layers, geometry.n_heads, geometry.n_kv_heads) == (2, 8, n_kv_heads)
+    assert (geometry.head_dim, geometry.hidden_size) == (head_dim or 4, 32)
+    assert geometry.heads_per_group == 8 // n_kv_heads
+    assert geometry.legal_n_kv_heads == tuple(n for n in (1, 2, 4, 8) if n <= n_kv_heads)
+    assert geometry.kv_cache_bytes_per_token(2) == 2 * 2 * 2 * (head_dim or 4) * 2
 
 
 def test_kv_heads_are_all_and_only_k_and_v(tmp_path):
     model = tiny.build("qwen2")
-    found = geometry_of(tiny.save(model, tmp_path / "m"))
-    names = [name for heads in found.attention.heads(8) for name in heads.tensors]
+    geometry = geometry_of(tiny.save(model, tmp_path / "m"))
+    names = [name for heads in geometry.attention.heads(8) for name in heads.tensors]
     assert set(names) == {name for name in model.state_dict() if tiny.is_kv(name)}
     assert len(names) == 8
 

@@ -67,8 +67,8 @@ def test_any_llama_is_what_the_gguf_package_reads(tmp_path_factory, data, kind):
     with open_checkpoint(path) as checkpoint:
         assert {gguf_name(name) for name in checkpoint.tensors} == stored.keys()
         for name, tensor in checkpoint.tensors.items():
-            found = stored[gguf_name(name)]
-            expected = gguf.quants.dequantize(found.data, found.tensor_type)
+            gguf_tensor = stored[gguf_name(name)]
+            expected = gguf.quants.dequantize(gguf_tensor.data, gguf_tensor.tensor_type)
             if heads := {"q_proj": n_heads, "k_proj": n_kv_heads}.get(name.split(".")[-2]):
                 pairs = expected.reshape(heads, head_dim // 2, 2, -1)
                 expected = pairs.swapaxes(1, 2).reshape(expected.shape)

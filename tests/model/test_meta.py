@@ -148,7 +148,7 @@ def test_the_released_models_scale_rope_as_their_size_tells(tmp_path, dim, facto
 
 
 @pytest.mark.parametrize("where", ["beside", "above", "nowhere"])
-def test_the_tokenizer_travels_and_what_is_missing_is_said(convert, tmp_path, where):
+def test_tokenizer_is_copied_and_missing_files_are_noted(convert, tmp_path, where):
     meta = write_meta(tmp_path / "llama/7B", tiny.build(**SHAPE))
     if where == "above":
         (meta / "tokenizer.model").rename(meta / "../tokenizer.model")
@@ -186,7 +186,7 @@ def llamas(draw):
 
 @settings(max_examples=40, deadline=None)
 @given(llama=llamas(), data=st.data())
-def test_any_llama_cut_in_any_way(tmp_path_factory, llama, data):
+def test_any_llama_with_any_model_parallel_split(tmp_path_factory, llama, data):
     shape, n_files, how = llama
     model = tiny.build(**shape, bos_token_id=0, eos_token_id=0)
     tensors = cast(model, how["dtype"])
@@ -197,6 +197,6 @@ def test_any_llama_cut_in_any_way(tmp_path_factory, llama, data):
             start = data.draw(st.integers(0, len(tensor) - 1))
             stop = data.draw(st.integers(start + 1, len(tensor)))
             for rows in (slice(None), slice(start, stop)):
-                found = checkpoint.rows(name, *rows.indices(len(tensor))[:2])
-                assert found.shape == tensor[rows].shape, name
-                assert np.ascontiguousarray(found).tobytes() == bits(tensor[rows]), name
+                values = checkpoint.rows(name, *rows.indices(len(tensor))[:2])
+                assert values.shape == tensor[rows].shape, name
+                assert np.ascontiguousarray(values).tobytes() == bits(tensor[rows]), name

@@ -135,8 +135,8 @@ def test_any_views_of_shared_storages(tmp_path_factory, tensors, n_shards):
             assert checkpoint.tensors[name].shape == tensor.shape
             for rows in (slice(None), slice(1, 3)):
                 start, stop, _ = rows.indices(len(tensor))
-                found = checkpoint.rows(name, start, max(start, stop))
-                assert np.ascontiguousarray(found).tobytes() == bits(tensor[rows]), name
+                values = checkpoint.rows(name, start, max(start, stop))
+                assert np.ascontiguousarray(values).tobytes() == bits(tensor[rows]), name
             span = checkpoint.span(name)
             if span is not None:
                 assert span.path.read_bytes()[span.offset : span.offset + span.length] == bits(tensor), name
@@ -145,9 +145,9 @@ def test_any_views_of_shared_storages(tmp_path_factory, tensors, n_shards):
 def test_inspect_and_the_record_name_the_files(convert, tmp_path):
     folder = write_bin(tmp_path / "bin", tiny.build(), n_shards=2)
     (folder / "training_args.bin").write_bytes(b"\x80\x02 of no concern")
-    found = json.loads(convert("inspect", folder, "--json").out)
+    summary = json.loads(convert("inspect", folder, "--json").out)
     files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
-    assert (found["format"], found["files"], found["left_out"]) == ("bin", files, ["training_args.bin"])
+    assert (summary["format"], summary["files"], summary["left_out"]) == ("bin", files, ["training_args.bin"])
     convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out")
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert [file["name"] for file in record["source"]["files"]] == files
@@ -156,6 +156,6 @@ def test_inspect_and_the_record_name_the_files(convert, tmp_path):
 def test_safetensors_are_preferred(convert, tmp_path):
     folder = write_bin(tmp_path / "both", tiny.build(seed=1))
     tiny.save(tiny.build(), tmp_path / "both")
-    found = json.loads(convert("inspect", folder, "--json").out)
-    assert (found["format"], found["left_out"]) == ("safetensors", ["pytorch_model.bin"])
+    summary = json.loads(convert("inspect", folder, "--json").out)
+    assert (summary["format"], summary["left_out"]) == ("safetensors", ["pytorch_model.bin"])
     assert "pytorch_model.bin" in convert("inspect", folder).out

@@ -105,7 +105,7 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "0", "5 apples", "1e9"])
-def test_sizes_that_are_none(text):
+def test_invalid_sizes(text):
     with pytest.raises(CheckpointError, match="is not a size"):
         parse_size(text)
 

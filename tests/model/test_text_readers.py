@@ -22,17 +22,17 @@ TEXTS = ["one", "two\r\nlines", "", "drei 🙂", "x" * 5000, "\u2028 \x85 \x0b",
 def read_all(name, path, piece_bytes=1 << 20):
     """Return (place, document) of all records, with Problems for what is none."""
     reader = find_reader(name)
-    found = []
+    documents = []
     for piece in reader.split(str(path), piece_bytes):
         last = 0
         for row, bytes_read, document in reader.read(piece, "text"):
             assert last <= bytes_read
             last = bytes_read
-            found.append(
+            documents.append(
                 (reader.place(piece, row), document.tolist() if isinstance(document, np.ndarray) else document)
             )
         assert last <= piece.nbytes or name == "jsonl"  # a line belongs to the piece in which it begins
-    return found
+    return documents
 
 
 def write_jsonl(path, records, opener=open):
@@ -54,8 +54,8 @@ def test_registry():
 @pytest.mark.parametrize("piece_bytes", [1, 3, 20, 100, 1 << 20])
 def test_jsonl_pieces_are_the_whole(tmp_path, piece_bytes):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    found = read_all("jsonl", path, piece_bytes)
-    assert found == [(f"{path}:{i}", text or EMPTY) for i, text in enumerate(TEXTS, 1)]
+    documents = read_all("jsonl", path, piece_bytes)
+    assert documents == [(f"{path}:{i}", text or EMPTY) for i, text in enumerate(TEXTS, 1)]
 
 
 @given(
@@ -65,11 +65,11 @@ def test_jsonl_any_text(tmp_path_factory, texts, piece_bytes, newline, bom, ends
     path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
     content = newline.join(json.dumps({"text": text}).encode() for text in texts)
     path.write_bytes(b"\xef\xbb\xbf" * bom + content + newline * (ends and bool(texts)))
-    found = [document for _, document in read_all("jsonl", path, piece_bytes)]
+    documents = [document for _, document in read_all("jsonl", path, piece_bytes)]
     if bom and not texts:
-        assert found == [BLANK]
+        assert documents == [BLANK]
     else:
-        assert found == [text or EMPTY for text in texts]
+        assert documents == [text or EMPTY for text in texts]
 
 
 @pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
@@ -154,13 +154,13 @@ def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
     ],
 )
 def test_jsonl_line_that_is_no_document(line, problem):
-    found = parse(line, "text")
+    parsed = parse(line, "text")
     if isinstance(problem, str):
-        assert isinstance(found, Problem)
-        assert found.bad
-        assert found.reason.startswith(problem)
+        assert isinstance(parsed, Problem)
+        assert parsed.bad
+        assert parsed.reason.startswith(problem)
     else:
-        assert found == problem
+        assert parsed == problem
 
 
 def test_jsonl_line_that_is_a_document():

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from model.common.errors import CheckpointError
 from model.families import FAMILIES, find_family
-from model.families.unsupported import REFUSED, reason
+from model.families.unsupported import REFUSED, unsupported_reason
 
 TYPES = [(model_type, why) for why, types in REFUSED.items() for model_type in types]
 KNOWN = [(model_type, why) for model_type, why in TYPES if model_type in CONFIG_MAPPING]
@@ -31,7 +31,7 @@ def test_on_the_command_line(convert, source, tmp_path, why):
     assert not (tmp_path / "out").exists()
 
 
-def test_every_type_has_one_verdict():
+def test_no_type_is_both_supported_and_unsupported():
     types = [model_type for model_type, _ in TYPES]
     assert len(set(types)) == len(types)
     assert not set(types) & set(FAMILIES)
@@ -52,7 +52,7 @@ def test_the_reason_holds_in_transformers(model_type, why):
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_every_language_model_of_transformers_has_a_verdict(model_type):
+def test_every_language_model_of_transformers_is_supported_or_refused(model_type):
     """It is known, refused by name, or said to be unknown; nothing else happens, whatever the type."""
     if model_type in FAMILIES:
         assert FAMILIES[model_type].model_type == model_type
@@ -60,12 +60,14 @@ def test_every_language_model_of_transformers_has_a_verdict(model_type):
     with pytest.raises(CheckpointError) as error:
         find_family({"model_type": model_type})
     refused, unknown = " cannot be converted: ", f" is not supported; supported are: {', '.join(FAMILIES)}."
-    assert str(error.value).startswith(f"model_type {model_type!r}{refused if reason(model_type) else unknown}")
+    assert str(error.value).startswith(
+        f"model_type {model_type!r}{refused if unsupported_reason(model_type) else unknown}"
+    )
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neo_y", "bitnet", "llama4", "gpt-neox\nllama"])
-def test_a_type_nobody_knows_on_the_command_line(convert, source, tmp_path, model_type):
+def test_unknown_type_on_the_command_line(convert, source, tmp_path, model_type):
     tiny.edit_config(source, model_type=model_type)
     for command in (
         ("inspect", source),
@@ -86,6 +88,6 @@ def test_a_type_nobody_knows_on_the_command_line(convert, source, tmp_path, mode
         ({"text_config": {"model_type": ["llama"]}}, "is not supported"),
     ],
 )
-def test_wrapped_models_we_do_not_know(config, words):
+def test_unknown_wrapped_models(config, words):
     with pytest.raises(CheckpointError, match=words):
         find_family({"model_type": "llava", **config})

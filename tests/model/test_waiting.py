@@ -23,7 +23,7 @@ def test_another_waits_for_the_file(tmp_path, monkeypatch):
     assert (tmp_path / "done").exists()
 
 
-def test_one_that_waits_in_vain_can_be_stopped(tmp_path, monkeypatch):
+def test_a_waiting_process_can_be_stopped(tmp_path, monkeypatch):
     """As the launcher does when the main process has failed."""
     monkeypatch.setenv("RANK", "1")
     later = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))

@@ -112,7 +112,7 @@ def test_allowed_maps_change_nothing(n_kv_heads, bias):
     assert difference(attention, map_values(attention, rng.normal(size=(n_kv_heads, HEAD_DIM, HEAD_DIM)))) < 1e-9
 
 
-def test_a_general_rotation_of_keys_does():
+def test_a_general_rotation_of_keys_changes_the_output():
     """It does not commute with rotary embeddings, though queries are rotated alike."""
     rng, attention = np.random.default_rng(1), make(0)
     maps = random_rotations(rng, N_HEADS)
@@ -120,10 +120,10 @@ def test_a_general_rotation_of_keys_does():
     assert difference(attention, turned) > 0.01
 
 
-def scrambled(few: LayerAttention, rng) -> LayerAttention:
-    """Return the same attention with a K/V head for each query head, all in coordinates of their own."""
-    times = few.heads_per_group
-    many = replace(few, k_KDX=np.repeat(few.k_KDX, times, axis=0), v_KDX=np.repeat(few.v_KDX, times, axis=0))
+def equivalent_mha(few: LayerAttention, rng) -> LayerAttention:
+    """Return the same attention with one K/V head per query head, each mapped differently."""
+    n = few.heads_per_group
+    many = replace(few, k_KDX=np.repeat(few.k_KDX, n, axis=0), v_KDX=np.repeat(few.v_KDX, n, axis=0))
     return map_values(scale_planes(many, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
 
 
@@ -150,7 +150,7 @@ def from_inputs(group: LayerAttention, rng, n_inputs: int = 400) -> Moments:
 @given(seed=st.integers(0, 2**32 - 1), groups=st.sampled_from([1, 2, 4]), bias=st.booleans())
 def test_heads_equal_up_to_allowed_maps_merge_without_loss(method, calibrated, how, seed, groups, bias):
     rng, few = np.random.default_rng(seed), make(seed, groups, bias)
-    many = scrambled(few, rng)
+    many = equivalent_mha(few, rng)
     assert difference(few, many) < 1e-9
     known = [from_inputs(group, rng) if calibrated else moments_from_weights(group) for group in many.groups(groups)]
     merged = merge_attention(many, known, Recipe(method, renorm=how))
@@ -198,7 +198,7 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_and_on_trained_weights(groups):
+def test_each_method_loses_no_more_on_trained_weights(groups):
     with open_checkpoint(Path("assets/demo-mha")) as checkpoint:
         for layer in make_plan(checkpoint, groups, Recipe("pca"), None).layers[::3]:
             assert isinstance(layer, LayerMerge)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from equivalent_heads import logits, scrambled
+from equivalent_heads import equivalent_mha, logits
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -57,18 +57,18 @@ def text(folder):
 
 def heads_of(model, ids_NT):
     """Return for each layer attention's probabilities, and queries, keys and values before rotation, in float64."""
-    found = []
+    projections = []
 
     def keep(module, arguments, keywords):
         x = keywords["hidden_states"]
         shape = (*x.shape[:2], -1, module.head_dim)
-        found.append([p(x).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj)])
+        projections.append([p(x).view(shape) for p in (module.q_proj, module.k_proj, module.v_proj)])
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.inference_mode():
         out = model(torch.from_numpy(ids_NT), output_attentions=True)
-    return [(a.numpy(), *(h.numpy() for h in heads)) for a, heads in zip(out.attentions, found, strict=True)]
+    return [(a.numpy(), *(h.numpy() for h in heads)) for a, heads in zip(out.attentions, projections, strict=True)]
 
 
 def turned(x_TD: Real, positions_T: Real, theta: float, factor: float) -> Real:
@@ -144,7 +144,7 @@ def test_states_are_the_models(tmp_path, watched):
 
 
 @pytest.mark.parametrize("refine", [0, 64])
-def test_stopped_anywhere_it_goes_on_to_the_same(tmp_path, refine):
+def test_calibration_stopped_anywhere_resumes_to_the_same_result(tmp_path, refine):
     class Stop(Exception):
         pass
 
@@ -180,7 +180,7 @@ def test_lossless_with_a_text_too(convert, tmp_path):
     model = tiny.build(num_key_value_heads=2, vocab_size=300, hidden_size=64, initializer_range=0.2)
     source = tiny.save(model, tmp_path / "source")
     make_tokenizer(source, 300)
-    many = scrambled(source, tmp_path / "many", 2)
+    many = equivalent_mha(source, tmp_path / "many", 2)
     for file in source.glob("tokenizer*"):
         (many / file.name).write_bytes(file.read_bytes())
     expected = logits(source)

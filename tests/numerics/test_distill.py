@@ -33,8 +33,8 @@ def test_value_and_gradients(monkeypatch, chunk):
     assert loss.item() == pytest.approx(wanted.item(), rel=2e-6)
     (loss * 0.3).backward()
     (wanted * 0.3).backward()
-    for found, reference in zip(ours[:2], exact[:2], strict=True):
-        assert (found.grad - reference.grad).norm() <= 1e-5 * reference.grad.norm()
+    for actual, reference in zip(ours[:2], exact[:2], strict=True):
+        assert (actual.grad - reference.grad).norm() <= 1e-5 * reference.grad.norm()
 
 
 def test_of_a_model_with_itself_is_zero_with_zero_gradient():

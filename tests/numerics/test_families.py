@@ -213,8 +213,8 @@ def test_verify_and_inspect(convert, saved, tmp_path, family, changes):
     assert row["groups"] == 2
     assert row["tensor_bytes"] == sum(t.nbytes for t in tiny.tensors(out).values())
     result = convert("verify", source, out, "--json")
-    found = json.loads(result.out)
-    assert (result.code, found["ok"], found["differences"]) == (0, True, [])
+    verified = json.loads(result.out)
+    assert (result.code, verified["ok"], verified["differences"]) == (0, True, [])
     report = json.loads((out / "groupwise.json").read_text())["merge_report"]
     assert {entry["heads"] for entry in report} == {"k", "v"}
     for entry in report[:: len(report) - 1]:
@@ -258,7 +258,7 @@ def full_config(family: str, **changes) -> dict:
 
 @pytest.mark.parametrize("how", ["absent", "null"])
 @pytest.mark.parametrize("family", tiny.STOCK)
-def test_n_kv_heads_that_is_not_said(tmp_path, family, how):
+def test_absent_n_kv_heads(tmp_path, family, how):
     """Where the class takes it as a number, so do we; where it stops, we refuse in one line."""
     assumed = AutoConfig.for_model(tiny.inner(family)).num_key_value_heads or N_HEADS
     config = full_config(
@@ -283,7 +283,7 @@ def test_n_kv_heads_that_is_not_said(tmp_path, family, how):
 
 
 @pytest.mark.parametrize("family", sorted(set(tiny.STOCK) - {"hunyuan_v1_dense"}))  # its class stops without head_dim
-def test_head_dim_that_is_not_said(tmp_path, family):
+def test_absent_head_dim(tmp_path, family):
     wide = {"hidden_size": 128 * N_HEADS} if family == "helium" else {}  # its output projection is always square
     config = full_config(family, **wide)
     config.get("text_config", config).pop("head_dim", None)
@@ -294,7 +294,7 @@ def test_head_dim_that_is_not_said(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in tiny.WRAPPERS])
-def test_sizes_that_are_not_said(family):
+def test_absent_sizes(family):
     theirs = AutoConfig.for_model(family.removesuffix("_gqa"))
     sizes = find_family({"model_type": family}).family.default_sizes
     assert sizes == {key: getattr(theirs, key) for key in sizes}
@@ -302,7 +302,7 @@ def test_sizes_that_are_not_said(family):
 
 @pytest.mark.parametrize("family", tiny.WRAPPERS)
 @pytest.mark.parametrize("named", [False, True])
-def test_wrapped_configs_that_say_little(tmp_path, family, named):
+def test_wrapped_configs_with_absent_sizes(tmp_path, family, named):
     """As the first LLaVA checkpoints have them: what equals the language model's defaults is not there."""
     text_config = {"model_type": tiny.inner(family)} if named else {}
     config = {"model_type": family, **tiny.WRAPPERS[family][1], "text_config": text_config}

@@ -20,12 +20,12 @@ from uptrain.data.token_cache import Cache
 def inputs(tmp_path_factory):
     """Windows with 31 targets, and windows with a single one: 30 documents of a token and one of two."""
     folder = tmp_path_factory.mktemp("inputs")
-    found = make_inputs(folder)
+    paths = make_inputs(folder)
     rng = np.random.default_rng(1)
     lengths = [n for _ in range(20) for n in (32, *[1] * 30, 2)]
     documents = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
-    found["data"] = caches.write_cache(folder / "uneven", [documents], 32, VOCAB)
-    return found
+    paths["data"] = caches.write_cache(folder / "uneven", [documents], 32, VOCAB)
+    return paths
 
 
 def gradients_by_hand(inputs: dict[str, Path]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -45,9 +45,9 @@ def gradients_by_hand(inputs: dict[str, Path]) -> tuple[dict[str, torch.Tensor],
     return gradient(slice(8)), {name: torch.stack([g[name] for g in by_row]).mean(0) for name in by_row[0]}
 
 
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return ‖found − wanted‖ / ‖wanted‖ over all tensors together."""
-    pairs = [(found[name].double(), wanted[name]) for name in wanted]
+def distance(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Return ‖actual − wanted‖ / ‖wanted‖ over all tensors together."""
+    pairs = [(actual[name].double(), wanted[name]) for name in wanted]
     square = sum((a - b).square().sum() for a, b in pairs)
     return float((square / sum(b.square().sum() for _, b in pairs)) ** 0.5)
 

@@ -1,7 +1,9 @@
 """The Llama code against transformers: logits, gradients, decoding, packing."""
 
 import copy
+import errno
 import itertools
+import os
 
 import pytest
 import tiny
@@ -276,7 +278,7 @@ def test_no_gradient_crosses_a_document_s_border(tmp_path):
     assert (embedded.grad[0, 8:].abs().sum(dim=1) > 0).all()
 
 
-def test_a_scaling_said_in_both_spellings(tmp_path):
+def test_rope_scaling_in_both_spellings(tmp_path):
     """As converted models have it, so that transformers 4 heeds it too."""
     scaling = {"rope_type": "linear", "factor": 4.0}
     folder = tiny.save(tiny.build(rope_parameters={**scaling, "rope_theta": 54321.0}), tmp_path / "model")
@@ -353,20 +355,24 @@ def test_matrices_of_several_dtypes_are_widened(tmp_path):
     assert len(generate(model, [[1, 2, 3]], 4)[0]) == 4
 
 
-def test_what_text_cannot_be_made_with_is_said_in_a_line(tmp_path):
-    from click.testing import CliRunner
-
-    from model.decoder.generation import main
-
+def test_generation_refuses_a_folder_without_model_or_tokenizer(generation, tmp_path):
     folder = tiny.save(tiny.build(), tmp_path / "model")
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    for path, said in ((tmp_path / "nowhere", "nowhere"), (folder, "cannot load the tokenizer of")):
-        result = CliRunner().invoke(main, [str(path), "--prompt", "x"])
-        assert (result.exit_code, result.output.count("\n"), said in result.output) == (2, 1, True), result.output
+    generation(tmp_path / "nowhere", "--prompt", "x").refused("nowhere")
+    generation(folder, "--prompt", "x").refused("cannot load the tokenizer of")
 
 
-def test_a_full_cache_and_foreign_ids_are_refused(tmp_path):
+def test_generation_ends_a_failed_read_with_exit_code_1(generation, tmp_path, monkeypatch):
+    def fail(folder):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    monkeypatch.setattr("model.decoder.generation.load_model", fail)
+    result = generation(tmp_path, "--prompt", "x")
+    assert (result.code, result.err) == (1, f"Error: [Errno 5] Input/output error: '{tmp_path}'\n")
+
+
+def test_a_full_cache_and_ids_outside_the_vocabulary_are_refused(tmp_path):
     _, ours = pair(tmp_path)
     cache = KVCache(ours.config, 1, 5, torch.float32, "cpu")
     prefill(ours, random_ids(1, 4), cache)
@@ -380,7 +386,7 @@ def test_a_full_cache_and_foreign_ids_are_refused(tmp_path):
 # Families without native code
 
 
-def foreign(tmp_path, **changes):
+def gpt_neox(tmp_path, **changes):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     torch.manual_seed(0)
@@ -388,24 +394,24 @@ def foreign(tmp_path, **changes):
         vocab_size=67, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64, **changes,
     )  # fmt: skip
-    theirs = GPTNeoXForCausalLM(config).eval()
-    theirs.save_pretrained(tmp_path / "neox")
-    return theirs, load_model(tmp_path / "neox")
+    hf_model = GPTNeoXForCausalLM(config).eval()
+    hf_model.save_pretrained(tmp_path / "neox")
+    return hf_model, load_model(tmp_path / "neox")
 
 
 def test_other_families_open_behind_the_same_interface(tmp_path):
-    theirs, ours = foreign(tmp_path)
+    hf_model, ours = gpt_neox(tmp_path)
     ids = random_ids(2, 20)
-    assert torch.equal(ours(ids), theirs(ids).logits)
+    assert torch.equal(ours(ids), hf_model(ids).logits)
     assert torch.allclose(ours.hidden(ids) @ ours.head_weight.T, ours(ids), atol=1e-6)
     loss_sum, n_valid = ours(ids, ids)
-    assert (loss_sum / n_valid).item() == pytest.approx(theirs(ids, labels=ids).loss.item(), rel=1e-6)
+    assert (loss_sum / n_valid).item() == pytest.approx(hf_model(ids, labels=ids).loss.item(), rel=1e-6)
     native = pair(tmp_path)[1]
     assert torch.allclose(native.hidden(ids) @ native.head_weight.T, native(ids), atol=1e-5)
 
 
 def test_other_families_keep_packed_documents_apart(tmp_path):
-    _, ours = foreign(tmp_path)
+    _, ours = gpt_neox(tmp_path)
     ids, documents = random_ids(1, 20), numbered([8, 12])[None]
     packed = ours(ids, documents_BT=documents)
     assert (packed[:, :8] - ours(ids[:, :8])).abs().max() <= 1e-5
@@ -427,14 +433,14 @@ def test_every_family_keeps_packed_documents_apart(tmp_path, family):
 
 def test_other_families_whose_frequencies_depend_on_the_longest_document_are_refused(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    _, ours = foreign(tmp_path, rope_parameters=rope, rotary_pct=1.0)
+    _, ours = gpt_neox(tmp_path, rope_parameters=rope, rotary_pct=1.0)
     ours(random_ids(1, 64), documents_BT=numbered([30, 34])[None])
     with pytest.raises(CheckpointError, match=r"rows of 65 tokens here: beyond 64 tokens .* --seq-len 64 at most"):
         ours(random_ids(1, 65), documents_BT=numbered([30, 35])[None])
 
 
 def test_other_families_with_missing_tensors_are_refused(tmp_path):
-    foreign(tmp_path)
+    gpt_neox(tmp_path)
     file = tmp_path / "neox/model.safetensors"
     tensors = tiny.tensors(tmp_path / "neox")
     tensors.pop("gpt_neox.layers.0.mlp.dense_h_to_4h.weight")

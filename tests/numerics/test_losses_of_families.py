@@ -16,8 +16,8 @@ FAMILIES = {
 
 def logits(model, batch):
     """Of the tokens that count, row by row, without packing."""
-    found = model.theirs(batch.ids_BT, use_cache=False).logits.double()[:, :-1]
-    return found[batch.labels_BT[:, 1:] >= 0]
+    raw = model.theirs(batch.ids_BT, use_cache=False).logits.double()[:, :-1]
+    return raw[batch.labels_BT[:, 1:] >= 0]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -52,9 +52,9 @@ def test_value_and_gradients(models, batch, name):
     wanted.backward()
     expected = {key: parameter.grad for key, parameter in student.named_parameters()}
     student.zero_grad(set_to_none=True)
-    found = find_loss(name)(student, teacher, batch)
-    found.backward()
-    assert found.item() == pytest.approx(wanted.item(), rel=2e-5)
+    loss = find_loss(name)(student, teacher, batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=2e-5)
     assert all(gradient is not None for gradient in expected.values()), "a run of it could not be resumed"
     for key, parameter in student.named_parameters():
         assert (parameter.grad - expected[key]).norm() <= 1e-4 * expected[key].norm() + 1e-6, key

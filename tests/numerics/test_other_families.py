@@ -101,14 +101,14 @@ def test_falcon_shape_probe(tmp_path):
         assert plan.regrouped.keys() == {n for n, t in source.tensors.items() if t != theirs.tensors[n]}
 
 
-def test_falcon_knows_nothing_between(convert, tmp_path):
+def test_falcon_merges_to_one_group_only(convert, tmp_path):
     source = tiny.save(falcon(), tmp_path / "source")
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
         "--groups 2 is not possible: the class of falcon holds a K/V head for each query head, or one; choose one of 1,"
     )
-    found = json.loads(convert("inspect", source, "--json").out)
-    assert [row["groups"] for row in found["groups"]] == [8, 1]
-    assert found["repeats"] == []
+    summary = json.loads(convert("inspect", source, "--json").out)
+    assert [row["groups"] for row in summary["groups"]] == [8, 1]
+    assert summary["repeats"] == []
     assert convert("to-hf", source, tmp_path / "same").code == 0
     assert (tmp_path / "same/config.json").read_bytes() == (source / "config.json").read_bytes()
 
@@ -119,13 +119,13 @@ def test_falcon_knows_nothing_between(convert, tmp_path):
         ({"new_decoder_architecture": True}, "falcon-40b or 180b, which is grouped already"),
         (
             {"multi_query": True},
-            "multi_query = true, but the weights hold 8 K/V heads; set multi_query to what is",
+            "multi_query = true, but the weights hold 8 K/V heads; set multi_query to the true number",
         ),
-        ({"multi_query": ...}, "no multi_query, but the weights hold 8 K/V heads; set multi_query to what is"),
+        ({"multi_query": ...}, "no multi_query, but the weights hold 8 K/V heads; set multi_query to the true number"),
         ({"multi_query": "no"}, 'multi_query = "no"; it can be true, false'),
     ],
 )
-def test_falcon_configs_that_say_otherwise(convert, tmp_path, settings, words):
+def test_falcon_configs_that_contradict_the_weights(convert, tmp_path, settings, words):
     source = tiny.save(falcon(), tmp_path / "source")
     tiny.edit_config(source, **settings)
     convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused(words)
@@ -133,8 +133,8 @@ def test_falcon_configs_that_say_otherwise(convert, tmp_path, settings, words):
 
 def test_falcon_7b_is_multi_query_already(convert, tmp_path):
     source = tiny.save(falcon(multi_query=True), tmp_path / "source")
-    found = json.loads(convert("inspect", source, "--json").out)
-    assert (found["attention"], len(found["groups"])) == ("MQA", 1)
+    summary = json.loads(convert("inspect", source, "--json").out)
+    assert (summary["attention"], len(summary["groups"])) == ("MQA", 1)
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
         "the model has 1 K/V heads"
     )
@@ -290,7 +290,7 @@ def test_config_card_and_record_name_the_code(convert, tmp_path, make):
 
 
 @pytest.mark.parametrize("architectures", [["GPTNeoXForTokenClassification"], [], ..., "GPTNeoXForCausalLM"])
-def test_classes_we_have_no_code_for(convert, tmp_path, architectures):
+def test_classes_without_remote_code(convert, tmp_path, architectures):
     source = tiny.save(gpt_neox(), tmp_path / "source")
     tiny.edit_config(source, architectures=architectures)
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
@@ -392,7 +392,7 @@ def test_mpt_without_settings_of_attention(convert, tmp_path, settings):
         ("kv_n_heads", {"attn_config": {"attn_type": "new"}}, 'attn_config.attn_type = "new"; it can be "multihead'),
     ],
 )  # fmt: skip
-def test_mpt_that_could_not_be_opened(convert, tmp_path, code, changes, words):
+def test_mpt_code_that_cannot_open_the_output(convert, tmp_path, code, changes, words):
     source = mpt(tmp_path / "source", code)
     tiny.edit_config(source, **changes)
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(words)

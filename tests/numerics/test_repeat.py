@@ -25,8 +25,8 @@ def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads
     assert child.config.get_text_config().num_key_value_heads == n_kv_heads
     assert difference(parent, child) <= 1e-6
 
-    found = json.loads(convert("verify", source, out, "--json").out)
-    assert (found["ok"], found["differences"]) == (True, [])
+    report = json.loads(convert("verify", source, out, "--json").out)
+    assert (report["ok"], report["differences"]) == (True, [])
     assert convert("mha-to-gqa", "--method", "mean", out, back, "--groups", 2).code == 0
     before, after = tiny.tensors(source), tiny.tensors(back)
     assert before.keys() == after.keys()

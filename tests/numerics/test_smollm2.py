@@ -57,15 +57,11 @@ def test_greedy_text_of_64_tokens_is_transformers_token_for_token(folder):
     assert generate(load_model(folder), prompt.input_ids.tolist(), 64, stop_ids=()) == [expected[0, n_prompt:].tolist()]
 
 
-def test_text_comes_from_the_command_line(folder):
-    from click.testing import CliRunner
-
-    from model.decoder.generation import main
-
-    result = CliRunner().invoke(main, [str(folder), "--prompt", PROMPT, "--max-new-tokens", "12"])
-    assert result.exit_code == 0
-    assert result.stdout.startswith(PROMPT)
-    assert "KV cache" in result.stderr
+def test_generation_from_the_command_line(folder, generation):
+    result = generation(folder, "--prompt", PROMPT, "--max-new-tokens", 12)
+    assert result.code == 0, result.err
+    assert result.out.startswith(PROMPT)
+    assert "KV cache" in result.err
 
 
 def test_merged_to_one_head_it_is_the_parent_with_the_mean_everywhere(folder, tmp_path, convert):
@@ -85,9 +81,9 @@ def test_merged_to_one_head_it_is_the_parent_with_the_mean_everywhere(folder, tm
     for path in (folder, out, again):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         with torch.inference_mode():
-            found = model(ids, labels=ids)
-        losses.append(found.loss.item())
-        logits.append(found.logits)
+            output = model(ids, labels=ids)
+        losses.append(output.loss.item())
+        logits.append(output.logits)
     print(f"loss of the parent {losses[0]:.3f}, of one K/V head {losses[1]:.3f}")
     assert torch.equal(logits[1], logits[2])
     assert losses[1] == losses[2] > losses[0]

@@ -64,5 +64,5 @@ def test_runs(tmp_path, command):
         text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found if isinstance(found, list) else found["rows"]
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results if isinstance(results, list) else results["rows"]

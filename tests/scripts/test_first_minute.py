@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import fake_runs
 import pytest
 import real_runs
 import tiny
@@ -43,6 +44,42 @@ def test_a_module_of_our_own_that_is_missing_is_a_bug():
     assert "Traceback" in subprocess.run(words, capture_output=True, text=True, check=False).stderr
 
 
+PLAN = (
+    "--alpha", "0.05", "--original-tokens", "2T", "--lr", "1e-3", "--global-batch-tokens", "4M", "--seq-len", "4000",
+    "--teacher", "s", "--processes", "8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A folder with a tiny model of 32 layers and 32 heads, and a run of it that has finished."""
+    folder = tmp_path_factory.mktemp("large")
+    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 128}
+    tiny.save(tiny.build(intermediate_size=32, **shape), folder / "s")
+    records = [fake_runs.with_teacher(0, 5.0), *(fake_runs.step(n + 1, 3.0) for n in range(50))]
+    records.append(fake_runs.with_teacher(50, 2.75))
+    fake_runs.write_run(folder / "run", records, {"status": "finished", "step": 50, "reason": "finished", "pid": 1})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "words"),
+    [
+        ("convert", ["inspect", "s"], ["GQA-16", "tensor-parallel"]),
+        ("convert", ["inspect", "s", "--heads"], ["\n    31 ", "GQA-16 %", "largest loss"]),
+        ("convert", ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean", "--dry-run"], ["64 tensors"]),
+        ("uptrain", ["plan", "s", *PLAN], ["100,000,000,000"]),
+        ("uptrain", ["status", "run"], ["50 of 50", "recovered fraction"]),
+    ],
+)
+def test_output_fits_80_columns(large, program, arguments, words):
+    command, environment = [sys.executable, "-m", program, *arguments], {**real_runs.environment(), "COLUMNS": "80"}
+    shown = subprocess.run(command, cwd=large, env=environment, capture_output=True, text=True, check=True).stdout
+    assert max(map(len, shown.splitlines())) <= 80, shown
+    assert "…" not in shown
+    assert all(word in shown for word in words), shown
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "llava", "qwen3_moe", "phi3"])
 def test_tables_fit_80_columns_with_whole_names(tmp_path, family):
     tiny.save(tiny.build(family), tmp_path / "s")
@@ -54,10 +91,6 @@ def test_tables_fit_80_columns_with_whole_names(tmp_path, family):
     for entry in json.loads((tmp_path / "o/groupwise.json").read_text())["merge_report"]:
         parts = entry["tensor"].removesuffix(".weight").split(".")
         assert ".".join(parts[-2:]) in result.stdout, (entry["tensor"], result.stdout)
-    inspect = [sys.executable, "-m", "convert", "inspect", "s"]
-    shown = subprocess.run(inspect, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    assert "…" not in shown
-    assert max(map(len, shown.splitlines())) <= 80, shown
 
 
 @pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
@@ -72,13 +105,13 @@ def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
     tiny.edit_config(folder, eos_token_id=ends if where[0] == "c" else None, pad_token_id=0)
     ours = load_model(folder)
     known = ends if several else [ends]
-    found = generate(ours, prompts, 24)
-    assert found == [list(itertools.takewhile(lambda token: token not in known, text)) for text in free]
-    assert any(len(text) < 24 for text in found)
+    generated = generate(ours, prompts, 24)
+    assert generated == [list(itertools.takewhile(lambda token: token not in known, text)) for text in free]
+    assert any(len(text) < 24 for text in generated)
     if where[0] == "c":  # as transformers takes it where there is no generation_config.json
         (folder / "generation_config.json").unlink()
     theirs = AutoModelForCausalLM.from_pretrained(folder)
-    for prompt, text in zip(prompts, found, strict=True):
+    for prompt, text in zip(prompts, generated, strict=True):
         ids = torch.tensor([prompt])
         written = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert [token for token in written[0, 3:].tolist() if token not in known] == text

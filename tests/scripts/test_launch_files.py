@@ -143,8 +143,8 @@ def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, code, aft
     (run / "run_state.json").write_text('{"status": "preempted", "step": 2}')
     (run / "run.json").write_text("{}")
     writes = {"STATE": str(run / "run_state.json"), "WRITES": f'{{"status": "{status}", "step": 3}}'}
-    found, lines = shell("launch/slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB, **writes)
-    assert found == code
+    result, lines = shell("launch/slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB, **writes)
+    assert result == code
     assert lines[:5] == ["srun true", "--cpus-per-task=32", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
     assert "--rdzv-endpoint=node7:29500" in lines
     assert lines[lines.index("-m") :] == ["-m", "uptrain", "resume", str(run), *after]

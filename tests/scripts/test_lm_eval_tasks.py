@@ -10,13 +10,13 @@ SENTENCE = "It was a long way to the river, and none of them knew who had walked
 
 
 def test_passages_are_whole_sentences_without_their_last_word():
-    found = list(tasks.split("\n".join([SENTENCE] * 18)))
-    assert len(found) == 3
-    for row in found:
+    passages = list(tasks.split("\n".join([SENTENCE] * 18)))
+    assert len(passages) == 3
+    for row in passages:
         assert f"{row['before']} {row['word']}." == " ".join([SENTENCE] * 6)
 
 
-def test_what_does_not_end_in_a_word_goes_on():
+def test_sentences_without_a_last_word_are_joined():
     text = f"{' '.join([SENTENCE] * 6)[:-1]} (1854). {SENTENCE}"
     (row,) = tasks.split(text)
     assert (row["word"], row["before"].count("(1854)")) == ("before", 1)

@@ -48,10 +48,10 @@ def test_characters_are_words_where_there_are_no_spaces():
 
 
 def test_the_record_has_every_register():
-    found = json.loads(RECORD.read_text())
-    assert (found["run"], found["window"]) == (RUN, WINDOW)
-    assert list(found["registers"]) == ["novels", *PARTS]
-    for register in found["registers"].values():
+    record = json.loads(RECORD.read_text())
+    assert (record["run"], record["window"]) == (RUN, WINDOW)
+    assert list(record["registers"]) == ["novels", *PARTS]
+    for register in record["registers"].values():
         assert re.fullmatch(r"[0-9a-f]{12}( [0-9a-f]{12})+", register["fingerprints"])
 
 

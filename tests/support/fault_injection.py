@@ -234,7 +234,7 @@ class _Saboteur:
         self._step, self._during = step, ""
         return str(step)
 
-    def _note_save(self, me: Any, trainee: Any, optimizer: Any, state: dict[str, Any], *_: Any) -> str:
+    def _note_save(self, me: Any, loss_module: Any, optimizer: Any, state: dict[str, Any], *_: Any) -> str:
         self._during, self._gathers = f"save {state['step']}: ", 0
         return ""
 

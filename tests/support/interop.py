@@ -17,29 +17,29 @@ from safetensors.torch import load_file, save_file
 
 from convert.cli import cli
 
-ROOT = Path(__file__).parents[1]
-ENVIRONMENTS = ROOT / ".judges"
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".interop"
 WORKERS = ROOT / "tests/interop/workers"
 THETA = 54321.0
 """No family's default: who overlooks the base of RoPE computes something else."""
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 128}
 
 
-def need(judge: str) -> Path:
-    """Return the judge's environment; skip the tests, with the reason, where there is none."""
-    environment = ENVIRONMENTS / judge
+def need(program: str) -> Path:
+    """Return the program's environment; skip the test, with the reason, if it is not installed."""
+    environment = ENVIRONMENTS / program
     if (environment / "ready").exists():
         return environment
     failed = environment / "failed"
     if failed.exists():
-        pytest.skip(f"scripts/interop could not install {judge}: {failed.read_text().strip()}")
-    pytest.skip(f"scripts/interop {judge} installs it")
+        pytest.skip(f"scripts/interop could not install {program}: {failed.read_text().strip()}")
+    pytest.skip(f"scripts/interop {program} installs it")
 
 
 def ask(
     environment: Path | None, worker: str, folder: Path, **request: Any
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Run a worker in a judge's environment, or in ours if None; return its answer and its arrays.
+    """Run a worker in a program's environment, or in ours if None; return its answer and its arrays.
 
     It finds `request.json` in `folder`, and leaves `answer.json` and `answer.npz` there. It sees nothing of Groupwise.
     """
@@ -52,7 +52,7 @@ def ask(
 
 
 def run(*command: object) -> str:
-    """Run a judge's program outside the repository; return what it printed."""
+    """Run a command outside the repository; return its stdout."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
     result = subprocess.run(

@@ -102,8 +102,8 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def state(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "run_state.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((run / "run_state.json").read_text())
+    return content
 
 
 def status(run: Path) -> tuple[str, int]:
@@ -127,13 +127,13 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Read every tensor of a training checkpoint, weights and optimizer states."""
     reader = FileSystemReader(checkpoint / "tensors")
     entries = reader.read_metadata().state_dict_metadata
-    found = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items() if _is_tensor(e)}
+    loaded = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items() if _is_tensor(e)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        load(found, storage_reader=reader, no_dist=True)
-    assert any(name.startswith("model.") for name in found)
-    assert any(name.startswith("optimizer.state.") for name in found)
-    return found
+        load(loaded, storage_reader=reader, no_dist=True)
+    assert any(name.startswith("model.") for name in loaded)
+    assert any(name.startswith("optimizer.state.") for name in loaded)
+    return loaded
 
 
 def _is_tensor(entry: object) -> bool:

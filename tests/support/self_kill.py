@@ -1,11 +1,11 @@
-"""Command lines that kill themselves at a chosen moment."""
+"""Build command lines that kill themselves at a chosen disk operation."""
 
 import sys
 
 _CODE = """
 import os, signal, sys
 count, target = 0, int(sys.argv.pop(1))
-def dying(real):
+def kill_at_target(real):
     def call(*arguments, **options):
         global count
         count += 1
@@ -14,15 +14,15 @@ def dying(real):
         return real(*arguments, **options)
     return call
 for name in ("fsync", "rename", "truncate", "copy_file_range"):
-    setattr(os, name, dying(getattr(os, name)))
+    setattr(os, name, kill_at_target(getattr(os, name)))
 {before}
 from {program}.cli import main
 main()
 """
 
 
-def dying_at(n: int, program: str, *arguments: object, before: str = "") -> list[str]:
-    """Return how to run a program that kills itself just before the nth time something reaches the disk for good.
+def self_killing(n: int, program: str, *arguments: object, before: str = "") -> list[str]:
+    """Return a command line that kills itself just before its nth fsync, rename, truncate or copy_file_range.
 
     `before` is code to run first.
     """

@@ -71,11 +71,11 @@ def assert_same_conversion(convert: Any, source: Path, other: Path, place: Path,
         result = convert("mha-to-gqa", "--method", "mean", path, out, "--groups", groups)
         assert result.code == 0, result.err
     assert convert("verify", other, outs[1]).code == 0
-    expected, found = tiny.tensors(outs[0]), tiny.tensors(outs[1])
-    assert expected.keys() == found.keys()
+    expected, written = tiny.tensors(outs[0]), tiny.tensors(outs[1])
+    assert expected.keys() == written.keys()
     for name, tensor in expected.items():
-        assert tensor.dtype == found[name].dtype, name
-        assert torch.equal(tensor, found[name]), name
+        assert tensor.dtype == written[name].dtype, name
+        assert torch.equal(tensor, written[name]), name
 
 
 def in_pairs(w: Tensor, n_heads: int) -> Tensor:

@@ -46,7 +46,7 @@ def refusal(request: BudgetOptions, of: dict[str, object], *names: str) -> str:
 
 
 @pytest.mark.parametrize("original", ORIGINALS, ids=lambda original: original.name)
-def test_every_sure_row_gives_the_published_steps(original):
+def test_certain_rows_give_the_published_steps(original):
     budget = make_budget(BudgetOptions(alpha=0.05, original=original.name), {}, (), SEQ_LEN)
     if original.certainty == "sure" or original.name in STEPS_AT_5_PERCENT:
         assert budget.steps == STEPS_AT_5_PERCENT[original.name]
@@ -95,7 +95,7 @@ def test_a_batch_of_ones_own_keeps_the_tokens():
     assert (own.original_steps, half.original_steps) == (476_837, 953_674)
 
 
-def test_tokens_and_steps_tell_alpha():
+def test_tokens_and_steps_give_alpha():
     tokens = make_budget(BudgetOptions(tokens=50 * 10**9, original="llama-2-7b"), {}, (), SEQ_LEN)
     assert (tokens.steps, tokens.alpha) == (11_921, pytest.approx(0.025, rel=1e-4))
     steps = make_budget(BudgetOptions(steps=100, global_batch_tokens=4096, lr=1e-4), {}, (), SEQ_LEN)
@@ -134,7 +134,7 @@ def test_recognised_by_shape_and_source(name, source, recognised):
     assert [o.name for o in known_originals(config(named(name)), ("something/else", source))] == [recognised]
 
 
-def test_a_name_alone_proves_nothing():
+def test_name_alone_does_not_identify_a_model():
     assert known_originals({**config(named("llama-2-7b")), "hidden_size": 4160}, ("meta-llama/Llama-2-7b-hf",)) == ()
 
 
@@ -211,7 +211,7 @@ def test_source_names_follow_earlier_conversions(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"source": 3}'])
 def test_damaged_provenance_is_refused(tmp_path, text):
     (tmp_path / "groupwise.json").write_text(text)
-    with pytest.raises(InputError, match=r"groupwise\.json is damaged: .*; convert the model anew, or remove the file"):
+    with pytest.raises(InputError, match=r"groupwise\.json is damaged: .*; convert the model again, or remove"):
         source_names(tmp_path)
 
 
@@ -228,7 +228,7 @@ def test_parse_count(text, count):
     if count is not None:
         assert parse_count(text) == count
     else:
-        with pytest.raises(InputError, match=r"is no (whole number from 1 on|count); write for example 2T, 50B, 1\.5M"):
+        with pytest.raises(InputError, match=r"is not a (whole number of at least 1|count); write for example 2T, 50B"):
             parse_count(text)
 
 
@@ -249,12 +249,12 @@ def test_memory_of_llama_2_7b():
     per_token = estimate.activations_per_token(geometry, 11008)
     assert per_token == 32 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 11008)
     work = estimate.Workload(6_738_415_616, 6_738_415_616, per_token, 8)
-    found = estimate.memory(work, 4096)
+    memory = estimate.memory(work, 4096)
     states = 18 * 6_738_415_616
-    assert found["activation_bytes"] == 2 * per_token * 4096
-    assert found["replicated_bytes_per_process"] == states + found["activation_bytes"]
-    assert found["host_bytes"] == 4 * work.n_params + 2 * work.n_teacher_params
-    assert found["sharded_bytes_per_process"] == states // 8 + found["activation_bytes"]
+    assert memory["activation_bytes"] == 2 * per_token * 4096
+    assert memory["replicated_bytes_per_process"] == states + memory["activation_bytes"]
+    assert memory["host_bytes"] == 4 * work.n_params + 2 * work.n_teacher_params
+    assert memory["sharded_bytes_per_process"] == states // 8 + memory["activation_bytes"]
 
 
 def test_time_is_six_operations_a_parameter_and_token_and_two_for_a_teacher():

@@ -53,13 +53,13 @@ def test_every_target_counts_once(inputs, tmp_path, expected, processes, with_te
     arguments = ("evaluate", inputs["model"], "--data", inputs["held_out"], *teacher, "--micro-batch", 2, "--json")
     first, *others = succeed((*arguments, "--precision", "fp32"), tmp_path, processes)
     assert not any(result.out for result in others)
-    found = json.loads(first.out)
-    assert (found.pop("model"), found.pop("data")) == (str(inputs["model"]), str(inputs["held_out"]))
+    printed = json.loads(first.out)
+    assert (printed.pop("model"), printed.pop("data")) == (str(inputs["model"]), str(inputs["held_out"]))
     wanted = {k: v for k, v in expected.items() if with_teacher or k in ("targets", "loss", "perplexity")}
-    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    assert printed == pytest.approx(wanted, rel=1e-5, abs=1e-7)
 
 
-def test_what_cannot_be_measured_is_refused(uptrain, inputs, tmp_path):
+def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
     other = tiny.save(tiny.build(vocab_size=67), tmp_path / "other")
     data = ("--data", inputs["held_out"], "--json")
     uptrain("evaluate", inputs["model"], *data, "--teacher", other).refused("has 67 tokens, the student 257")
@@ -77,5 +77,5 @@ def test_numbers_that_json_does_not_know_are_null(uptrain, inputs, tmp_path, fac
     with torch.no_grad():
         model.lm_head.weight *= factor
     folder = tiny.save(model, tmp_path / "model")
-    found = json.loads(uptrain("evaluate", folder, "--data", inputs["held_out"], "--json").out)
-    assert (type(found["loss"]), found["perplexity"]) == (loss, None)
+    printed = json.loads(uptrain("evaluate", folder, "--data", inputs["held_out"], "--json").out)
+    assert (type(printed["loss"]), printed["perplexity"]) == (loss, None)

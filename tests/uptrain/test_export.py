@@ -48,13 +48,13 @@ def test_a_family_of_transformers(tmp_path, uptrain):
     inputs["model"] = tiny.save(tiny.build("olmo2", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "olmo2")
     drive([{"arguments": arguments(inputs, run, steps=4)}])
     assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
-    live, found = tensors(run / "checkpoints/step-00000004"), tiny.tensors(tmp_path / "out")
-    assert found.keys() == tiny.tensors(inputs["model"]).keys()
-    assert all(torch.equal(tensor, live[f"model.student.theirs.{name}"]) for name, tensor in found.items())
+    live, exported = tensors(run / "checkpoints/step-00000004"), tiny.tensors(tmp_path / "out")
+    assert exported.keys() == tiny.tensors(inputs["model"]).keys()
+    assert all(torch.equal(tensor, live[f"model.student.theirs.{name}"]) for name, tensor in exported.items())
     opened(tmp_path / "out")
 
 
-def test_files_are_the_sources_and_tell_what_was_done(tmp_path, uptrain):
+def test_exported_files_and_record(tmp_path, uptrain):
     inputs = make_inputs(tmp_path)
     (inputs["model"] / "groupwise.json").write_text('{"source": {"name": "parent"}}')
     run = tmp_path / "run"
@@ -70,10 +70,10 @@ def test_files_are_the_sources_and_tell_what_was_done(tmp_path, uptrain):
     assert (record["step"], record["tokens"], record["settings"]["model"]) == (4, 1024, "model")
 
 
-def test_card_tells_of_the_teacher_and_what_came_back(tmp_path, uptrain, distilled):
+def test_card_shows_teacher_and_recovered_fraction(tmp_path, uptrain, distilled):
     assert uptrain("export", distilled, tmp_path / "out").code == 0
     card = (tmp_path / "out/README.md").read_text()
-    first, *_, (step, last) = (found for _, found in enumerate(evaluations(distilled)))
+    first, *_, (step, last) = evaluations(distilled)
     recovered = (first[1]["loss"] - last["loss"]) / (first[1]["loss"] - last["teacher_loss"])
     for row in (
         "| Loss | KL divergence from the teacher |",
@@ -86,11 +86,17 @@ def test_card_tells_of_the_teacher_and_what_came_back(tmp_path, uptrain, distill
         assert row in card, (row, card)
 
 
-def test_an_earlier_step_tells_nothing_of_later_ones(tmp_path, uptrain, distilled):
+def test_export_of_an_earlier_step_has_no_later_evaluations(tmp_path, uptrain, distilled):
     assert uptrain("export", distilled, tmp_path / "out", "--step", 10).code == 0
     record = json.loads((tmp_path / "out/uptraining.json").read_text())
-    assert (record["step"], [found["step"] for found in record["evaluations"]]) == (10, [0, 4, 8])
+    assert (record["step"], [evaluation["step"] for evaluation in record["evaluations"]]) == (10, [0, 4, 8])
     assert "at step 0 → " in (tmp_path / "out/README.md").read_text()
+
+
+def test_card_of_a_merge_that_cost_nothing_measurable():
+    metrics = {"teacher_loss": 3.0, "kl": 0.1, "agreement": 0.9}
+    rows = dict(_losses([{"step": 0, "loss": 3.005, **metrics}, {"step": 5, "loss": 2.8, **metrics}]))
+    assert rows["Recovered fraction"] == "none, the merge cost nothing measurable"
 
 
 def test_card_of_a_loss_that_was_not_finite():

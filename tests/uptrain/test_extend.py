@@ -42,7 +42,7 @@ def test_alpha_stays_unknown(uptrain, inputs, tmp_path):
         ({}, 50, ["has 50 steps already; 50 would not extend it"]),
         ({"schedule": "cosine"}, 60, ["has a cosine schedule", "cannot be extended", "--schedule wsd"]),
         ({}, 60, ["no checkpoint from before its learning rate decays", "uptrain resume"]),
-        ({"schedule": "constant"}, 60, ["to go on from is not whole", "step-00000045", "0.distcp has 3 bytes"]),
+        ({"schedule": "constant"}, 60, ["to continue from is damaged", "step-00000045", "0.distcp has 3 bytes"]),
     ],
 )
 def test_refusals(uptrain, tmp_path, settings, steps, words):

@@ -11,12 +11,12 @@ from uptrain.runs.metrics_log import Metrics, read_metrics, write_metrics
 
 def records(n_steps):
     """Return what a run writes that evaluates every third step, and could not save the fourth."""
-    found = [fake_runs.event(0, "started")]
+    lines = [fake_runs.event(0, "started")]
     for step in range(n_steps):
-        found += [fake_runs.evaluation(step, 1.0)] if step % 3 == 0 else []
-        found += [fake_runs.step(step + 1, 2.0)]
-        found += [fake_runs.event(step + 1, "not saved", why="the disk is full")] if step == 4 else []
-    return found
+        lines += [fake_runs.evaluation(step, 1.0)] if step % 3 == 0 else []
+        lines += [fake_runs.step(step + 1, 2.0)]
+        lines += [fake_runs.event(step + 1, "not saved", why="the disk is full")] if step == 4 else []
+    return lines
 
 
 @pytest.mark.parametrize("step", range(11))
@@ -39,7 +39,7 @@ def test_going_back_to_a_late_step_reads_only_the_end(tmp_path):
     path.write_text("long ago\n" + "".join(json.dumps(r) + "\n" for r in records(10)))
     Metrics(path).rewind(9)
     assert path.read_text().startswith("long ago\n")
-    with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged .* take the line out"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged .* remove the line"):
         Metrics(path).rewind(0)
     with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged"):
         read_metrics(path)

@@ -107,10 +107,10 @@ def test_recomputed_layers_are_compiled(student):
     counter = CompileCounter()
     for block in blocks(student):
         block.compile(backend=counter)
-    found, _ = student.train()(ids, ids)
-    found.backward()
+    loss, _ = student.train()(ids, ids)
+    loss.backward()
     assert counter.frame_count > 0
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -44,14 +44,14 @@ def plan(uptrain, *arguments):
 
 
 def test_alpha_of_stated_tokens(uptrain, source):
-    found = plan(uptrain, source, "--alpha", 0.05, "--original-tokens", "1B", *SIZE)
-    assert (found["steps"], found["tokens"], found["alpha"]) == (782, 50_048_000, 0.05)
-    assert (found["global_batch_tokens"], found["seq_len"], found["sequences_per_step"]) == (64_000, 1000, 64)
-    assert (found["original"], found["data"], found["warnings"]) == (None, None, [])
+    planned = plan(uptrain, source, "--alpha", 0.05, "--original-tokens", "1B", *SIZE)
+    assert (planned["steps"], planned["tokens"], planned["alpha"]) == (782, 50_048_000, 0.05)
+    assert (planned["global_batch_tokens"], planned["seq_len"], planned["sequences_per_step"]) == (64_000, 1000, 64)
+    assert (planned["original"], planned["data"], planned["warnings"]) == (None, None, [])
     n_params = sum(t.numel() for t in tiny.tensors(source).values())
-    assert (found["n_params"], found["n_kv_heads"]) == (n_params, 8)
-    assert found["tokens_per_parameter"] == pytest.approx(50_048_000 / n_params)
-    assert "uptrain evaluate" in found["first_loss"]
+    assert (planned["n_params"], planned["n_kv_heads"]) == (n_params, 8)
+    assert planned["tokens_per_parameter"] == pytest.approx(50_048_000 / n_params)
+    assert "uptrain evaluate" in planned["first_loss"]
 
 
 @pytest.mark.parametrize(("context", "length"), [(64, 64), (131_072, 4096)])
@@ -60,37 +60,37 @@ def test_windows_are_as_long_as_those_of_the_run(uptrain, source, context, lengt
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
     assert seq_len_of(["texts"], source, None) == length
-    found = plan(uptrain, source, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "8192")
-    assert (found["seq_len"], found["sequences_per_step"]) == (length, 8192 // length)
+    planned = plan(uptrain, source, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "8192")
+    assert (planned["seq_len"], planned["sequences_per_step"]) == (length, 8192 // length)
     del config["max_position_embeddings"]
     (source / "config.json").write_text(json.dumps(config))
     uptrain("plan", source, "--steps", 5, "--lr", 1e-3).refused("the model's context", "--seq-len")
 
 
 def test_learning_rates_are_those_of_the_run(uptrain, source):
-    found = plan(uptrain, source, "--steps", 1000, "--warmup-steps", 30, *SIZE)
-    assert found["schedule"] == {
+    planned = plan(uptrain, source, "--steps", 1000, "--warmup-steps", 30, *SIZE)
+    assert planned["schedule"] == {
         "kind": "wsd", "peak": 1e-3, "total_steps": 1000, "warmup_steps": 30, "decay_fraction": 0.2,
         "original_steps": 0, "decay_start": 800,
     }  # fmt: skip
     schedule = Schedule("wsd", 1e-3, 1000, 30)
-    rates = {row["step"]: row["lr"] for row in found["learning_rates"]}
+    rates = {row["step"]: row["lr"] for row in planned["learning_rates"]}
     assert rates == {step: learning_rate(schedule, step) for step in rates}
     assert {0, 29, 800, 999} <= set(rates)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "constant", "inverse-sqrt"])
 def test_other_schedules(uptrain, source, kind):
-    found = plan(uptrain, source, "--steps", 10, "--schedule", kind, *SIZE, "--original-tokens", "1M")
-    assert (found["schedule"]["kind"], found["schedule"]["decay_start"]) == (kind, None)
-    assert found["schedule"]["original_steps"] == 16
-    assert found["alpha"] == pytest.approx(0.64)
+    planned = plan(uptrain, source, "--steps", 10, "--schedule", kind, *SIZE, "--original-tokens", "1M")
+    assert (planned["schedule"]["kind"], planned["schedule"]["decay_start"]) == (kind, None)
+    assert planned["schedule"]["original_steps"] == 16
+    assert planned["alpha"] == pytest.approx(0.64)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_shortest_runs(uptrain, source, steps):
-    found = plan(uptrain, source, "--steps", steps, *SIZE)
-    assert all(0 < row["lr"] <= 1e-3 for row in found["learning_rates"])
+    planned = plan(uptrain, source, "--steps", steps, *SIZE)
+    assert all(0 < row["lr"] <= 1e-3 for row in planned["learning_rates"])
     assert uptrain("plan", source, "--steps", steps, *SIZE).code == 0
 
 
@@ -99,13 +99,13 @@ def test_a_converted_model_finds_its_original_by_name(uptrain, convert, source, 
     assert plan(uptrain, source, "--alpha", 0.05)["original"]["name"] == "tiny-2", "before it is converted, too"
     out = tmp_path / "gqa"
     assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", 2).code == 0
-    found = plan(uptrain, out, "--alpha", 0.05)
-    assert found["original"] == {
+    planned = plan(uptrain, out, "--alpha", 0.05)
+    assert planned["original"] == {
         "name": "tiny-2", "tokens": 2 * 10**9, "batch_tokens": 2**20, "steps": 1907, "peak_lr": 2e-3,
         "certainty": "sure", "source": "this test", "note": "",
     }  # fmt: skip
-    assert (found["steps"], found["n_kv_heads"]) == (96, 2)
-    assert found["schedule"]["peak"] == pytest.approx(2e-3 / 3)
+    assert (planned["steps"], planned["n_kv_heads"]) == (96, 2)
+    assert planned["schedule"]["peak"] == pytest.approx(2e-3 / 3)
     assert plan(uptrain, out, "--alpha", 0.05, "--original", "tiny-1")["steps"] == 48
 
 
@@ -159,8 +159,8 @@ def test_nothing_is_written(uptrain, source):
         (("--alpha", 0.1, "--tokens", "1B"), ("given: --alpha and --tokens",)),
         (("--alpha", 5), ("--alpha 5.0", "0.05 means 5 %")),
         (("--alpha", "x"), ("'--alpha'",)),
-        (("--tokens", "5x"), ("'--tokens'", "'5x' is no count; write for example 2T, 50B")),
-        (("--steps", 0), ("'--steps'", "no whole number from 1 on")),
+        (("--tokens", "5x"), ("'--tokens'", "'5x' is not a count; write for example 2T, 50B")),
+        (("--steps", 0), ("'--steps'", "not a whole number of at least 1")),
         (("--steps", 5, "--lr", 0), ("--lr 0.0", "above 0")),
         (("--steps", 5, "--original", "gpt-5"), ("--original gpt-5: unknown; known are llama-1-7b",)),
         (("--steps", 5, "--schedule", "linear"), ("'wsd', 'cosine', 'constant', 'inverse-sqrt'",)),

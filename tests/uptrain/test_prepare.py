@@ -67,24 +67,24 @@ def make(uptrain, tmp_path, tokenizer):
 
 def documents_of(cache):
     """Return the ids of all documents, from the files themselves."""
-    found = []
+    documents = []
     for shard in cache.manifest.shards:
         tokens = np.fromfile(cache.folder / shard.tokens, cache.manifest.dtype)
         starts = np.fromfile(cache.folder / shard.documents, "int64")
         assert starts[0] == 0
-        found += [ids.tolist() for ids in np.split(tokens, starts[1:])]
-    return found
+        documents += [ids.tolist() for ids in np.split(tokens, starts[1:])]
+    return documents
 
 
 def expected_documents(folder, texts=TEXTS):
     """Return the ids that transformers gives, and the end of each document."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = []
+    documents = []
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         eos = tokenizer.eos_token_id
-        found.append(ids if eos is None or ids[-1] == eos else [*ids, eos])
-    return found
+        documents.append(ids if eos is None or ids[-1] == eos else [*ids, eos])
+    return documents
 
 
 # The ids
@@ -287,9 +287,9 @@ def test_sources_follow_each_other(make, tmp_path):
 def test_mixture(make, tmp_path, tokens, n):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": t} for t in make_texts(20 + 20 * i, i)]) for i in range(3)]
     weights = (0.5, 0.3, 0.2)
-    found = [make(path, out=path.stem).manifest.n_tokens for path in paths]
+    totals = [make(path, out=path.stem).manifest.n_tokens for path in paths]
     cache = make(*(f"{path}={weight}" for path, weight in zip(paths, weights, strict=True)), tokens=tokens)
-    n = n or min(int(count / weight) for count, weight in zip(found, weights, strict=True))
+    n = n or min(int(count / weight) for count, weight in zip(totals, weights, strict=True))
     assert cache.manifest.n_tokens == n
     got = [source["tokens"] for source in cache.manifest.sources]
     assert all(abs(count - n * weight) < 1 for count, weight in zip(got, weights, strict=True))
@@ -313,17 +313,17 @@ def test_dropped_records_are_counted(make, tmp_path):
         file.write("\n \n")
     cache = make(path)
     assert cache.manifest.n_documents == 2
-    (found,) = cache.manifest.sources
-    assert found["dropped"] == {"empty": 1, "null": 2, "blank lines": 2}
-    assert (found["documents"], found["skipped"], found["files"]) == (2, 0, 1)
+    (entry,) = cache.manifest.sources
+    assert entry["dropped"] == {"empty": 1, "null": 2, "blank lines": 2}
+    assert (entry["documents"], entry["skipped"], entry["files"]) == (2, 0, 1)
 
 
 def test_source_checksum_is_that_of_the_file(make, source):
     import hashlib
 
-    (found,) = make(source).manifest.sources
-    assert found["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
-    assert found["bytes"] == source.stat().st_size
+    (entry,) = make(source).manifest.sources
+    assert entry["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert entry["bytes"] == source.stat().st_size
 
 
 def test_table_and_second_call(uptrain, source, tokenizer, tmp_path):

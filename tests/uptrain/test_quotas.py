@@ -25,13 +25,13 @@ def record(n_tokens):
 
 @given(st.data(), PARTS)
 def test_the_largest_mixture_uses_up_a_source(data, parts):
-    found = [data.draw(st.integers(1000, 10**6)) for _ in parts]
+    available = [data.draw(st.integers(1000, 10**6)) for _ in parts]
     lanes = [SourceQuota("", [Unit(i, i, "txt", ())], None, part) for i, part in enumerate(parts)]
-    settled = finalise_quotas(lanes, None, {i: record(n) for i, n in enumerate(found)})
-    quotas = [lane.quota if len(parts) > 1 else found[0] for lane in settled]
-    assert all(quota <= n for quota, n in zip(quotas, found, strict=True))
+    settled = finalise_quotas(lanes, None, {i: record(n) for i, n in enumerate(available)})
+    quotas = [lane.quota if len(parts) > 1 else available[0] for lane in settled]
+    assert all(quota <= n for quota, n in zip(quotas, available, strict=True))
     one_more = sum(quotas) + 1
-    assert any(one_more * part > n for part, n in zip(parts, found, strict=True))
+    assert any(one_more * part > n for part, n in zip(parts, available, strict=True))
 
 
 def test_a_machine_that_does_a_share_stops_when_its_guess_is_enough():

@@ -44,9 +44,9 @@ def test_report_of_a_distillation(distilled, uptrain):
     lines = map(json.loads, (distilled / "metrics.jsonl").read_text().splitlines())
     measured = [r["evaluation"] for r in lines if "evaluation" in r]
     assert len(measured) == 4
-    for found in measured:
-        share = (measured[0]["loss"] - found["loss"]) / (measured[0]["loss"] - found["teacher_loss"])
-        assert f"<td>{found['kl']:.4f}</td><td>{found['agreement']:.1%}</td><td>{share:.1%}</td>" in text
+    for row in measured:
+        share = (measured[0]["loss"] - row["loss"]) / (measured[0]["loss"] - row["teacher_loss"])
+        assert f"<td>{row['kl']:.4f}</td><td>{row['agreement']:.1%}</td><td>{share:.1%}</td>" in text
     assert "<td>6</td><td>resumed, " in text
     pixels = matplotlib.image.imread(picture)
     assert (pixels.shape, pixels.std() > 0.01) == ((3 * 465, 2 * 810, 4), True)
@@ -91,7 +91,7 @@ CASES = {
     "distill": ([*STEPS, with_teacher(8, 4.0)], {"loss": "distill"}, [DISTILL, HELD_OUT, KL, RATE, SPEED], ["—"]),
     "mix": ([*STEPS], {"loss": "mix"}, [MIX, RATE, SPEED], ["half cross-entropy"]),
     "new": ([evaluation(0, 9.0), *STEPS], {"model": ""}, [NEXT_TOKEN, HELD_OUT, RATE, SPEED], ["from nothing"]),
-    "skipped": (SKIPPED, {}, TRAINED, ["<td>2</td><td>update left out", "update left out</text>"]),
+    "skipped": (SKIPPED, {}, TRAINED, ["<td>2</td><td>update skipped", "update skipped</text>"]),
     "nothing but skipped": ([step(1, None, skipped=True)], {}, TRAINED, ["not finite"]),
     "resumed": (RESUMED, {}, TRAINED, ["passed over: step-00000008", "2 processes", "resumed</text>"]),
     "not finite": (NOT_FINITE, {}, TRAINED, ["not finite"]),
@@ -162,7 +162,7 @@ def test_a_report_replaces_the_one_before(tmp_path, uptrain, text_only):
     assert {path.name for path in run.iterdir()} == {"run.json", "metrics.jsonl", "report.html", "report.png"}
 
 
-def test_what_cannot_be_reported_is_refused(tmp_path, uptrain):
+def test_invalid_reports_are_refused(tmp_path, uptrain):
     run, empty = write_run(tmp_path / "run", STEPS), write_run(tmp_path / "empty", [event(0, "started")])
     uptrain("report", tmp_path / "nowhere").refused("nowhere is not a run", "uptrain run")
     uptrain("report", empty).refused("empty has no metrics yet")
@@ -181,6 +181,9 @@ def test_what_cannot_be_reported_is_refused(tmp_path, uptrain):
         (with_teacher(0, 5.0), with_teacher(9, 4.25), 0.25),
         (with_teacher(0, 5.0), with_teacher(9, 6.5), -0.5),
         (with_teacher(0, 2.0), with_teacher(9, 2.0), None),  # conversion had cost nothing
+        (with_teacher(0, 2.009), with_teacher(9, 1.7), None),  # nothing measurable, though training gained
+        (with_teacher(0, 1.9), with_teacher(9, 1.7), None),
+        (with_teacher(0, 2.0625), with_teacher(9, 1.75), 5.0),
         (with_teacher(3, 5.0), with_teacher(9, 4.0), None),  # what it had cost is not known
         (with_teacher(0, None), with_teacher(9, 4.0), None),
         (with_teacher(0, 5.0), with_teacher(9, None), None),
@@ -190,6 +193,16 @@ def test_what_cannot_be_reported_is_refused(tmp_path, uptrain):
 def test_recovered_fraction(first, now, expected):
     first, now = ({"step": record["step"], **record["evaluation"]} for record in (first, now))
     assert recovered_fraction(first, now) == expected
+
+
+@pytest.mark.parametrize(("before", "shown"), [(2.001, "none, the merge cost nothing measurable"), (2.5, "160.0%")])
+def test_a_merge_that_cost_nothing_measurable(tmp_path, uptrain, before, shown):
+    run = write_run(tmp_path / "run", [with_teacher(0, before), step(1), with_teacher(1, 1.7)])
+    assert uptrain("report", run).code == 0
+    assert f"<dt>recovered fraction</dt><dd>{shown}</dd>" in (run / "report.html").read_text()
+    status = json.loads(uptrain("status", run, "--json").out)["evaluation"]
+    assert status["merge_cost"] == pytest.approx(before - 2.0)
+    assert (status["recovered_fraction"] is None) == (before == 2.001)
 
 
 @pytest.mark.parametrize("n", [1, 2, 49, 50, 149, 150, 1000])

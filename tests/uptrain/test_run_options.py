@@ -32,12 +32,12 @@ def settings(uptrain, inputs, tmp_path):
 
 
 def test_defaults(settings):
-    found = settings("--steps", 50)
-    assert (found["save_every"], found["eval_every"], found["keep_last"]) == (5, 5, 2)
-    assert (found["loss"], found["optimizer"], found["trainable"]) == ("next-token", "adamw", "all")
-    assert (found["weight_decay"], found["seed"], found["spike_sigma"]) == (0.0, 0, None)
-    assert (found["schedule"], found["decay_fraction"], found["warmup_steps"]) == ("wsd", 0.2, 12)
-    assert found["micro_batch"] == 8192 // 32
+    stored = settings("--steps", 50)
+    assert (stored["save_every"], stored["eval_every"], stored["keep_last"]) == (5, 5, 2)
+    assert (stored["loss"], stored["optimizer"], stored["trainable"]) == ("next-token", "adamw", "all")
+    assert (stored["weight_decay"], stored["seed"], stored["spike_sigma"]) == (0.0, 0, None)
+    assert (stored["schedule"], stored["decay_fraction"], stored["warmup_steps"]) == ("wsd", 0.2, 12)
+    assert stored["micro_batch"] == 8192 // 32
 
 
 def test_the_earlier_name_of_an_option(uptrain, settings):
@@ -52,16 +52,16 @@ def test_with_a_teacher_it_is_distillation(settings, inputs):
 
 def test_only_kv_is_trained(uptrain, settings, inputs, tmp_path):
     options = ("--trainable", "kv", "--optimizer", "adafactor", "--weight-decay", 0.1, "--activation-checkpointing")
-    found = settings("--steps", 2, *options)
-    assert (found["trainable"], found["optimizer"], found["weight_decay"]) == ("kv", "adafactor", 0.1)
+    stored = settings("--steps", 2, *options)
+    assert (stored["trainable"], stored["optimizer"], stored["weight_decay"]) == ("kv", "adafactor", 0.1)
     assert uptrain("export", tmp_path / "run", tmp_path / "out", "--dtype", "float32").code == 0
     before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
     assert {n for n, t in after.items() if not torch.equal(t, before[n])} == {n for n in before if tiny.is_kv(n)}
 
 
 def test_from_nothing(uptrain, settings, inputs, tmp_path):
-    found = settings("--steps", 2, "--init", inputs["model"], "--seed", 3, model=False)
-    assert (found["model"], found["seed"]) == ("", 3)
+    stored = settings("--steps", 2, "--init", inputs["model"], "--seed", 3, model=False)
+    assert (stored["model"], stored["seed"]) == ("", 3)
     assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
     card = (tmp_path / "out/README.md").read_text()
     assert "## Training by Groupwise" in card
@@ -79,7 +79,7 @@ def test_from_nothing(uptrain, settings, inputs, tmp_path):
         (("{model}", "--steps", 3), ["exactly one of --alpha, --tokens and --steps"]),
     ],
 )
-def test_what_does_not_go_together(uptrain, inputs, tmp_path, options, words):
+def test_incompatible_options(uptrain, inputs, tmp_path, options, words):
     fixed = ("--data", inputs["data"], "--out", tmp_path / "run", "--lr", 1e-3, "--global-batch-tokens", 256)
     budget = ("--tokens", 512)
     uptrain("run", *(str(o).format(**inputs) for o in options), *fixed, *budget).refused(*words)

@@ -31,8 +31,8 @@ def expected(kind: str, step: int) -> float:
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_closed_form_at_every_step(kind):
     schedule = Schedule(kind, PEAK, STEPS, WARMUP, original_steps=ORIGINAL)
-    found = [learning_rate(schedule, step) for step in range(STEPS)]
-    assert found == pytest.approx([expected(kind, step) for step in range(STEPS)], rel=1e-12)
+    rates = [learning_rate(schedule, step) for step in range(STEPS)]
+    assert rates == pytest.approx([expected(kind, step) for step in range(STEPS)], rel=1e-12)
 
 
 def test_inverse_sqrt_is_the_t5_schedule():

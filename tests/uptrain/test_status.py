@@ -30,25 +30,25 @@ def pid_of_nobody():
 
 
 def test_run_that_was_resumed_and_finished(distilled, uptrain):
-    found = read_json(uptrain("status", distilled, "--json", "--verify"))
+    status = read_json(uptrain("status", distilled, "--json", "--verify"))
     records = [json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     last = steps[-1]
-    assert (found["status"], found["reason"], found["step"], found["steps"]) == ("finished", "finished", 12, 12)
-    assert (found["tokens"], found["total_tokens"], found["share"]) == (last["tokens"], 12 * 256, 1.0)
-    assert [found[key] for key in ("loss", "learning_rate", "grad_norm")] == [
+    assert (status["status"], status["reason"], status["step"], status["steps"]) == ("finished", "finished", 12, 12)
+    assert (status["tokens"], status["total_tokens"], status["share"]) == (last["tokens"], 12 * 256, 1.0)
+    assert [status[key] for key in ("loss", "learning_rate", "grad_norm")] == [
         last[key] for key in ("loss", "learning_rate", "grad_norm")
     ]
-    assert found["minimised"] == "KL divergence from the teacher"
-    assert found["tokens_per_s"] == statistics.median(r["tokens_per_s"] for r in steps)
-    assert found["seconds_left"] == 0
+    assert status["minimised"] == "KL divergence from the teacher"
+    assert status["tokens_per_s"] == statistics.median(r["tokens_per_s"] for r in steps)
+    assert status["seconds_left"] == 0
     measured = next(r["evaluation"] for r in reversed(records) if "evaluation" in r)
-    assert found["evaluation"].items() >= measured.items()
-    assert found["evaluation"]["step"] == 12
-    assert [entry["step"] for entry in found["checkpoints"]] == [10, 12]
-    assert [entry["kept"] for entry in found["checkpoints"]] == [True, False]
-    assert [entry["damage"] for entry in found["checkpoints"]] == ["", ""]
-    assert all(entry["bytes"] > 100_000 for entry in found["checkpoints"])
+    assert status["evaluation"].items() >= measured.items()
+    assert status["evaluation"]["step"] == 12
+    assert [entry["step"] for entry in status["checkpoints"]] == [10, 12]
+    assert [entry["kept"] for entry in status["checkpoints"]] == [True, False]
+    assert [entry["damage"] for entry in status["checkpoints"]] == ["", ""]
+    assert all(entry["bytes"] > 100_000 for entry in status["checkpoints"])
     shown = uptrain("status", distilled, "--verify").out
     for words in ("12 of 12 (100.0%)", "kept for `extend`, whole", "KL divergence", "recovered fraction"):
         assert words in shown
@@ -73,28 +73,39 @@ STATES = {
 def test_every_state(tmp_path, uptrain, status):
     state, words = STATES[status]
     run = write_run(tmp_path / "run", state=state)
-    found = read_json(uptrain("status", run, "--json"))
-    assert (found["status"], found["step"], found["tokens"], found["checkpoints"]) == (status, 0, 0, [])
-    assert found["tokens_per_s"] is found["seconds_left"] is found["evaluation"] is found["loss"] is None
+    shown_status = read_json(uptrain("status", run, "--json"))
+    assert (shown_status["status"], shown_status["step"], shown_status["tokens"], shown_status["checkpoints"]) == (
+        status,
+        0,
+        0,
+        [],
+    )
+    assert (
+        shown_status["tokens_per_s"]
+        is shown_status["seconds_left"]
+        is shown_status["evaluation"]
+        is shown_status["loss"]
+        is None
+    )
     result = uptrain("status", run)
     assert result.code == 0
     for word in (*words, "0 of 50 (0.0%)", "none yet"):
         assert word in " ".join(result.out.split())
 
 
-def test_numbers_of_a_run_under_way(tmp_path, uptrain):
+def test_status_of_a_running_run(tmp_path, uptrain):
     speeds = [100.0, 10_000.0, *[200.0] * 8]
     records = [with_teacher(0, 5.0), *(step(n, 3.0, tokens_per_s=v) for n, v in enumerate(speeds, 1))]
     records += [with_teacher(10, 2.75)]
     state = {"status": "running", "step": 0, "reason": "", "pid": os.getpid()}
     run = write_run(tmp_path / "run", records, state, parent={"run": "/runs/short", "step": 8})
-    found = read_json(uptrain("status", run, "--json"))
-    assert found["share"] == 10 / 50
-    assert (found["tokens"], found["total_tokens"], found["alpha"]) == (10_000, 50_000, 0.05)
-    assert found["tokens_per_s"] == 200
-    assert found["seconds_left"] == 40 * 1000 / 200
-    assert found["evaluation"]["recovered_fraction"] == (5.0 - 2.75) / (5.0 - 2.0)
-    assert 0 <= found["seconds_since_last_line"] < 60
+    status = read_json(uptrain("status", run, "--json"))
+    assert status["share"] == 10 / 50
+    assert (status["tokens"], status["total_tokens"], status["alpha"]) == (10_000, 50_000, 0.05)
+    assert status["tokens_per_s"] == 200
+    assert status["seconds_left"] == 40 * 1000 / 200
+    assert status["evaluation"]["recovered_fraction"] == (5.0 - 2.75) / (5.0 - 2.0)
+    assert 0 <= status["seconds_since_last_line"] < 60
     shown = uptrain("status", run).out
     for words in ("0.01 of 0.05", "200 tokens/s", "3 min, eval", "75.0%", "50.0% of tokens", "/runs/short from step 8"):
         assert words in shown
@@ -106,34 +117,34 @@ def test_speed_is_that_of_the_last_steps(tmp_path, uptrain):
     assert read_json(uptrain("status", run, "--json"))["tokens_per_s"] == 300
 
 
-def test_troubles_are_named(tmp_path, uptrain):
+def test_skipped_steps_and_failed_saves_are_shown(tmp_path, uptrain):
     """Updates left out, saves that failed, numbers that are not finite."""
     records = [step(n) for n in range(1, 11)] + [step(n, None, skipped=True) for n in range(11, 20)]
     records += [event(20, "not saved", why="full"), step(20, None, grad_norm=None, skipped=True), evaluation(20, None)]
     run = write_run(tmp_path / "run", records)
-    found = read_json(uptrain("status", run, "--json"))
-    assert (found["loss"], found["grad_norm"], found["evaluation"]["loss"]) == (None, None, None)
-    assert (found["skipped_steps"], found["not_saved_steps"]) == ([*range(11, 21)], [20])
+    status = read_json(uptrain("status", run, "--json"))
+    assert (status["loss"], status["grad_norm"], status["evaluation"]["loss"]) == (None, None, None)
+    assert (status["skipped_steps"], status["not_saved_steps"]) == ([*range(11, 21)], [20])
     shown = uptrain("status", run).out
     assert "10: step … 13, 14, 15, 16, 17, 18, 19, 20\n" in "\n".join(map(str.rstrip, shown.splitlines())) + "\n"
     assert shown.count("not finite") == 3
 
 
-def test_evaluation_of_a_step_that_is_lost(tmp_path, uptrain):
+def test_evaluation_of_a_lost_step_is_ignored(tmp_path, uptrain):
     """Lines that waited for room on the disk are gone where the run was killed then; it goes on after them."""
     records = [step(4), evaluation(8, 2.5), step(9)]
-    found = read_json(uptrain("status", write_run(tmp_path / "run", records), "--json"))
-    assert (found["step"], found["evaluation"]) == (9, None)
+    status = read_json(uptrain("status", write_run(tmp_path / "run", records), "--json"))
+    assert (status["step"], status["evaluation"]) == (9, None)
 
 
 @pytest.mark.parametrize(("model", "expected"), [("/models/gqa", 0.5), ("", None)])
 def test_a_model_from_nothing_recovers_nothing(tmp_path, uptrain, model, expected):
     records = [with_teacher(0, 4.0), step(1), with_teacher(1, 3.0)]
-    found = read_json(uptrain("status", write_run(tmp_path / "run", records, model=model), "--json"))
-    assert found["evaluation"]["recovered_fraction"] == expected
+    status = read_json(uptrain("status", write_run(tmp_path / "run", records, model=model), "--json"))
+    assert status["evaluation"]["recovered_fraction"] == expected
 
 
-def test_line_that_is_being_written_does_not_count(tmp_path, uptrain):
+def test_unfinished_line_is_ignored(tmp_path, uptrain):
     run = write_run(tmp_path / "run", [step(1), step(2)])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
@@ -146,7 +157,7 @@ def test_line_that_is_being_written_does_not_count(tmp_path, uptrain):
         ("run.json", '{"settings": ', ("run.json is damaged",)),
         ("run.json", '{"settings": {"colour": 1, "track": []}}', ("run.json is damaged", "another version")),
         ("run.json", "[]", ("run.json is damaged",)),
-        ("metrics.jsonl", '{"step": 1, "event": "x"}\n{"st\n', ("metrics.jsonl:2 is damaged", "take the line out")),
+        ("metrics.jsonl", '{"step": 1, "event": "x"}\n{"st\n', ("metrics.jsonl:2 is damaged", "remove the line")),
         ("metrics.jsonl", "\x00\x00\n", ("metrics.jsonl:1 is damaged",)),
         ("run_state.json", "", ("run_state.json is damaged", "uptrain resume")),
     ],
@@ -157,7 +168,7 @@ def test_damaged_files_are_named(tmp_path, uptrain, name, content, words):
     uptrain("status", run).refused(*words)
 
 
-def test_what_is_no_run(tmp_path, uptrain):
+def test_folders_without_a_run(tmp_path, uptrain):
     uptrain("status", tmp_path / "nowhere").refused("nowhere is not a run", "run.json", "uptrain run")
     uptrain("status", tmp_path).refused("is not a run")
     uptrain("status").refused("RUN")
@@ -173,7 +184,7 @@ def test_damaged_checkpoint(tmp_path, uptrain):
     result = uptrain("status", run, "--verify")
     assert result.code == 1
     assert result.err.count("\n") == 1
-    assert f"{path} has other content" in result.err
+    assert f"{path} has changed since" in result.err
     assert result.out.count("DAMAGED") == result.out.count("whole") == 1
     result = uptrain("status", run, "--verify", "--json")
     assert result.code == 1
@@ -203,8 +214,8 @@ def test_checkpoint_may_vanish_meanwhile(tmp_path, uptrain, monkeypatch, module,
         return real(*given)
 
     monkeypatch.setattr(module, function, vanish)
-    found = read_json(uptrain("status", run, "--json", "--verify"))
-    assert [entry["step"] for entry in found["checkpoints"]] == [2]
+    status = read_json(uptrain("status", run, "--json", "--verify"))
+    assert [entry["step"] for entry in status["checkpoints"]] == [2]
 
 
 def test_status_starts_without_torch(tmp_path):

@@ -112,17 +112,17 @@ def test_manifest_not_utf8(folder):
     "change", [{"seq_len": 5}, {"seq_len": 1}, {"dtype": "uint32"}, {"n_tokens": None}, {"extra": 1}]
 )
 def test_edited_manifest(folder, change):
-    found = json.loads((folder / MANIFEST).read_text())
-    found.update(change)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest.update(change)
     if change == {"n_tokens": None}:
-        del found["n_tokens"]
-    (folder / MANIFEST).write_text(json.dumps(found))
+        del manifest["n_tokens"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
     refused(folder, MANIFEST, "damaged")
 
 
 def test_other_format(folder):
-    found = json.loads((folder / MANIFEST).read_text()) | {"format": 2}
-    (folder / MANIFEST).write_text(json.dumps(found))
+    manifest = json.loads((folder / MANIFEST).read_text()) | {"format": 2}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
     refused(folder, "format 2", "this version reads 1")
 
 
@@ -136,7 +136,7 @@ def test_truncated_or_missing_shard(folder, name):
 
 
 def test_altered_to_an_id_that_cannot_be(tmp_path):
-    """Of the right size, it is found when it is read."""
+    """Of the right size, it is manifest when it is read."""
     folder = write_cache(tmp_path / "cache", [[[1, 2, 3, 4, 5]]], 2, 300)
     path = folder / "tokens-00000.bin"
     path.write_bytes(path.read_bytes()[:4] + b"\x2c\x01" + path.read_bytes()[6:])

@@ -21,7 +21,7 @@ def test_tensorboard(uptrain, inputs, tmp_path):
     out = tmp_path / "run"
     more = ("--track", "tensorboard", "--eval-data", inputs["held_out"], "--eval-every", 6)
     assert uptrain(*real_runs.arguments(inputs, out, *more)).code == 0
-    found = events.EventAccumulator(str(out / "tensorboard/run")).Reload()
-    losses = {event.step: event.value for event in found.Scalars("loss")}
+    log = events.EventAccumulator(str(out / "tensorboard/run")).Reload()
+    losses = {event.step: event.value for event in log.Scalars("loss")}
     assert losses == pytest.approx(dict(real_runs.steps(out, "loss")))
-    assert [event.step for event in found.Scalars("held-out/loss")] == [0, 6, 12]
+    assert [event.step for event in log.Scalars("held-out/loss")] == [0, 6, 12]

@@ -19,12 +19,12 @@ def parse_count(text: str) -> int:
     """
     match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
-        raise InputError(f"{show(text)} is no count; write for example {EXAMPLES}.")
+        raise InputError(f"{show(text)} is not a count; write for example {EXAMPLES}.")
     if len(match[1]) > LONGEST:
         raise InputError(f"{show(text)} is too long for a count; write for example {EXAMPLES}.")
     count = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2].upper()]
     if count.denominator != 1 or count < 1:
-        raise InputError(f"{show(text)} is no whole number from 1 on; write for example {EXAMPLES}.")
+        raise InputError(f"{show(text)} is not a whole number of at least 1; write for example {EXAMPLES}.")
     if count > LARGEST_COUNT:
         raise InputError(f"{show(text)} is more than {LARGEST_COUNT}; write for example {EXAMPLES}.")
     return count.numerator

@@ -61,5 +61,5 @@ def _conversions(folder: Path) -> list[tuple[str, str]]:
             conversions.append((str(record["source"]["name"]), str(record.get("method"))))
             record = record["source"].get("groupwise")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{path} is damaged: {error!r}; convert the model anew, or remove the file.") from error
+        raise InputError(f"{path} is damaged: {error!r}; convert the model again, or remove the file.") from error
     return conversions

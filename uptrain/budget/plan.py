@@ -118,4 +118,4 @@ def _first_loss(model: Path, data: Path | None) -> str:
         return measure
     method = merge_method(model)
     expected = f"{FIRST_LOSS[method == 'fit']}. " if method else ""
-    return f"{expected}With data at hand, {measure}"
+    return f"{expected}With a token cache, {measure}"

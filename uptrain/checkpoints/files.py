@@ -53,7 +53,7 @@ def read_state(checkpoint: Path) -> State:
         if not all(type(n) is int and n >= 0 for n in numbers) or type(state["keep"]) is not bool:
             raise TypeError("a number of it is none")
         if not all(type(norm) is float for norm in state["grad_norms"]):
-            raise TypeError("a gradient norm is no number")
+            raise TypeError("a gradient norm is not a number")
         if state["step"] != step_of(checkpoint.name):
             raise ValueError(f"it says step {state['step']}")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -74,7 +74,7 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
             if size != expected["size"]:
                 return f"{path} has {size} bytes instead of {expected['size']}"
             if checksum(path) != expected:
-                return f"{path} has other content than was written"
+                return f"{path} has changed since it was written"
     except OSError as error:
         return f"{path}: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -102,7 +102,7 @@ class Checkpoints:
             if prefix in (UNFINISHED, REMOVED) and step_of(name) is not None:
                 shutil.rmtree(path)
 
-    def save(self, trainee: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> None:
+    def save(self, loss_module: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> None:
         """Write the checkpoint of `state["step"]`; `keep` exempts it from rotation.
 
         Raises SaveError on all ranks if any of them failed, with the existing checkpoints unchanged.
@@ -111,7 +111,7 @@ class Checkpoints:
         unfinished = self.folder / (UNFINISHED + final.name)
         try:
             self._raise_on_any(self._begin(unfinished))
-            self._raise_on_any(_write_tensors(unfinished / TENSORS, trainee, optimizer))
+            self._raise_on_any(_write_tensors(unfinished / TENSORS, loss_module, optimizer))
             self._raise_on_any(self._finish(unfinished, final, {**state, "keep": keep}))
         except SaveError:
             on_main(self._accelerator, lambda: shutil.rmtree(unfinished, ignore_errors=True))
@@ -134,7 +134,7 @@ class Checkpoints:
             required = _SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
             free = shutil.disk_usage(self.folder).free
             if free < required:
-                return f"{free:,} bytes are free where a checkpoint wants {required:,.0f}"
+                return f"{free:,} bytes are free, but a checkpoint needs {required:,.0f}"
             unfinished.mkdir(parents=True)
         except OSError as error:
             return str(error)
@@ -252,11 +252,11 @@ def _publish(unfinished: Path, final: Path, files: Checksums, state: State) -> N
     sync_folder(final.parent)
 
 
-def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Write the tensors of this rank; return an error, or ""."""
-    tensors: State = {"model": get_model_state_dict(trainee)}
+    tensors: State = {"model": get_model_state_dict(loss_module)}
     if optimizer.state:  # empty if all steps so far were skipped
-        tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
+        tensors["optimizer"] = get_optimizer_state_dict(loss_module, optimizer)
     try:
         with _quiet(), _without_zip_checksums():
             # One thread: errors of further ones, such as a full disk, would be lost (torch 2.13).
@@ -270,25 +270,25 @@ def _write_tensors(folder: Path, trainee: nn.Module, optimizer: torch.optim.Opti
     return ""
 
 
-def load(folder: Path, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load a checkpoint's tensors into a model and optimizer, with any world size.
 
     Raises InputError if they do not match, or are not in the format of torch.distributed.checkpoint.
     """
     reader = _Reader(folder / TENSORS)
-    tensors: State = {"model": get_model_state_dict(trainee)}
+    tensors: State = {"model": get_model_state_dict(loss_module)}
     has_optimizer = any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata)
     if has_optimizer:
-        tensors["optimizer"] = get_optimizer_state_dict(trainee, optimizer)
+        tensors["optimizer"] = get_optimizer_state_dict(loss_module, optimizer)
     try:
         with _quiet():
             load_tensors(tensors, storage_reader=reader, planner=_Planner(), no_dist=not dist.is_initialized())
     except CheckpointException as error:  # a BaseException
         reasons = "; ".join(dict.fromkeys(str(failure) for failure, _ in error.failures.values()))
         raise InputError(f"{folder} does not fit the run's model and optimizer: {reasons}") from error
-    set_model_state_dict(trainee, tensors["model"])
+    set_model_state_dict(loss_module, tensors["model"])
     if has_optimizer:
-        set_optimizer_state_dict(trainee, optimizer, tensors["optimizer"])
+        set_optimizer_state_dict(loss_module, optimizer, tensors["optimizer"])
 
 
 class _Reader(FileSystemReader):
@@ -304,7 +304,7 @@ class _Reader(FileSystemReader):
             chunks = [ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.shape)) for c in entry.chunks]
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry.shape), chunks)
             places |= {MetadataIndex(name, torch.Size(c.start)): _storage_info(c.place) for c in entry.chunks}
-        for name, place in metadata.others.items():
+        for name, place in metadata.non_tensors.items():
             entries[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _storage_info(place)
         return Metadata(entries, storage_data=places)

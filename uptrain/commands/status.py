@@ -8,6 +8,7 @@ import click
 
 from model.common import console
 from model.common.errors import RunError
+from uptrain.report.history import show_recovered
 
 
 @click.command("status")
@@ -17,7 +18,7 @@ from model.common.errors import RunError
 def command(run: Path, verify: bool, as_json: bool) -> None:
     """Show where RUN stands.
 
-    Its steps, losses, speed, time left and checkpoints; also while it goes on.
+    Its steps, losses, speed, time left and checkpoints; also while it runs.
 
     Exit code 1 if --verify finds a damaged checkpoint.
     """
@@ -42,7 +43,7 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     if status["alpha"]:
         rows.append(("α", f"{status['alpha'] * status['share']:.4g} of {status['alpha']:.4g}"))
     rows += [*_last_step(status), *_evaluation(status["evaluation"])]
-    for title, name in (("updates left out", "skipped_steps"), ("not saved", "not_saved_steps")):
+    for title, name in (("updates skipped", "skipped_steps"), ("not saved", "not_saved_steps")):
         if status[name]:
             rows.append((title, _steps(status[name])))
     rows.append(("checkpoints", "\n".join(map(_checkpoint, status["checkpoints"])) or "none yet"))
@@ -52,13 +53,13 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _status(status: dict[str, Any]) -> str:
-    resume = f"`uptrain resume {status['run']}` goes on"
+    resume = f"`uptrain resume {status['run']}` continues it"
     age = status["seconds_since_last_line"]
     last_line = "not yet" if age is None else f"{duration(age)} ago"
     return {
         "not started": f"not started; {resume}",
-        "running": f"running as process {status['pid']}, last heard of {last_line}",
-        "died": f"died: no process {status['pid']} on this machine, last heard of {last_line}; {resume}",
+        "running": f"running as process {status['pid']}, last line written {last_line}",
+        "died": f"died: no process {status['pid']} on this machine, last line written {last_line}; {resume}",
         "preempted": f"stopped ({status['reason']}); {resume}",
         "finished": "finished",
     }.get(status["status"], f"{status['status']}: {status['reason']}")
@@ -103,8 +104,8 @@ def _evaluation(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
         rows.append(("teacher's loss", _number(evaluation["teacher_loss"], ".4f", " nats per token")))
         rows.append(("KL to the teacher", _number(evaluation["kl"], ".4f", " nats per token")))
         rows.append(("same choice", f"{evaluation['agreement']:.1%} of tokens"))
-    if evaluation["recovered_fraction"] is not None:
-        rows.append(("recovered fraction", f"{evaluation['recovered_fraction']:.1%}"))
+    if recovered := show_recovered(evaluation["recovered_fraction"], evaluation["merge_cost"]):
+        rows.append(("recovered fraction", recovered))
     return rows
 
 

@@ -72,7 +72,7 @@ def make_accelerator(
         )
     if wants_sharding and not is_sharded(accelerator):
         raise InputError(
-            f"sharding (FSDP) was asked for, but accelerate dropped it on this device and chose "
+            f"sharding (FSDP) was requested, but accelerate dropped it on this device and chose "
             f"{accelerator.distributed_type.value}; use scripts/launch/accelerate/ddp.yaml here."
         )
     return accelerator

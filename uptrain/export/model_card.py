@@ -6,7 +6,7 @@ from typing import Any
 from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from uptrain.budget.counts import show_count
-from uptrain.report.history import recovered_fraction
+from uptrain.report.history import merge_cost, recovered_fraction, show_recovered
 from uptrain.training.losses import LOSSES
 
 BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining: end -->"
@@ -67,9 +67,9 @@ def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     rows = [("Held-out loss", f"{before} → {after}")]
     if "teacher_loss" in last:
         rows.append(("Teacher's loss", _number(last["teacher_loss"])))
-        recovered = recovered_fraction(first, last)
-        if recovered is not None:
-            rows.append(("Recovered fraction", f"{recovered:.1%}"))
+        recovered = show_recovered(recovered_fraction(first, last), merge_cost(first))
+        if recovered:
+            rows.append(("Recovered fraction", recovered))
         rows.append(("KL to the teacher", f"{_number(last['kl'])}; same choice at {last['agreement']:.1%} of tokens"))
     return rows
 

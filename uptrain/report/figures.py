@@ -204,7 +204,7 @@ def _mark_events(axes: Axes, history: History, marks: Marks) -> None:
     for i, x in enumerate(tokens_at(history, history.steps_of("resumed")) / marks.x_unit):
         axes.axvline(x, color=MUTED, linestyle=":", linewidth=1.2, label="" if i else "resumed")
     for steps, marker, y, label in (
-        (history.skipped_steps, "x", 0.04, "update left out"),
+        (history.skipped_steps, "x", 0.04, "update skipped"),
         (history.steps_of("not saved"), "v", 0.96, "not saved"),
     ):
         if steps:

@@ -13,6 +13,12 @@ from uptrain.training.losses import LOSSES
 
 STATE_TYPES = {"status": str, "step": int, "reason": str, "pid": int}
 MOST_PID = 2**31 - 1
+MEASURABLE_COST = 0.01
+"""Smallest cost of a merge, in nats per token, of which a recovered fraction is given.
+
+It is 1 % of the perplexity, and about the spread of losses between seeds (docs/study.md). Below it, the fraction
+divides by noise: training any model further gives thousands of percent.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class History:
     steps: list[Record]
     """Records of steps from the metrics. Numbers that were not finite are None, also in evaluations."""
     evaluations: list[Record]
-    """`step`, `tokens`, the metrics of the evaluation, and `recovered_fraction`."""
+    """`step`, `tokens`, the metrics of the evaluation, `merge_cost` and `recovered_fraction`."""
     events: list[Record]
 
     @classmethod
@@ -41,8 +47,9 @@ class History:
             if "evaluation" in r and r["step"] in tokens
         ]
         for evaluation in evaluations:
-            fraction = recovered_fraction(evaluations[0], evaluation) if run.settings.model else None
-            evaluation["recovered_fraction"] = fraction
+            is_merged = bool(run.settings.model)
+            evaluation["merge_cost"] = merge_cost(evaluations[0]) if is_merged else None
+            evaluation["recovered_fraction"] = recovered_fraction(evaluations[0], evaluation) if is_merged else None
         return cls(folder, run, _read_state(folder / STATE), steps, evaluations, [r for r in records if "event" in r])
 
     @property
@@ -73,13 +80,28 @@ class History:
 def recovered_fraction(first: Record, current: Record) -> float | None:
     """Return (loss after conversion - loss now) / (loss after conversion - teacher's loss).
 
-    Return None without a teacher, without an evaluation before the first step, if the conversion did not increase the
-    loss, or if one of the losses is not finite.
+    Return None if the merge cost is unknown or below MEASURABLE_COST, or if the loss now is not finite.
     """
-    before, after, target = first["loss"], current["loss"], current.get("teacher_loss")
-    if first["step"] != 0 or before is None or after is None or target is None or before <= target:
+    cost, after = merge_cost(first), current["loss"]
+    if cost is None or cost < MEASURABLE_COST or after is None:
         return None
-    return float((before - after) / (before - target))
+    return float((first["loss"] - after) / cost)
+
+
+def show_recovered(fraction: float | None, cost: float | None) -> str | None:
+    """Return the recovered fraction as text, or why there is none; None if the merge cost is unknown."""
+    if fraction is not None:
+        return f"{fraction:.1%}"
+    return "none, the merge cost nothing measurable" if cost is not None and cost < MEASURABLE_COST else None
+
+
+def merge_cost(first: Record) -> float | None:
+    """Return loss after conversion - teacher's loss, in nats per token.
+
+    Return None without a teacher, without an evaluation before the first step, or if one of the losses is not finite.
+    """
+    before, target = first["loss"], first.get("teacher_loss")
+    return None if first["step"] != 0 or before is None or target is None else float(before - target)
 
 
 def _read_state(path: Path) -> Record:
@@ -90,5 +112,5 @@ def _read_state(path: Path) -> Record:
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:
         reason = str(error).rstrip(".")
-        raise InputError(f"{path} is damaged ({reason}); `uptrain resume {path.parent}` writes it anew.") from error
+        raise InputError(f"{path} is damaged ({reason}); `uptrain resume {path.parent}` writes it again.") from error
     return state

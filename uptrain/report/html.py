@@ -9,7 +9,7 @@ from typing import Any
 
 from model.common.printable import printable
 from uptrain.budget.counts import show_count
-from uptrain.report.history import History
+from uptrain.report.history import History, show_recovered
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c1c1e; --muted: #6e6e73; --line: #d9d9de; --page: #ffffff;
@@ -90,8 +90,9 @@ def _summary(history: History, of_name: str) -> str:
         figures.append(("held-out loss", _number(last["loss"])))
         if "kl" in last:
             figures += [("teacher's loss", _number(last["teacher_loss"])), ("KL to the teacher", _number(last["kl"]))]
-        if last["recovered_fraction"] is not None:
-            figures.append(("recovered fraction", f"{last['recovered_fraction']:.1%}"))
+        recovered = show_recovered(last["recovered_fraction"], last["merge_cost"])
+        if recovered:
+            figures.append(("recovered fraction", recovered))
     entries = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures)
     heading = f"<h2>Summary{of_name}</h2>\n" if of_name else ""
     about = escape(f"{origin}{share}. Losses and KL divergence in nats per token.")
@@ -138,7 +139,7 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
 
 def _events(history: History) -> list[tuple[str, str]]:
     events = [(e["step"], _event(e)) for e in history.events]
-    events += [(step, "update left out: its gradient was not finite, or a spike") for step in history.skipped_steps]
+    events += [(step, "update skipped: its gradient was not finite, or a spike") for step in history.skipped_steps]
     return [(f"{step:,}", text) for step, text in sorted(events)]
 
 

@@ -33,12 +33,12 @@ def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]
 def _page_path(folders: Sequence[Path], out: Path | None) -> Path:
     if out is None:
         if len(folders) > 1:
-            raise InputError("a report of several runs is in none of their folders; name one with --out FILE.html.")
+            raise InputError("a report of several runs needs --out FILE.html.")
         return folders[0] / REPORT
     if out.suffix != ".html":
-        raise InputError(f"--out {out} is to be a page, FILE.html; the picture is written beside it.")
+        raise InputError(f"--out {out}: the name must end in .html; the picture is written beside it.")
     if not out.parent.is_dir():
-        raise InputError(f"there is no folder {out.parent} to write {out.name} into.")
+        raise InputError(f"there is no folder {out.parent} for {out.name}; create it first.")
     return out
 
 

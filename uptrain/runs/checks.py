@@ -58,8 +58,8 @@ def check_exportable(folder: Path, parameters: Iterable[str], stem: str) -> None
         if name not in files and name.removeprefix(stem) not in files:
             raise InputError(
                 f"{folder} cannot be trained here: transformers holds its weights under other names than the files do "
-                f"({name}), so the result would open nowhere else. That is so for experts, and for GPT-NeoX before it "
-                "is converted."
+                f"({name}), so other programs could not open the result. This affects mixture-of-experts models, and "
+                "GPT-NeoX before conversion."
             )
 
 
@@ -68,6 +68,7 @@ def check_batch(global_batch: int, n_processes: int) -> None:
     if global_batch % n_processes:
         divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
         raise InputError(
-            f"a global batch of {global_batch} windows cannot be shared evenly by {n_processes} processes; it can by "
+            f"a global batch of {global_batch} windows cannot be divided evenly among {n_processes} processes; "
+            "possible numbers are "
             f"{', '.join(map(str, divisors))}. Change --global-batch-tokens or the number of processes."
         )

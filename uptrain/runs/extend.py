@@ -36,7 +36,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     assert first_decay is None or first_decay >= branch
     source = list_checkpoints(folder / CHECKPOINTS)[branch]
     if problem := find_damage(source):
-        raise InputError(f"the checkpoint to go on from is not whole: {problem}.")
+        raise InputError(f"the checkpoint to continue from is damaged: {problem}.")
     parent = {"run": str(folder.resolve()), "step": branch}
     budget = {**run.budget, "steps": steps, "tokens": steps * run.budget["global_batch_tokens"], "alpha": None}
     if run.budget["original_tokens"]:

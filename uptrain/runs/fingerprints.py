@@ -29,7 +29,7 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
         current = Cache.open(path).manifest.sha256 if name == "eval_data" else _of_model(path)
         if current != sha256:
             other = {"model": "another model", "teacher": "another teacher", "eval_data": "other held-out data"}[name]
-            raise InputError(f"{path} is {other} than when the run began; bring that back, or start a new run.")
+            raise InputError(f"{path} is {other} than when the run began; restore it, or start a new run.")
 
 
 def _of_model(folder: Path) -> str:

@@ -63,7 +63,7 @@ class Run:
             check_types(self.parent, PARENT, "parent")
         for name in self.identities:
             if name not in ("model", "teacher", "eval_data") or not getattr(self.settings, name):
-                raise InputError(f"identities.{name} belongs to nothing in settings")
+                raise InputError(f"identities.{name} matches no setting")
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _watch(steps: int, out: Path, work: Callable[[ProgressSink], str]) -> None:
         if status == "finished":
             echo(f"Finished {out}. Export it with: uptrain export {out} FOLDER")
         else:
-            echo(f"Saved and stopped. Go on with: uptrain resume {out}")
+            echo(f"Saved and stopped. Resume it with: uptrain resume {out}")
 
 
 def _deadline(max_minutes: float | None) -> float:

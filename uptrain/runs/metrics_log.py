@@ -108,7 +108,7 @@ def _parse(path: Path, number: int, line: str) -> Record:
         _check(record)
     except InputError as error:
         reason = str(error).rstrip(".")
-        raise InputError(f"{path}:{number} is damaged ({reason}); take the line out.") from error
+        raise InputError(f"{path}:{number} is damaged ({reason}); remove the line.") from error
     return record
 
 

@@ -50,7 +50,7 @@ class _Lines:
 
 
 def _short(record: dict[str, Any]) -> str:
-    skipped = " (update left out)" if record.get("skipped") else ""
+    skipped = " (update skipped)" if record.get("skipped") else ""
     return f"loss {record['loss']:.4f} · {record['tokens_per_s']:,.0f} tokens/s{skipped}"
 
 
@@ -64,8 +64,8 @@ def _line(record: dict[str, Any]) -> str:
     if "event" not in record:
         return f"step {record['step']}: {_short(record)}"
     if record["event"] in ("started", "resumed"):
-        lines = [f"Passed over: {problem}" for problem in record.get("passed_over", ())]
+        lines = [f"Skipped: {problem}" for problem in record.get("passed_over", ())]
         devices = f"{record['processes']} x {record['device']}"
-        ready = f"READY: {record['event']} at step {record['step']} on {devices}; signals are heeded from here on"
+        ready = f"READY: {record['event']} at step {record['step']} on {devices}; signals are handled from now on"
         return "\n".join([*lines, ready])
     return f"step {record['step']}: {record['event']}: {record['why']}"

@@ -84,8 +84,8 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
             training = build_first(settings, folder / MODEL, accelerator, folder, deadline, show)
             return execute(folder, settings, training, RunState(), None)
         training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
-        load(checkpoint.folder, training.trainee, training.optimizer)
-        if not has_finite_weights(training.trainee, accelerator):
+        load(checkpoint.folder, training.loss_module, training.optimizer)
+        if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
                 f"{checkpoint.folder} holds weights that are NaN or infinite; remove it to use an older one."
             )
@@ -144,7 +144,7 @@ def refuse_existing(out: Path) -> None:
     """Raise InputError if `out` exists or cannot be created."""
     check_out(out)
     if out.exists():
-        hint = f"`uptrain resume {out}` goes on with it" if (out / RUN).exists() else "choose another --out"
+        hint = f"`uptrain resume {out}` continues it" if (out / RUN).exists() else "choose another --out"
         raise InputError(f"{out} exists already; {hint}.")
 
 
@@ -191,16 +191,14 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     An error that all ranks share, such as a failed save, becomes a RunError, which the main process reports. An error
     of one rank becomes a RankError.
     """
-    hint = f"`uptrain resume {folder}` goes on from the newest checkpoint"
+    hint = f"`uptrain resume {folder}` continues from the newest checkpoint"
     if isinstance(error, SaveError):
-        return RunError(f"step {step}, where the run ends, could not be saved: {error}. Put that right, then {hint}.")
+        return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
     if is_lost_process(error):
         message = " ".join(str(error).split())
         return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
     if accelerator.num_processes > 1 and isinstance(error, (InputError, OSError)):
-        return RankError(
-            f"process {accelerator.process_index}, after step {step}: {error}. Put that right, then {hint}."
-        )
+        return RankError(f"process {accelerator.process_index}, after step {step}: {error}. Fix that, then {hint}.")
     return error
 
 
@@ -212,7 +210,7 @@ def build_first(
         accelerator, lambda: first_student(settings, config_folder), lambda: empty_student(config_folder)
     )
     training = build(settings, student, accelerator, folder, deadline, show)
-    broadcast_weights(accelerator, training.trainee, {STUDENT + name: tensor for name, tensor in weights.items()})
+    broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
@@ -251,11 +249,11 @@ def build(
         check_packing(teacher, cache.seq_len)
         place_teacher(accelerator, teacher, blocks(teacher))
         broadcast_weights(accelerator, teacher, weights)
-    trainee = LossModule(student, settings.loss, teacher)
-    optimizer = make_optimizer(settings.optimizer, trainee, settings.weight_decay)
-    trainee, optimizer = accelerator.prepare(trainee, optimizer)
+    loss_module = LossModule(student, settings.loss, teacher)
+    optimizer = make_optimizer(settings.optimizer, loss_module, settings.weight_decay)
+    loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
     return Training(
-        trainee=trainee,
+        loss_module=loss_module,
         optimizer=optimizer.optimizer,
         accelerator=accelerator,
         cache=cache,
@@ -290,7 +288,7 @@ def check_same_data(data: str, sha256: str) -> None:
     if current != sha256:
         raise InputError(
             f"{data} holds other data than when the run began (sha256 {current[:12]}, then {sha256[:12]}); "
-            "bring that cache back, or start a new run."
+            "restore that cache, or start a new run."
         )
 
 

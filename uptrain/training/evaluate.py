@@ -31,7 +31,7 @@ class Stopped(Exception):
 
 
 def evaluate(
-    trainee: nn.Module,
+    loss_module: nn.Module,
     cache: Cache,
     micro_batch: int,
     accelerator: Accelerator,
@@ -44,17 +44,17 @@ def evaluate(
     Raises Stopped on all ranks once `should_stop` is true on one.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
-    was_training = trainee.training
-    trainee.eval()
+    was_training = loss_module.training
+    loss_module.eval()
     with torch.no_grad():
         for batch in _batches(cache, micro_batch, accelerator):
-            sums += trainee(batch.ids_BT, batch.labels_BT, batch.documents_BT, measure=True)
+            sums += loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, measure=True)
             stop = torch.tensor([float(should_stop())], device=accelerator.device)
             if all_reduce_sum(accelerator, stop).item():
-                trainee.train(was_training)
+                loss_module.train(was_training)
                 raise Stopped
             advance(len(batch.ids_BT) * accelerator.num_processes)
-    trainee.train(was_training)
+    loss_module.train(was_training)
     return EvalResult.from_sums(all_reduce_sum(accelerator, sums), with_teacher)
 
 
@@ -106,10 +106,10 @@ def _evaluate_folder(
         check_teacher(student.head_weight.shape[0], teacher_model.head_weight.shape[0], str(teacher))
         check_packing(teacher_model, cache.seq_len)
         teacher_model.to(accelerator.device)
-    trainee = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, teacher_model))
+    loss_module = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, teacher_model))
     size = micro_batch or default_micro_batch(cache.seq_len)
     with console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:
-        result = evaluate(trainee, cache, size, accelerator, teacher_model is not None, advance=advance)
+        result = evaluate(loss_module, cache, size, accelerator, teacher_model is not None, advance=advance)
     if not result.targets:
         raise InputError(f"{data} has nothing to predict: no document in it has two tokens.")
     return result

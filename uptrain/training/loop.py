@@ -54,7 +54,7 @@ class RunState:
 class Training:
     """Objects and settings of the training loop."""
 
-    trainee: nn.Module
+    loss_module: nn.Module
     optimizer: torch.optim.Optimizer
     accelerator: Accelerator
     cache: Cache
@@ -92,7 +92,7 @@ def train(training: Training, state: RunState) -> str:
     """
     rank, world_size = training.accelerator.process_index, training.accelerator.num_processes
     own = slice(rank * training.global_batch // world_size, (rank + 1) * training.global_batch // world_size)
-    training.trainee.train()
+    training.loss_module.train()
     for step in range(state.step, training.schedule.total_steps):
         if (reason := _evaluate_if_due(training, step)) is not None:
             return _stop(training, state, reason)
@@ -106,7 +106,7 @@ def train(training: Training, state: RunState) -> str:
         for group in training.optimizer.param_groups:
             group["lr"] = rate
         loss_sum = _backward(training, windows[own], n_targets)
-        grad_norm = float(training.accelerator.clip_grad_norm_(training.trainee.parameters(), CLIP))
+        grad_norm = float(training.accelerator.clip_grad_norm_(training.loss_module.parameters(), CLIP))
         loss_sum, stop = _reduce_step(training, loss_sum)
         skip = _should_skip(training, state, grad_norm)
         if np.isfinite(grad_norm):
@@ -145,8 +145,8 @@ def _backward(training: Training, windows: Integers, n_targets: int) -> float:
     for i, batch in enumerate(
         micro_batches(training.cache, windows, training.micro_batch, training.accelerator.device)
     ):
-        with nullcontext() if sharded or i == last else training.accelerator.no_sync(training.trainee):
-            loss = training.trainee(batch.ids_BT, batch.labels_BT, batch.documents_BT)
+        with nullcontext() if sharded or i == last else training.accelerator.no_sync(training.loss_module):
+            loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT)
             training.accelerator.backward(loss * scale)
         losses.append(loss.detach())
     return float(torch.stack(losses).double().sum())
@@ -217,7 +217,7 @@ def _halt_on_non_finite(training: Training, state: RunState) -> None:
     text = f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))})"
     if recent[-HALT_COUNT] == state.step - HALT_COUNT + 1:  # consecutive: the data differed, the weights did not
         raise NonFiniteGradientsError(
-            f"{text}; the weights are taken to be broken, and were not saved: {_last_good(training, state)}"
+            f"{text}; the weights are probably broken, and were not saved: {_last_good(training, state)}"
         )
     _save(training, state)
     raise NonFiniteGradientsError(
@@ -227,7 +227,7 @@ def _halt_on_non_finite(training: Training, state: RunState) -> None:
 
 def _halt_if_weights_are_not_finite(training: Training, state: RunState) -> None:
     """Raise NonFiniteGradientsError if weights are not finite: no later gradient can be finite then."""
-    if not has_finite_weights(training.trainee, training.accelerator):
+    if not has_finite_weights(training.loss_module, training.accelerator):
         raise NonFiniteGradientsError(
             f"after step {state.step}, weights are NaN or infinite, and were not saved: {_last_good(training, state)}"
         )
@@ -237,10 +237,10 @@ def _last_good(training: Training, state: RunState) -> str:
     """Return advice on the checkpoint to restart from after the last update has broken the weights."""
     last_update = max(set(range(1, state.step + 1)) - set(state.skipped), default=0)
     if not last_update:
-        return "they are those that the run began with. Is a weight of the model NaN or infinite?"
+        return "no update has changed them; check the model for weights that are NaN or infinite."
     steps = [step for step in list_checkpoints(training.checkpoints.folder) if step < last_update]
     if not steps:
-        return "no checkpoint is from before. Start a new run with a lower --lr or --weight-decay."
+        return "there is no checkpoint from before. Start a new run with a lower --lr or --weight-decay."
     return (
         f"the checkpoint of step {steps[-1]} is from before. Export it (--step {steps[-1]}), and start a new run from "
         "there with a lower --lr or --weight-decay."
@@ -251,10 +251,10 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
     """Evaluate before `step` if due; return the reason if the run has to stop."""
     if training.eval_cache is None or (step % training.eval_every and step != training.schedule.total_steps):
         return None
-    with_teacher = training.accelerator.unwrap_model(training.trainee).teacher is not None
+    with_teacher = training.accelerator.unwrap_model(training.loss_module).teacher is not None
     try:
         result = evaluate(
-            training.trainee,
+            training.loss_module,
             training.eval_cache,
             training.micro_batch,
             training.accelerator,
@@ -287,7 +287,7 @@ def _save(training: Training, state: RunState) -> None:
     if training.saved_step != state.step:
         _halt_if_weights_are_not_finite(training, state)
         keep = state.step == decay_start(training.schedule)
-        training.checkpoints.save(training.trainee, training.optimizer, asdict(state), keep)
+        training.checkpoints.save(training.loss_module, training.optimizer, asdict(state), keep)
         training.saved_step, training.rotation_is_due = state.step, True
 
 

@@ -16,7 +16,7 @@ from model.decoder.attention import exclude_segments_from_compilation
 from model.decoder.config import NATIVE_FAMILIES, read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
-from model.decoder.transformers_model import TransformersModel, build_foreign, layer_class_names
+from model.decoder.transformers_model import TransformersModel, build_hf_model, layer_class_names
 from uptrain.training.language_model import LanguageModel
 
 
@@ -54,10 +54,10 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
         except RuntimeError as error:  # torch raises it when memory does not suffice
             nbytes = sum(parameter.nbytes for parameter in model.parameters())
             raise InputError(
-                f"{folder}/config.json describes a model of {console.size(nbytes)}, for which there is no memory; "
+                f"{folder}/config.json describes a model of {console.size(nbytes)}, which does not fit into memory; "
                 "correct its sizes, or use a machine with more."
             ) from error
-    return TransformersModel(build_foreign(folder, dtype)).eval()
+    return TransformersModel(build_hf_model(folder, dtype)).eval()
 
 
 def build_meta(folder: Path) -> LanguageModel:
@@ -69,7 +69,7 @@ def build_meta(folder: Path) -> LanguageModel:
         if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
             return loading.build_meta(checkpoint)[0]
     with torch.device("meta"):
-        return TransformersModel(build_foreign(folder, torch.float32))
+        return TransformersModel(build_hf_model(folder, torch.float32))
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
@@ -81,7 +81,7 @@ def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
     if config.get("model_type") in NATIVE_FAMILIES:
         return (), ""
     with torch.device("meta"):
-        model = build_foreign(folder, torch.float32)
+        model = build_hf_model(folder, torch.float32)
     return tuple(name for name, _ in model.named_parameters()), f"{model.base_model_prefix}."
 
 

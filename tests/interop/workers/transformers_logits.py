@@ -35,7 +35,7 @@ def open_and_run(folder, ids):
         trust_remote_code="auto_map" in config,
     )
     config = model.config.get_text_config()
-    found = {
+    facts = {
         "loading": {key: sorted(map(str, value)) for key, value in loading.items() if value},
         "class": type(model).__name__,
         "n_kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
@@ -43,7 +43,7 @@ def open_and_run(folder, ids):
         "dtype": str(next(p for p in model.parameters() if p.dim() > 1).dtype),
     }
     with torch.inference_mode():
-        return found, model.float().eval()(**inputs).logits.numpy()
+        return facts, model.float().eval()(**inputs).logits.numpy()
 
 
 here = Path(sys.argv[1])

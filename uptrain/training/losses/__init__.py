@@ -29,6 +29,6 @@ WITHOUT_TEACHER = "next-token"
 def find_loss(name: str) -> "Callable[..., Tensor]":
     """Return the function `loss_sum` of a loss. Raises InputError for a name that is not in LOSSES."""
     if name not in LOSSES:
-        raise InputError(f"there is no loss {name!r}; there are {', '.join(LOSSES)}.")
+        raise InputError(f"the loss {name!r} is unknown; choose one of {', '.join(LOSSES)}.")
     module = importlib.import_module(f"uptrain.training.losses.{name.replace('-', '_')}")
     return cast("Callable[..., Tensor]", module.loss_sum)

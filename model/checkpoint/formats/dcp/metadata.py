@@ -50,7 +50,7 @@ class Contents:
     """The content of a checkpoint, by name."""
 
     tensors: dict[str, Entry]
-    others: dict[str, Place]
+    non_tensors: dict[str, Place]
     """Entries that are not tensors, such as the numbers of an optimizer's parameter groups."""
 
 
@@ -117,7 +117,7 @@ def read_metadata(path: Path) -> Contents:
             return _contents(_Unpickler(file).load())
     except _UnknownNameError as error:
         raise CheckpointError(
-            f"{path} holds {error}, which no torch.distributed.checkpoint needs; nothing of it was run."
+            f"{path} holds {error}, which no torch.distributed.checkpoint needs; no code was run."
         ) from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -134,15 +134,15 @@ def _contents(metadata: Any) -> Contents:
     for index, info in metadata.storage_data.items():
         offset = getattr(index, "offset", None)
         places[index.fqn, None if offset is None else tuple(offset)] = info
-    tensors, others = {}, {}
+    tensors, non_tensors = {}, {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(name, str):
-            raise TypeError("a name is no text")
+            raise TypeError("a name is not a string")
         if isinstance(entry, _TensorEntry):
             tensors[name] = _entry(name, entry, places)
         elif (name, None) in places:
-            others[name] = _place(name, places[name, None])
-    return Contents(tensors, others)
+            non_tensors[name] = _place(name, places[name, None])
+    return Contents(tensors, non_tensors)
 
 
 def _entry(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Entry:
@@ -162,11 +162,11 @@ def _place(name: str, info: Any) -> Place:
     if transforms:
         raise CheckpointError(f"{name} was written compressed ({transforms}), which is not supported.")
     if not isinstance(file, str) or not is_plain_name(file):
-        raise CheckpointError(f"it names the file {file!r}, a path outside the folder or no file's name; refused.")
+        raise CheckpointError(f"it names the file {file!r}, which is not a plain file name inside the folder; refused.")
     _check_numbers(info.offset, info.length)
     return Place(file, info.offset, info.length)
 
 
 def _check_numbers(*numbers: Any) -> None:
     if not all(checks.is_whole_number(n, least=0) for n in numbers):
-        raise ValueError("what should count something does not")
+        raise ValueError("an offset or length is not a whole number")

@@ -117,7 +117,7 @@ def find_naming(path: Path, names: Iterable[str]) -> tuple[Naming | None, str]:
         prefixes = [repr(prefix) for _, prefix in candidates]
         listing = ", ".join(prefixes) if prefixes else f"names like {', '.join(sorted(names)[:3])}"
         raise CheckpointError(
-            f"{path}: a model has one tensor {EMBEDDING}, after some prefix; here are {len(candidates)} ({listing}). "
+            f"{path}: a model has one tensor {EMBEDDING}, with any prefix; found {len(candidates)} ({listing}). "
             "Save one model under its Hugging Face names, as torchtitan names a Llama, or as OLMo-core names an OLMo 2."
         )
     return candidates[0]

@@ -98,7 +98,7 @@ def _assemble(
         if (piece.dtype, piece.shape) != (DTYPES[entry.dtype], chunk.shape):
             raise CheckpointError(
                 f"{path / chunk.place.file} holds {name} as {piece.dtype} {piece.shape}, where {FILE} says "
-                f"{entry.dtype} {chunk.shape}; they do not belong together."
+                f"{entry.dtype} {chunk.shape}; they do not match."
             )
     blocks = tuple(Block(chunk.start, piece.array) for chunk, piece in zip(entry.chunks, pieces, strict=True))
     if any(len(b.start) != len(entry.shape) for b in blocks) or not fill_exactly(blocks, entry.shape):

@@ -66,7 +66,7 @@ def own_names(path: Path, entries: Mapping[str, Entry], prefix: str, naming: Nam
         if not name.startswith(prefix) or entry.dtype not in DTYPES:
             raise CheckpointError(
                 f"{path} holds {name} ({entry.dtype}), which belongs neither to the model (prefix {prefix!r}) nor to "
-                "its optimizer; refused rather than left out."
+                "its optimizer; refused."
             )
         chosen[own] = entry
     return chosen
@@ -95,18 +95,17 @@ def renamed(
             expected, heads = model.split(expected[1:])
         if entry.shape != expected:
             raise CheckpointError(
-                f"{path} holds {name} of shape {entry.shape}, where config.json means {expected}; they do not "
-                "belong together."
+                f"{path} holds {name} of shape {entry.shape}, where config.json means {expected}; they do not match."
             )
         for new, selection in zip(hf_names, heads, strict=True):
             if new in parts:
-                raise CheckpointError(f"{path} holds {parts[new].name} and {name}, which are the same tensor's names.")
+                raise CheckpointError(f"{path} holds {parts[new].name} and {name}, two names of the same tensor.")
             pairs = any(f".{part}." in new for part in naming.pairs)
             parts[new] = Part(name, entry, model.shapes[new], model.head_dim, selection, pairs)
     for name in model.shapes:
         if name not in parts and not (name == HEAD and config.get("tie_word_embeddings") is True):
             raise CheckpointError(
-                f"{path} lacks what becomes {name}; it is incomplete, or config.json is another model's."
+                f"{path} lacks the tensor for {name}; it is incomplete, or config.json is another model's."
             )
     return {name: parts[name] for name in model.shapes if name in parts}
 

@@ -78,10 +78,10 @@ class _HeaderParser:
             self._refuse(f"a key is not {MAX_NAME} printable ASCII characters at most")
         if name == b"general.alignment":
             if kind != UINT32:
-                self._refuse("its general.alignment is no 32-bit number")
+                self._refuse("its general.alignment is not a 32-bit number")
             self._alignment = self._number("I")
             if not 1 <= self._alignment <= MAX_ALIGNMENT or self._alignment & (self._alignment - 1):
-                self._refuse(f"its alignment is {self._alignment}, which is no power of two up to {MAX_ALIGNMENT}")
+                self._refuse(f"its alignment is {self._alignment}, which is not a power of two up to {MAX_ALIGNMENT}")
         elif kind == ARRAY:
             self._array()
         elif kind == STRING:

@@ -89,7 +89,7 @@ def _settings_problem(fields: dict[str, Any], size: int) -> str:
             if not is_whole_number(value, least=0) or value >= size:
                 return f"{key} = {shortened(value)}, outside its vocabulary"
         elif type(value) is not KINDS.get(key, type(value)):
-            return f"{key} = {shortened(value)}, which is no {KINDS[key].__name__}"
+            return f"{key} = {shortened(value)}, which is not of type {KINDS[key].__name__}"
     return ""
 
 

@@ -70,27 +70,27 @@ class Layout:
         """Raise CheckpointError unless a file has the same tensors as the first one, and equal vectors."""
         first, both = self._parts[0], f"{self._files[0]} and {file.name}"
         for name in sorted(first.keys() ^ part.keys()):
-            raise CheckpointError(f"of {both}, only one holds {name}; they do not belong together.")
+            raise CheckpointError(f"of {both}, only one holds {name}; they do not match.")
         for name, stored in part.items():
             reference = first[name]
             same = (stored.dtype, stored.shape) == (reference.dtype, reference.shape)
             if not same or (len(stored.shape) == 1 and stored.array.tobytes() != reference.array.tobytes()):
-                raise CheckpointError(f"{both} do not agree on {name}; they do not belong together.")
+                raise CheckpointError(f"{both} do not agree on {name}; they do not match.")
 
     def _refuse_missing_files(self) -> None:
         columns, dim = self._matrix("layers.0.attention.wo.weight").shape[1], self._params.dim
         if columns * len(self._parts) != dim:
             raise CheckpointError(
-                f"{self._folder} has {len(self._parts)} file(s) consolidated.*.pth, but their tensors are cut for "
-                f"{dim / max(columns, 1):g} ({PARAMS} says dim = {dim}, and wo has {columns} columns in each); they "
-                "are not one model's, or not all of it."
+                f"{self._folder} has {len(self._parts)} file(s) consolidated.*.pth, but their tensors are split for "
+                f"{dim / max(columns, 1):g} ({PARAMS} says dim = {dim}, and wo has {columns} columns in each); the "
+                "files are of several models, or some are missing."
             )
 
     def _matrix(self, name: str) -> Stored:
         """Return the first file's part of a matrix that every Llama has."""
         stored = self._parts[0].get(name)
         if stored is None or len(stored.shape) != 2:
-            raise CheckpointError(f"{self._files[0]} holds no matrix {name}; it is incomplete, or no Llama.")
+            raise CheckpointError(f"{self._files[0]} holds no matrix {name}; it is incomplete, or not a Llama.")
         return stored
 
     def wholes(self) -> dict[str, Whole]:
@@ -102,12 +102,14 @@ class Layout:
         expected = self._expected_shapes()
         for name in expected:
             if name not in tensors:
-                raise CheckpointError(f"{self._folder} lacks what becomes {name}; fetch it again, or correct {PARAMS}.")
+                raise CheckpointError(
+                    f"{self._folder} lacks the tensor for {name}; fetch it again, or correct {PARAMS}."
+                )
         for name, whole in tensors.items():
             if whole.shape != expected.get(name):
                 raise CheckpointError(
                     f"{self._folder}: {name} would have shape {whole.shape}, where {PARAMS} and the other tensors mean "
-                    f"{expected.get(name, 'none')}; they do not belong together."
+                    f"{expected.get(name, 'none')}; they do not match."
                 )
         return {name: tensors[name] for name in expected}
 
@@ -144,7 +146,9 @@ class Layout:
         n_q = self._params.dim // len(self._parts)
         n_kv, odd = divmod(stored.shape[0] - n_q, 2)
         if odd or n_kv < 1:
-            raise CheckpointError(f"{self._files[0]}: {name} has {stored.shape[0]} rows, which are no Q, K and V.")
+            raise CheckpointError(
+                f"{self._files[0]}: {name} has {stored.shape[0]} rows, which cannot be split into Q, K and V."
+            )
         return slice(0, n_q), slice(n_q, n_q + n_kv), slice(n_q + n_kv, None)
 
     def _in_layer(self, layer: str, part: str, stored: Stored, arrays: Sequence[Array]) -> dict[str, Whole]:

@@ -59,8 +59,7 @@ class Params:
         stated = self._values.get("vocab_size", -1)
         if stated not in (-1, n_rows) or isinstance(stated, bool | float):
             raise CheckpointError(
-                f"{self.path} says vocab_size = {stated!r}, but tok_embeddings has {n_rows} rows; "
-                "they do not belong together."
+                f"{self.path} says vocab_size = {stated!r}, but tok_embeddings has {n_rows} rows; they do not match."
             )
         return n_rows
 
@@ -77,8 +76,8 @@ class Params:
         else:
             length, of = 2048, "Llama 1, while Llama 2 has 4096"
         return length, (
-            f"{FILE} does not tell the longest context; config.json says max_position_embeddings = {length}, as in "
-            f"{of}. Correct it there if need be, or give max_seq_len in {FILE}."
+            f"{FILE} does not give the context length; config.json says max_position_embeddings = {length}, as in "
+            f"{of}. Correct it there if it is wrong, or set max_seq_len in {FILE}."
         )
 
     def special_tokens(self, vocab_size: int) -> dict[str, int]:
@@ -105,13 +104,13 @@ class Params:
         value = self._values.get(key)
         value = default if value is None else value
         if value is None:
-            raise CheckpointError(f"{self.path} lacks {key}, without which the model is not known.")
+            raise CheckpointError(f"{self.path} lacks {key}, which is required.")
         return value
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"{path.parent} has consolidated.*.pth but no {FILE}, which says what the model is.")
+        raise CheckpointError(f"{path.parent} has consolidated.*.pth but no {FILE}, which describes the model.")
     content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
         values = json.loads(content)

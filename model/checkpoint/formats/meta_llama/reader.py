@@ -66,8 +66,8 @@ class MetaFolder(Checkpoint):
         for copy in whole.copies:
             if whole_rows(copy, start, stop).tobytes() != rows.tobytes():
                 raise CheckpointError(
-                    f"{self.path}: the files hold the K/V heads of {name} more than once, but not the same; "
-                    "they do not belong together."
+                    f"{self.path}: the files hold the K/V heads of {name} more than once, with different values; "
+                    "they do not match."
                 )
         return rows
 
@@ -101,7 +101,7 @@ class MetaFolder(Checkpoint):
             self.side_files[name] = above / name
         if "tokenizer.json" in self.side_files:
             return []
-        has = f"only Meta's {name} travels along" if name in self.side_files else f"nor is there a {name}"
+        has = f"only Meta's {name} is copied" if name in self.side_files else f"nor is there a {name}"
         return [
             f"there is no tokenizer.json, {has}: copy the tokenizer's files from a Hugging Face release of the model."
         ]

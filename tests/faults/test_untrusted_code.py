@@ -32,8 +32,8 @@ def code(path, pwned):
 def with_own_tokenizer(folder, pwned, **config):
     """Let a folder name code of its own for its tokenizer."""
     path = folder / "tokenizer_config.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**found, "auto_map": {"AutoTokenizer": ["tok.T", "tok.T"]}, **config}))
+    existing = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**existing, "auto_map": {"AutoTokenizer": ["tok.T", "tok.T"]}, **config}))
     code(folder / "tok.py", pwned)
     return folder
 
@@ -81,17 +81,11 @@ def test_run_on_texts_runs_no_tokenizer_of_its_own(uptrain, tmp_path, pwned, tex
     uptrain(*command, *options).refused("code of its own (tok.T), which is never run")
 
 
-def test_generating_runs_no_tokenizer_of_its_own(tmp_path, pwned):
-    from click.testing import CliRunner
-
-    from model.decoder.generation import main
-
+def test_generating_runs_no_tokenizer_of_its_own(generation, tmp_path, pwned, monkeypatch):
     model = tiny.save(tiny.build(), tmp_path / "model")
     with_own_tokenizer(slow_only(make_tokenizer(model)), pwned, tokenizer_class="T")
-    result = CliRunner().invoke(main, [str(model), "--prompt", "x"], input="y\n")
-    assert result.exit_code == 2
-    assert "code of its own (tok.T), which is never run" in result.output
-    assert result.output.count("\n") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    generation(model, "--prompt", "x").refused("code of its own (tok.T), which is never run")
 
 
 def test_the_payload_would_run(tmp_path):
@@ -161,13 +155,13 @@ def test_version_3_of_datasets_is_told_not_to_ask(monkeypatch, tmp_path):
 )
 def test_kernels_of_the_hub_are_not_fetched(tmp_path, config):
     from model.common.errors import CheckpointError
-    from model.decoder.transformers_model import build_foreign
+    from model.decoder.transformers_model import build_hf_model
 
     folder = tiny.save(tiny.build(), tmp_path / "model")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
     with pytest.raises(CheckpointError, match=r"evil/kernel.*never run"):
-        build_foreign(folder, None)
+        build_hf_model(folder, None)
 
 
 # The source itself
@@ -206,12 +200,12 @@ def risky(tree):
 
 
 def test_the_source_has_no_risky_call():
-    found = [
+    violations = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
         for line, name in risky(ast.parse(path.read_text()))
     ]
-    assert not found
+    assert not violations
     assert len(SOURCES) > 150
 
 
