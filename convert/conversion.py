@@ -97,7 +97,9 @@ def run(
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             execute(checkpoint, plan, staging, workers, progress)
         if fingerprint(checkpoint, requested or plan) != before:
-            raise CheckpointError(f"{checkpoint.path} changed while it was read; start again when it is at rest.")
+            raise CheckpointError(
+                f"{checkpoint.path} changed while it was read; convert again once nothing writes to it."
+            )
         record = _write_side_files(checkpoint, plan, staging)
         staging.publish()
     return record

@@ -16,8 +16,8 @@ def of_recipe(recipe: Recipe) -> tuple[str, ...]:
     if not recipe.by_layer or recipe.text:
         return ()
     return (
-        f"--method {recipe.method} knows the weights alone, not what inputs they meet; a model may start better than "
-        "with mean or worse, so compare their losses on some text before you train.",
+        f"--method {recipe.method} uses the weights alone, without any text. The result may be better or worse than "
+        "with mean, so compare their losses before you train.",
     )
 
 
@@ -69,7 +69,7 @@ def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
     if kinds and "rope_theta" not in config:
         yield (
             f"config.json says the rotary embeddings of {' and '.join(kinds)} as transformers 5 does alone; version 4 "
-            "would take its defaults, which may be others."
+            "would use its own defaults, which may differ."
         )
 
 

@@ -37,7 +37,7 @@ def _our_code(checkpoint: Checkpoint, code: CustomCode) -> Code:
     if name not in code.architectures:
         raise CheckpointError(
             f"config.json has architectures = {names}; with fewer K/V heads only "
-            f"{', '.join(code.architectures)} can be had, for which Groupwise has code; name one of them."
+            f"{', '.join(code.architectures)} are supported, because Groupwise has code for them; name one of them."
         )
     config_file, model_file = code.files
     modules = {"AutoConfig": config_file.stem}

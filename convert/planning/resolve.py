@@ -27,7 +27,7 @@ def resolve_options(
     Raises CheckpointError if the model does not support the options, or the options are incompatible.
     """
     if options.calibration == NONE and options.calibration_tokens is not None:
-        raise CheckpointError("--calibration-tokens says how much of a text to take; --calibration none takes none.")
+        raise CheckpointError("--calibration-tokens needs a calibration text, but --calibration none was given.")
     geometry = read_geometry(checkpoint)
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     check_n_kv_heads(geometry, n_kv_heads, options.method)
@@ -46,11 +46,11 @@ def resolve_options(
             refused.append(error)
         else:
             return recipe, tuple(
-                f"Merged by {recipe.method}; the default does not go: {error}" for error in refused[:1]
+                f"Merged by {recipe.method}; the default method is not possible: {error}" for error in refused[:1]
             )
     raise UnsupportedMethodError(
-        f"The options ask for what the default method (fit) does, which does not go here: {refused[0]} "
-        "Without them, heads are merged by their mean."
+        f"These options need the default method (fit), which is not possible for this model: {refused[0]} "
+        "Without these options, heads are merged by their mean."
     )
 
 
@@ -60,7 +60,9 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
     by_layer = options.method in (*LAYER_METHODS, AUTO)
     if not by_layer and options.requests_calibration:
         option = "--calibration" if options.calibration else "--calibration-tokens"
-        raise UnsupportedMethodError(f"{option} does not go with --method {options.method}, which needs no text.")
+        raise UnsupportedMethodError(
+            f"{option} cannot be combined with --method {options.method}, which needs no text."
+        )
     renorm = options.renorm or ("spread" if by_layer else "none")
     recipe = Recipe(options.method, options.seed, renorm, options.refit, options.refine, options.grouping)
     if by_layer:

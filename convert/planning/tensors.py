@@ -80,8 +80,8 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method:
     family = geometry.attention.family
     if geometry.n_rotary_pairs is None:
         raise UnsupportedMethodError(
-            f"--method {method} turns heads before it merges them, which is known to leave the model as it is "
-            f"for {', '.join(ROTATING)}, not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
+            f"--method {method} rotates heads before it merges them, which leaves the model unchanged for "
+            f"{', '.join(ROTATING)}, but may not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
         )
     for stem in _stems(geometry):
         place = f"{stem}{family.attention[0]}."
@@ -89,7 +89,7 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method:
             raise UnsupportedMethodError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
         if norms := [name for name in tensors if name.startswith(place) and "norm" in name]:
             raise UnsupportedMethodError(
-                f"--method {method} turns heads before it merges them, but {norms[0]} works on each dimension "
+                f"--method {method} rotates heads before it merges them, but {norms[0]} scales each dimension "
                 f"of queries or keys; choose {', '.join(METHODS)}."
             )
 

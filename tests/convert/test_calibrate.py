@@ -289,8 +289,14 @@ def test_dataset_without_texts(convert, source, tmp_path):
     [
         (("--method", "fit", "--calibration", "none"), "--method fit needs a calibration text"),
         (("--method", "pca", "--calibration", "none", "--refit"), "--refit needs a calibration text"),
-        (("--method", "pca", "--calibration", "none", "--calibration-tokens", "999"), "--calibration none takes none"),
-        (("--method", "mean", "--calibration-tokens", "999"), "--calibration-tokens does not go with --method mean"),
+        (
+            ("--method", "pca", "--calibration", "none", "--calibration-tokens", "999"),
+            "but --calibration none was given",
+        ),
+        (
+            ("--method", "mean", "--calibration-tokens", "999"),
+            "--calibration-tokens cannot be combined with --method mean",
+        ),
         (("--method", "mean", "--refit"), "--refit needs a calibration text"),
         (
             ("--method", "mean", "--renorm", "spread"),
@@ -571,5 +577,5 @@ def test_heads_of_zeros(convert, tmp_path, part):
 
 def test_a_text_for_a_method_that_needs_none(convert, source, tmp_path, text):
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean", "--calibration", text).refused(
-        "--calibration does not go with --method mean"
+        "--calibration cannot be combined with --method mean"
     )

@@ -64,17 +64,17 @@ def test_default_method_of_models_without_calibration(convert, tmp_path, family,
     (source / "tokenizer.json").unlink()
     plan, notes = chosen(convert, source, tmp_path / "out")
     assert plan.items() >= expected.items()
-    assert notes[0].startswith(f"Merged by {expected['method']}; the default does not go: ")
+    assert notes[0].startswith(f"Merged by {expected['method']}; the default method is not possible: ")
     assert why in notes[0]
     plain = convert("mha-to-gqa", source, tmp_path / "plain", "--groups", 2, "--dry-run").out
-    assert f"Merged by {expected['method']}; the default does not go" in plain
+    assert f"Merged by {expected['method']}; the default method is not possible" in plain
 
 
 @pytest.mark.parametrize("wish", [("--refit",), TOKENS, ("--calibration", "shipped")])
 def test_impossible_requests_are_refused(convert, source, tmp_path, wish):
     (source / "tokenizer.json").unlink()
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *wish).refused(
-        "the default method (fit)", "has no tokenizer.json", "Without them, heads are merged by their mean."
+        "the default method (fit)", "has no tokenizer.json", "Without these options, heads are merged by their mean."
     )
 
 
@@ -99,4 +99,4 @@ def test_without_torch(source, tmp_path):
     command = [sys.executable, "-c", code, "mha-to-mqa", str(source), str(tmp_path / "out"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert record(tmp_path / "out").items() >= MEAN.items()
-    assert "the default does not go: calibrating runs the model, which needs torch" in done.stdout
+    assert "the default method is not possible: calibrating runs the model, which needs torch" in done.stdout

@@ -53,7 +53,7 @@ def test_what_is_written_and_what_is_not(convert, tmp_path, method):
     ] * tiny.N_LAYERS  # fmt: skip
     card = (tmp_path / "out/README.md").read_text()
     assert "queries and output projections changed" in card
-    assert f"- --method {method} knows the weights alone" in card
+    assert f"- --method {method} uses the weights alone" in card
     one, many = (tmp_path / name for name in ("one", "many"))
     for out, workers in ((one, 1), (many, 4)):
         assert (
@@ -142,7 +142,7 @@ def test_families_whose_heads_cannot_be_turned_like_that(convert, tmp_path, fami
 def test_norms_on_queries_and_keys(convert, tmp_path, family, changes):
     source = tiny.save(tiny.build(family, **changes), tmp_path / "source")
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
-        "works on each dimension of queries or keys; choose mean, first, random."
+        "scales each dimension of queries or keys; choose mean, first, random."
     )
 
 

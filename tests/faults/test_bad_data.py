@@ -304,7 +304,7 @@ def test_source_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):
         os.utime(path, ns=(1, 1))
 
     monkeypatch.setattr(build.TokenizeJob, "run", run_and_touch)
-    prepare(path).refused(f"{path} changed while it was read; start again when it is at rest")
+    prepare(path).refused(f"{path} changed while it was read; convert again once nothing writes to it")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     assert prepare(path).code == 0
@@ -439,7 +439,7 @@ def test_killed_worker(tmp_path, tokenizer):
     assert err.startswith(
         "Error: a worker process was killed, for want of memory perhaps: try fewer --workers; what is"
     )
-    assert "the same command goes on from there" in err
+    assert "the same command continues from there" in err
 
 
 def command_line(pid):

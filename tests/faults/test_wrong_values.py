@@ -231,7 +231,7 @@ def test_a_tensor_that_no_layer_can_be_run_with(convert, model, tmp_path, dtype)
     assert not (tmp_path / "out").exists()
     result = convert("mha-to-gqa", model, tmp_path / "out", "--groups", 2, "--json")
     assert result.code == 0, result.err
-    assert "Merged by mean; the default does not go: " in result.out
+    assert "Merged by mean; the default method is not possible: " in result.out
     with pytest.raises(CheckpointError, match=f"{name} as .* cannot be run with"):
         load_model(model)
 

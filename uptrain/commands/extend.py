@@ -17,14 +17,14 @@ from uptrain.runs.signals import stop_request
 )
 @count_option("--tokens", "The tokens it shall reach.")
 @count_option("--steps", "The steps it shall reach.")
-@max_minutes_option("Then save and stop; resume goes on.")
+@max_minutes_option("Then save and stop; `uptrain resume` continues.")
 def command(
     run: Path, out: Path, alpha: float | None, tokens: int | None, steps: int | None, max_minutes: float | None
 ) -> None:
     """Train RUN for longer, in a new folder.
 
-    As if it had been planned so from the beginning: it goes on from the checkpoint before the learning rate's decay.
-    The warm-up stays as long as it was.
+    The result is that of a run planned so from the beginning: it continues from the checkpoint before the learning
+    rate's decay. The warm-up stays as long as it was.
     """
     stop_request.install()
     from uptrain.runs.launch import launch_extended

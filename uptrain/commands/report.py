@@ -21,7 +21,7 @@ def command(runs: tuple[Path, ...], out: Path | None) -> None:
     """Write a page and a picture of what RUN did.
 
     Losses, recovered fraction, learning rate, speed, events. Several runs are compared in the same panels; then --out
-    is needed. A report may be written while the run goes on, and replaces the one before.
+    is needed. A report may be written during the run. It replaces the one before.
     """
     from uptrain.report.report import write_report
 

@@ -12,9 +12,9 @@ from uptrain.runs.signals import stop_request
 @click.argument("run", type=click.Path(path_type=Path))
 @max_minutes_option("Then save and stop again.")
 def command(run: Path, max_minutes: float | None) -> None:
-    """Go on with RUN, to its end.
+    """Resume RUN, and train it to its end.
 
-    It goes on from the newest checkpoint whose files are as they were written. Everything else is as it was when the
+    It resumes from the newest checkpoint whose files are as they were written. Everything else is as it was when the
     run began; the number of processes may differ.
     """
     stop_request.install()

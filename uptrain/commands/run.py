@@ -151,7 +151,7 @@ def _check_no_nul(text: str) -> str:
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Checkpoints to keep, beside the one before the decay, from which `extend` goes on.",
+    help="Checkpoints to keep, beside the one before the decay, from which `extend` continues.",
 )
 @click.option("--eval-data", metavar="CACHE|PATH", help="Held-out text, to measure on.")
 @click.option(
@@ -169,13 +169,13 @@ def _check_no_nul(text: str) -> str:
 @click.option("--compile", is_flag=True, help="Compile the layers (torch.compile): slower to start, then faster.")
 @click.option("--activation-checkpointing", is_flag=True, help="Less memory, a third more time.")
 @click.option("--track", type=click.Choice(TRACKERS), multiple=True, help="Also log there.")
-@max_minutes_option("Then save and stop; resume goes on.")
+@max_minutes_option("Then save and stop; `uptrain resume` continues.")
 def command(**options: Any) -> None:
     """Train MODEL on --data into the new folder RUN.
 
     By default all parameters are trained on next-token prediction, with --teacher on the parent's distribution. Give
     one of --alpha, --tokens and --steps. Start it as it is, or with `accelerate launch -m uptrain run …` over many
-    GPUs. Ctrl-C saves and stops; `uptrain resume RUN` goes on exactly where it stopped.
+    GPUs. Ctrl-C saves and stops; `uptrain resume RUN` continues exactly where it stopped.
     """
     stop_request.install()
     from uptrain.runs.launch import launch_new

@@ -43,8 +43,7 @@ def find_data(settings: Settings, run: Path) -> Settings:
         if path and not (Path(path) / MANIFEST).is_file():
             if not (beside(run, what) / MANIFEST).is_file():
                 raise InputError(
-                    f"the run's data, {path}, are not there any more; bring them back, or put them at "
-                    f"{beside(run, what)}."
+                    f"the run's data, {path}, are missing; restore them, or put them at {beside(run, what)}."
                 )
             moved[what] = str(beside(run, what).resolve())
     return replace(settings, **moved)

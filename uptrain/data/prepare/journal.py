@@ -29,9 +29,9 @@ def open_staging(out: Path, fingerprint: str) -> Iterator[Staging]:
             if not staging.finished:
                 staging.discard()
                 raise
-            raise InputError(f"{error} (What {hint} corrected command goes on from there.)") from error
+            raise InputError(f"{error} (What {hint} corrected command continues from there.)") from error
         except OSError as error:
-            raise OSError(f"{error}; what {hint} same command goes on from there.") from error
+            raise OSError(f"{error}; what {hint} same command continues from there.") from error
 
 
 def target(out: Path, machine_shard: MachineShard | None) -> Path:

@@ -126,7 +126,7 @@ class Pool:
             self._report(progress)
             for future in finished:
                 if isinstance(future.exception(), BrokenProcessPool):
-                    raise OSError("a worker process was killed, for want of memory perhaps: try fewer --workers")
+                    raise OSError("a worker process was killed, perhaps for lack of memory: try fewer --workers")
                 yield running.pop(future), future
 
     def _report(self, progress: Progress) -> None:
