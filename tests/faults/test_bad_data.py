@@ -437,7 +437,7 @@ def test_killed_worker(tmp_path, tokenizer):
     assert process.returncode == 1
     assert err.count("\n") == 1
     assert err.startswith(
-        "Error: a worker process was killed, for want of memory perhaps: try fewer --workers; what is"
+        "Error: a worker process was killed, perhaps for lack of memory: try fewer --workers; what is"
     )
     assert "the same command continues from there" in err
 

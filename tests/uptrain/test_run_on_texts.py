@@ -164,7 +164,7 @@ def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):
     for what in ("data", "eval-data"):
         (tmp_path / f"run.{what}").rename(away / f"held.{what}")
     gone = uptrain("resume", away / "moved")
-    gone.refused(f"the run's data, {tmp_path}/run.data, are not there any more", f"put them at {away}/moved.data")
+    gone.refused(f"the run's data, {tmp_path}/run.data, are missing", f"put them at {away}/moved.data")
     for what in ("data", "eval-data"):
         (away / f"held.{what}").rename(away / f"moved.{what}")
     assert uptrain("resume", away / "moved").code == 0

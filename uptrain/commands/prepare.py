@@ -59,8 +59,8 @@ def command(**options: Any) -> None:
     """Tokenise texts once, into a token cache.
 
     Training maps it into memory. Formats: .jsonl, .txt (a document a file; both also .gz, .xz, .zst), .parquet,
-    folders of `datasets.save_to_disk`. A record is a document: its text, or its token ids where it has input_ids instead, which
-    are taken as they are. A killed build leaves no CACHE; the same command continues it.
+    folders of `datasets.save_to_disk`. A record is a document: its text, or its token ids where it has input_ids
+    instead, which are taken as they are. A killed build leaves no CACHE; the same command continues it.
     """
     from uptrain.data.prepare.prepare import prepare
 
