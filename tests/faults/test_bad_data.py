@@ -3,17 +3,16 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
-from self_kill import dying_at
+from self_kill import start_dying_at
 from tiny_tokenizers import make_tokenizer
 
 from model.common.errors import InputError
@@ -91,7 +90,7 @@ def test_utf16_file(prepare, tmp_path):
 
 def test_good_in_spite_of_bom_crlf_length_and_a_missing_newline(prepare, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + line("a")[:-1] + b"\r\n" + line("ab" * 5_000_000) + line("b")[:-1])
+    path.write_bytes(b"\xef\xbb\xbf" + line("a")[:-1] + b"\r\n" + line("ab" * 1_500_000) + line("b")[:-1])
     assert prepare(path).code == 0
     assert Cache.open(tmp_path / "out").manifest.n_documents == 3
 
@@ -329,10 +328,6 @@ def test_source_that_changes_under_a_worker(tmp_path):
 SMALL_UNITS = "from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 1000"
 
 
-def start(command):
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
 def processes_of(session):
     """Return the processes of a session that still run."""
     found = []
@@ -369,48 +364,74 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_so
     expected = tiny.snapshot(tmp_path / "expected")
     killed = 0
     for n in range(1, 100):
-        out = tmp_path / f"out{n}"
-        process = start(dying_at(n, "uptrain", *arguments, "--out", out, *share, before=SMALL_UNITS))
-        process.communicate()
-        if process.returncode != -signal.SIGKILL:
+        out, output = tmp_path / f"out{n}", tmp_path / f"output{n}"
+        process = start_dying_at(n, "uptrain", *arguments, "--out", out, *share, output=output, before=SMALL_UNITS)
+        (result,) = forks.finish([process], [output])
+        if result.code != -signal.SIGKILL:
             break
         killed += 1
         wait_until(lambda process=process: not processes_of(process.pid))
         assert not out.exists() or tiny.snapshot(out) == expected, n
         assert uptrain(*arguments, "--out", out).code == 0
         assert tiny.snapshot(out) == expected, n
-    assert process.returncode == 0
+    assert result.code == 0
     assert killed >= (2 if share else 8)
 
 
-SLOW = """
-import sys
-from uptrain.data.prepare import work_units
-work_units.UNIT_BYTES = 200_000
-from uptrain.cli import main
-main()
-"""
+SLOW = "from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 200_000"
 
 
-def start_slow(*arguments):
-    return start([sys.executable, "-c", SLOW, *map(str, arguments)])
+@pytest.fixture
+def start_slow(tmp_path):
+    """Start a command that takes seconds; return its process, and a function that waits for its end."""
+
+    def run(*arguments):
+        process = forks.start_program("uptrain", *arguments, output=tmp_path / "slow", before=SLOW)
+        return process, lambda: forks.finish([process], [tmp_path / "slow"])[0]
+
+    return run
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals, whole_group):
+@pytest.fixture(scope="module")
+def long_source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("long") / "a.jsonl"
+    path.write_bytes(line("The checkpoint folder is the interface. " * 100) * 1000)  # 4 MB, about a second
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected_of_long(tmp_path_factory, long_source, tokenizer):
+    """Return the files of the cache of the long source."""
+    out = tmp_path_factory.mktemp("expected") / "out"
+    arguments = ("prepare", "--data", long_source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1)
+    process = forks.start_program("uptrain", *arguments, "--out", out, output=out.with_name("output"), before=SLOW)
+    assert forks.finish([process], [out.with_name("output")])[0].code == 0
+    return tiny.snapshot(out)
+
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+FAST = [(False, [TERM]), (True, [INT]), (False, [TERM, TERM])]
+CASES = [(group, signals) for group in (False, True) for signals in ([TERM], [INT], [TERM, TERM])]
+
+
+@pytest.mark.parametrize(
+    ("whole_group", "signals"),
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+)
+def test_signal_in_the_middle(
+    uptrain, start_slow, tmp_path, monkeypatch, tokenizer, long_source, expected_of_long, signals, whole_group
+):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 200_000)
-    source, out = tmp_path / "a.jsonl", tmp_path / "out"
-    source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)  # 8 MB, some seconds
+    source, out = long_source, tmp_path / "out"
     arguments = ("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1, "--out", out)
-    process = start_slow(*arguments)
+    process, finish = start_slow(*arguments)
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
     for number in signals:
         (os.killpg if whole_group else os.kill)(process.pid, number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.strip() == "Error: interrupted; the same command continues where this one stopped."
+    result = finish()
+    assert result.code == 1
+    assert result.err.strip() == "Error: interrupted; the same command continues where this one stopped."
     wait_until(lambda: not processes_of(process.pid))
     assert not out.exists()
     units_done = [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:]]
@@ -419,27 +440,24 @@ def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals
     assert finished
     assert uptrain(*arguments).code == 0
     assert {name: (out / name).stat().st_ino for name in finished} == finished
-    assert uptrain(*arguments[:-1], tmp_path / "expected").code == 0
-    assert tiny.snapshot(out) == tiny.snapshot(tmp_path / "expected")
+    assert tiny.snapshot(out) == expected_of_long
 
 
-def test_killed_worker(tmp_path, tokenizer):
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)
-    process = start_slow("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1,
-                    "--out", tmp_path / "out")  # fmt: skip
+def test_killed_worker(start_slow, tmp_path, tokenizer, long_source):
+    arguments = ("prepare", "--data", long_source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1)
+    process, finish = start_slow(*arguments, "--out", tmp_path / "out")
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
     workers = [pid for pid in processes_of(process.pid) if b"spawn_main" in command_line(pid)]
     (worker,) = workers
     os.kill(worker, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.count("\n") == 1
-    assert err.startswith(
+    result = finish()
+    assert result.code == 1
+    assert result.err.count("\n") == 1
+    assert result.err.startswith(
         "Error: a worker process was killed, for want of memory perhaps: try fewer --workers; what is"
     )
-    assert "the same command goes on from there" in err
+    assert "the same command goes on from there" in result.err
 
 
 def command_line(pid):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -12,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import real_runs
 import tiny
-from results import Result
-from self_kill import dying_at
+from self_kill import die_at
 
 from model.common.errors import CheckpointError, InputError
 from model.common.files import FileLock, LockedError
@@ -404,23 +405,27 @@ def test_a_lock_that_is_removed_while_another_waits_for_it(tmp_path, monkeypatch
 # Two processes at once
 
 
-def start(code, *arguments):
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def begin(tmp_path):
+    """Start a program with these locks, one of LOCKS; return a function that waits for it and returns its Result."""
+    numbers = itertools.count()
 
+    def run(program, *arguments, locks="flock"):
+        output = tmp_path / f"process-{next(numbers)}"
+        environment = {"ACCELERATE_USE_CPU": "true"}
+        process = forks.start_program(program, *arguments, output=output, before=LOCKS[locks], environment=environment)
+        return lambda: forks.finish([process], [output])[0]
 
-def finish(processes):
-    return [Result(p.returncode, *output) for p in processes for output in [p.communicate(timeout=120)]]
+    return run
 
 
 @pytest.mark.parametrize("locks", LOCKS)
-def test_two_conversions_to_one_out(convert, source, tmp_path, locks):
+def test_two_conversions_to_one_out(convert, source, tmp_path, begin, locks):
     assert convert("mha-to-gqa", source, tmp_path / "expected", *MEAN).code == 0
     out = tmp_path / "out"
-    arguments = ("mha-to-gqa", source, out, *MEAN)
-    code = LOCKS[locks] + "from convert.cli import main\nmain()"
     for _ in range(3):
-        results = finish([start(code, *arguments) for _ in range(3)])
+        begun = [begin("convert", "mha-to-gqa", source, out, *MEAN, locks=locks) for _ in range(3)]
+        results = [finish() for finish in begun]
         refused = [r for r in results if r.code == 2]
         assert len(refused) == 2, results
         assert all("is being written by process" in r.err or "exists" in r.err for r in refused), results
@@ -430,29 +435,29 @@ def test_two_conversions_to_one_out(convert, source, tmp_path, locks):
 
 
 @pytest.mark.parametrize("locks", LOCKS)
-def test_two_trainings_of_one_run(tmp_path, locks):
+def test_two_trainings_of_one_run(tmp_path, begin, locks):
     """The second is refused while the first trains, and finds nothing left to do after it."""
     inputs, out, expected = real_runs.make_inputs(tmp_path), tmp_path / "run", tmp_path / "expected"
     alone = real_runs.arguments(inputs, expected, steps=6)
     stopped = [*real_runs.arguments(inputs, out, steps=6), "--max-minutes", "0"]
     real_runs.drive([{"arguments": alone}, {"arguments": stopped}], on_cpu=True)
-    code = LOCKS[locks] + f"import os\nos.environ.update({real_runs.environment(on_cpu=True)!r})\n"
-    code += "from uptrain.cli import main\nmain()"
-    first = start(code, "resume", out)
-    while not (out / ".lock").exists() and first.poll() is None:
+    first = begin("uptrain", "resume", out, locks=locks)
+    deadline = time.monotonic() + forks.HANGS
+    while not (out / ".lock").exists() and real_runs.status(out) == ("preempted", 1):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    second = start(code, "resume", out)
-    results = finish([first, second])
+    second = begin("uptrain", "resume", out, locks=locks)
+    results = [first(), second()]
     assert results[0].code == 0, results
     assert results[1].code == 0 or "is being trained by process" in results[1].err, results
     real_runs.assert_same_run(out, expected)
     assert left_behind(out) == []
 
 
-def test_two_starts_of_one_run(tmp_path):
+def test_two_starts_of_one_run(tmp_path, begin):
     inputs, out = real_runs.make_inputs(tmp_path), tmp_path / "run"
-    code = f"import os\nos.environ.update({real_runs.environment(on_cpu=True)!r})\nfrom uptrain.cli import main\nmain()"
-    results = finish([start(code, *real_runs.arguments(inputs, out, steps=4)) for _ in range(2)])
+    begun = [begin("uptrain", *real_runs.arguments(inputs, out, steps=4)) for _ in range(2)]
+    results = [finish() for finish in begun]
     assert sorted(r.code for r in results) == [0, 2], results
     (error,) = [r.err.splitlines()[-1] for r in results if r.code == 2]
     assert "exists" in error or "is being written" in error
@@ -538,24 +543,21 @@ def test_names_that_are_too_long(convert, uptrain, source, run, ids, tmp_path, l
 
 
 @pytest.mark.slow
-def test_killed_at_every_step_to_the_disk_without_flock(convert, source, tmp_path):
+def test_killed_at_every_step_to_the_disk_without_flock(convert, source, tmp_path, begin):
     assert convert("mha-to-gqa", source, tmp_path / "expected", *MEAN).code == 0
     expected, out = tiny.snapshot(tmp_path / "expected"), tmp_path / "out"
     arguments, n = ("mha-to-gqa", source, out, *MEAN, "--workers", 1), 0
-    code = LOCKS["no flock"] + "from convert.cli import main\nmain()"
     while True:
         n += 1
-        killed = subprocess.run(
-            dying_at(n, "convert", *arguments, before=LOCKS["no flock"]), capture_output=True, check=False
-        )
-        if killed.returncode != -signal.SIGKILL:
+        code = die_at(n, "convert", *arguments, before=LOCKS["no flock"], output=tmp_path / "killed")
+        if code != -signal.SIGKILL:
             break
         assert not out.exists() or tiny.snapshot(out) == expected, n
         if not out.exists():
-            (result,) = finish([start(code, *arguments)])
+            result = begin("convert", *arguments, locks="no flock")()
             assert result.code == 0, result.err
         assert tiny.snapshot(out) == expected, n
         shutil.rmtree(out)
         shutil.rmtree(tmp_path / ".out.groupwise", ignore_errors=True)
-    assert killed.returncode == 0
+    assert code == 0
     assert n > 20

