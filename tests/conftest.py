@@ -12,6 +12,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
+import forks
 import tiny
 from results import Result
 
@@ -53,9 +54,10 @@ def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def uptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Run the command line in this process."""
+    """Run the command line in this process; the workers of `prepare` are forks."""
     from uptrain.cli import main
 
+    forks.fork_workers(monkeypatch)
     return command_line("uptrain", main, capsys, monkeypatch)
 
 

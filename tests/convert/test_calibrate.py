@@ -1,44 +1,27 @@
 """Conversions that are calibrated on a text: what is recorded, verified, and refused."""
 
 import gzip
-import hashlib
 import json
 import lzma
-import os
-import subprocess
-import sys
-from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 import tiny
 import torch
-import zstandard
+from calibrated import FIT, TEXT, TOKENS, make_source, make_text, record
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer
 
-TEXT = "The folder is the interface, and heads are merged into groups. Ein Dokument endet, ein anderes beginnt. " * 60
-FIT = ("--method", "fit", "--calibration-tokens", 1024)
-TOKENS = "groupwise_calibration.xz"
-
 
 @pytest.fixture
 def source(tmp_path):
-    folder = tiny.save(tiny.build(vocab_size=300), tmp_path / "source", "bfloat16", max_shard_size="20KB")
-    return make_tokenizer(folder, 300)
+    return make_source(tmp_path / "source")
 
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def record(folder):
-    return json.loads((folder / "groupwise.json").read_text())
+    return make_text(tmp_path / "text.txt")
 
 
 def test_record_and_verify(convert, source, tmp_path, text):
@@ -76,159 +59,11 @@ def test_out_keeps_its_tokens(convert, source, tmp_path, text):
     assert ids[:, 1:].flatten().tolist() == expected[: 16 * 63]
 
 
-def lost(path):
-    path.unlink()
-
-
-def damaged(path):
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def of_another_text(path):
-    path.write_bytes(lzma.compress(np.arange(1024, dtype="<u2").tobytes()))
-
-
-def endless(path):
-    path.write_bytes(lzma.compress(bytes(1 << 26)))
-
-
-@pytest.mark.parametrize("harm", [lost, damaged, of_another_text, endless])
-def test_verify_lists_unchecked_parts(convert, source, tmp_path, text, harm):
-    out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
-    harm(out / TOKENS)
-    result = convert("verify", source, out)
-    assert (result.code, "NOT CHECKED: the merged layers, since" in result.err) == (4, True)
-    assert "all agree" not in result.out
-    report = json.loads(convert("verify", source, out, "--json").out)
-    assert (report["ok"], report["n_regrouped"], len(report["unchecked"])) == (False, 0, 1)
-    tensors = tiny.tensors(out)  # all the rest is checked nevertheless
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
-    for file in out.glob("*.safetensors"):
-        file.unlink()
-    (out / "model.safetensors.index.json").unlink()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    result = convert("verify", source, out)
-    assert (result.code, "mlp.up_proj.weight differs" in result.err) == (3, True)
-
-
-@pytest.mark.parametrize(("windows", "window"), [(1 << 40, 64), (0, 64), (-1, -1024), (1 << 60, 1 << 60)])
-def test_verify_of_an_impossible_calibration(convert, source, tmp_path, text, windows, window):
-    out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
-    named = record(out)
-    named["calibration"] |= {"windows": windows, "window": window}
-    (out / "groupwise.json").write_text(json.dumps(named))
-    result = convert("verify", source, out)
-    assert (result.code in (3, 4), "records a calibration of" in result.err) == (True, True)
-
-
-def test_tokens_that_the_model_does_not_know(convert, source, tmp_path, text):
-    out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
-    ids = np.full(1024, 60_000, dtype="<u2")
-    (out / TOKENS).write_bytes(lzma.compress(ids.tobytes()))
-    named = record(out)
-    named["calibration"]["sha256_of_ids"] = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
-    (out / "groupwise.json").write_text(json.dumps(named))
-    result = convert("verify", source, out)
-    assert (result.code, "has the token id 60000" in result.err) == (4, True)
-
-
 def test_tokens_are_not_copied_into_the_next_conversion(convert, source, tmp_path, text):
     assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT, "--calibration", text).code == 0
     assert convert("mha-to-gqa", tmp_path / "out", tmp_path / "next", "--groups", 1, "--method", "mean").code == 0
     assert not (tmp_path / "next" / TOKENS).exists()
     assert convert("verify", tmp_path / "out", tmp_path / "next").code == 0
-
-
-def as_if_written_so(out, name):
-    """As on another machine, whose sums come out a little different."""
-    written = record(out)
-    values = tiny.tensors(out)[name]
-    written["sha256"][name] = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
-    (out / "groupwise.json").write_text(json.dumps(written))
-
-
-@pytest.mark.parametrize("change", [0.03, -0.5, float("nan")])
-def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, source, tmp_path, change):
-    out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--max-shard-size", "1GB").code == 0
-    name = "model.layers.1.self_attn.k_proj.weight"
-    tensors = tiny.tensors(out)
-    bits = tensors[name].view(torch.int16)
-    bits[0, 0] += 1  # the next bfloat16
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    result = convert("verify", source, out)
-    assert (result.code, f"{name} has SHA-256" in result.err, "differs" in result.err) == (3, True, False)
-    as_if_written_so(out, name)
-    report = json.loads(convert("verify", source, out, "--json").out)
-    assert (report["ok"], list(report["rounded"])) == (True, [name])
-    assert report["rounded"][name] < 1e-5
-    tensors[name][2, 1] += change
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    as_if_written_so(out, name)
-    result = convert("verify", source, out)
-    assert (result.code, f"{name} differs" in result.err, "has SHA-256" in result.err) == (3, True, False)
-
-
-@pytest.mark.parametrize("name", ["hub:evil/data", "text.txt", "../text.txt"])
-def test_verify_opens_no_text_that_only_out_names(convert, source, tmp_path, text, name, monkeypatch):
-    """It may come from anybody."""
-    import convert.calibration.text as sample
-
-    out, opened = tmp_path / "out", []
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
-    named = record(out)
-    named["calibration"]["text"] = str(tmp_path / name) if name == "text.txt" else name
-    (out / "groupwise.json").write_text(json.dumps(named))
-    monkeypatch.setattr(sample, "find_files", lambda *given: opened.append(given))
-    monkeypatch.setattr(sample, "find_reader", lambda *given: opened.append(given))
-    result = convert("verify", source, out)
-    assert (result.code, opened) == (3 if "hub" in name else 0, [])  # 3: the card names the text, too
-
-
-def test_terminated_verify_leaves_no_scratch(convert, source, tmp_path):
-    out, scratch = tmp_path / "out", tmp_path / "tmp"
-    scratch.mkdir()
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT).code == 0
-    code = "import os, signal, convert.verify as v\n"
-    code += "v.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\nfrom convert.cli import main\nmain()"
-    command = [sys.executable, "-c", code, "verify", str(source), str(out)]
-    result = subprocess.run(
-        command, env=os.environ | {"TMPDIR": str(scratch)}, capture_output=True, text=True, check=False
-    )
-    assert (result.returncode, result.stderr.strip().count("\n")) == (1, 0), result.stderr
-    assert list(scratch.iterdir()) == []
-
-
-def test_verify_on_another_kind_of_processor(convert, source, tmp_path):
-    """There, some keys are drawn differently that calibrating looks at."""
-    out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--refit").code == 0
-    command = [sys.executable, "-m", "convert", "verify", source, out, "--json"]
-    other = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
-    report = json.loads(subprocess.run(command, env=other, check=True, capture_output=True).stdout)
-    assert report["ok"]
-
-
-def test_verify_without_torch_or_room(convert, source, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT).code == 0
-    with monkeypatch.context() as patch:
-        patch.setattr("convert.verify.shutil.disk_usage", lambda path: SimpleNamespace(free=1))
-        convert("verify", source, out).refused("0.00 GB free", "set TMPDIR")
-    monkeypatch.setattr("convert.verify.find_spec", lambda name: None)
-    result = convert("verify", source, out)
-    assert (result.code, "needs torch" in result.err) == (4, True)
-
-
-def test_verify_where_the_source_lies_elsewhere(convert, source, tmp_path):
-    out = tmp_path / "out"
-    (source / "README.md").unlink()
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").code == 0
-    result = convert("verify", source.rename(tmp_path / "moved"), out)
-    assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize(
@@ -264,15 +99,6 @@ def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind
         record(tmp_path / "one")["calibration"]["sha256_of_ids"]
         == record(tmp_path / "two")["calibration"]["sha256_of_ids"]
     )
-
-
-def test_verify_needs_no_dataset(convert, source, tmp_path):
-    out, dataset = tmp_path / "out", tmp_path / "texts"
-    dataset.mkdir()
-    (dataset / "train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", f"hub:{dataset}").code == 0
-    dataset.rename(tmp_path / "elsewhere")
-    assert convert("verify", source, out).code == 0
 
 
 def test_dataset_without_texts(convert, source, tmp_path):
@@ -396,119 +222,6 @@ def test_mean_rescaled_to_the_norm(convert, source, tmp_path):
     merged = tiny.tensors(out)["model.layers.0.self_attn.k_proj.weight"]
     assert torch.equal(merged.view(2, -1), wanted.to(torch.bfloat16))
     assert json.loads(convert("verify", source, out, "--json").out)["ok"]
-
-
-def test_auto_chooses_the_lowest_loss(convert, source, tmp_path):
-    out = tmp_path / "out"
-    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 2048)
-    result = convert("mha-to-gqa", source, out, *options, "--json")
-    assert result.code == 0, result.err
-    plan = json.loads(result.out)
-    assert set(plan["auto"]) == {"aligned", "pca", "fit", "fit, similar heads grouped"}
-    best, _, grouped = min(plan["auto"], key=plan["auto"].__getitem__).partition(", ")
-    for made in (plan, record(out)):
-        assert (made["method"], made["grouping"]) == (best, "similar" if grouped else "contiguous")
-        assert made["refit"] == (best == "fit")
-        assert made["calibration"]["windows"] == 32
-    assert json.loads(convert("verify", source, out, "--json").out)["ok"]
-    plain = ["--groups", 2, "--method", best, "--group-heads", record(out)["grouping"], "--calibration-tokens", 2048]
-    plain += ["--refit"] * (best == "fit")
-    assert convert("mha-to-gqa", source, tmp_path / "plain", *plain).code == 0
-    assert tiny.snapshot(tmp_path / "plain") == tiny.snapshot(out)
-
-
-def test_the_score_is_the_models_loss(convert, source, tmp_path, text, monkeypatch):
-    """What `auto` says of a merge is what transformers measures on the windows held out."""
-    from transformers import AutoModelForCausalLM
-
-    from convert.calibration import auto
-    from convert.calibration.text import read_calibration_text
-    from model.checkpoint import open_checkpoint
-
-    given = ("--groups", 1, "--calibration-tokens", 1024, "--calibration", text)
-    result = convert("mha-to-gqa", source, tmp_path / "auto", "--method", "auto", *given, "--json")
-    with open_checkpoint(source) as checkpoint:
-        fitting, scoring = auto.divided(read_calibration_text(checkpoint, str(text), 1024))
-    monkeypatch.setattr("convert.planning.resolve.read_calibration_text", lambda *rest: fitting)
-    assert convert("mha-to-gqa", source, tmp_path / "pca", "--method", "pca", *given).code == 0
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "pca", dtype=torch.float32).eval()
-    ids = torch.from_numpy(scoring.ids_NT)
-    with torch.inference_mode():
-        loss = float(model(ids, labels=ids).loss)
-    assert json.loads(result.out)["auto"]["pca"] == pytest.approx(loss, abs=1e-5)
-
-
-@pytest.mark.parametrize("method", ["auto", "fit", "pca"])
-def test_text_is_ignored_if_nothing_is_merged(convert, source, tmp_path, text, method):
-    options = ("--groups", 8, "--method", method, "--calibration", text, "--calibration-tokens", 1024)
-    result = convert("mha-to-gqa", source, tmp_path / "out", *options, "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["n_regrouped"] == 0
-    assert record(tmp_path / "out")["calibration"] is None
-    text.unlink()
-    assert convert("verify", source, tmp_path / "out").code == 0
-
-
-def test_auto_resumes(convert, source, tmp_path, monkeypatch):
-    """Interrupted while it chooses, and again while it converts."""
-    from convert import conversion
-    from convert.calibration import auto
-
-    scored, score, execute = [], auto.score, conversion.execute
-
-    def until_interrupted(checkpoint, merges, merged, *rest):
-        scored.append(merged.parent.name)
-        if len(scored) == 2:
-            raise KeyboardInterrupt
-        return score(checkpoint, merges, merged, *rest)
-
-    def interrupted(*rest):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(auto, "score", until_interrupted)
-    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024)
-    before = {path.name for path in tmp_path.iterdir()}
-    result = convert("mha-to-gqa", source, tmp_path / "out", *options)
-    assert (result.code, "the same command continues" in result.err) == (1, True)
-    assert {path.name for path in tmp_path.iterdir()} - before == {".out.groupwise"}
-    monkeypatch.setattr(conversion, "execute", interrupted)
-    assert convert("mha-to-gqa", source, tmp_path / "out", *options).code == 1
-    monkeypatch.setattr(conversion, "execute", execute)
-    monkeypatch.setattr("convert.calibration.solve._merge", lambda *rest: pytest.fail("merged again"))
-    result = convert("mha-to-gqa", source, tmp_path / "out", *options)
-    assert result.code == 0, result.err
-    assert scored == ["aligned", "pca", "pca", "fit", "fit, similar heads grouped"]
-    assert {path.name for path in tmp_path.iterdir()} - before == {"out"}
-
-
-def test_a_dry_run_does_not_choose(convert, source, tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.conversion.choose_recipe", lambda *rest, **more: pytest.fail("chose"))
-    before = tiny.snapshot(tmp_path)
-    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024, "--dry-run", "--json")
-    plan = json.loads(convert("mha-to-gqa", source, tmp_path / "out", *options).out)
-    assert (plan["method"], plan["calibration_seconds"] >= 0, "auto" in plan) == ("auto", True, False)
-    assert tiny.snapshot(tmp_path) == before
-
-
-def test_auto_needs_windows_to_compare_by(convert, source, tmp_path):
-    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 256)
-    convert("mha-to-gqa", source, tmp_path / "out", *options).refused("needs 5 windows of 64", "tokens 320 or more")
-
-
-def test_auto_needs_a_head(convert, tmp_path):
-    bare = tiny.build(vocab_size=300).model
-    folder = make_tokenizer(tiny.save(bare, tmp_path / "bare"), 300)
-    options = ("--groups", 2, "--calibration-tokens", 1024)
-    convert("mha-to-gqa", folder, tmp_path / "out", "--method", "auto", *options).refused(
-        "lacks the tensor lm_head.weight"
-    )
-    assert convert("mha-to-gqa", folder, tmp_path / "out", "--method", "fit", *options).code == 0
-
-
-def test_out_is_checked_before_the_work(convert, source, tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.conversion.choose_recipe", lambda *rest, **more: pytest.fail("chose"))
-    (tmp_path / "out").mkdir()
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "auto").refused("exists")
 
 
 @pytest.mark.parametrize("stated", [100, 300])

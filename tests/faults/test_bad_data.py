@@ -1,44 +1,16 @@
-"""Bad data gets one clear line with its place; a build that is killed, stopped or refused goes on where it was."""
+"""Bad data gets one clear line with its place, or is skipped and counted."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tiny
-from self_kill import self_killing
-from tiny_tokenizers import make_tokenizer
 
 from model.common.errors import InputError
-from model.common.staging import Staging
 from uptrain.data.prepare import build, work_units
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.token_cache import Cache
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def prepare(uptrain, tmp_path, tokenizer):
-    """Prepare tmp_path/out; with `ids=True`, from data that is tokenised already."""
-
-    def run(*data, ids=False, options=()):
-        arguments = [word for path in data for word in ("--data", path)]
-        arguments += ["--vocab-size", 300] if ids else ["--tokenizer", tokenizer]
-        return uptrain("prepare", *arguments, "--seq-len", 8, "--out", tmp_path / "out", "--workers", 1, *options)
-
-    return run
 
 
 def line(text="good"):
@@ -91,7 +63,7 @@ def test_utf16_file(prepare, tmp_path):
 
 def test_good_in_spite_of_bom_crlf_length_and_a_missing_newline(prepare, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + line("a")[:-1] + b"\r\n" + line("ab" * 5_000_000) + line("b")[:-1])
+    path.write_bytes(b"\xef\xbb\xbf" + line("a")[:-1] + b"\r\n" + line("ab" * 1_500_000) + line("b")[:-1])
     assert prepare(path).code == 0
     assert Cache.open(tmp_path / "out").manifest.n_documents == 3
 
@@ -322,162 +294,3 @@ def test_source_that_changes_under_a_worker(tmp_path):
     path.unlink()
     with pytest.raises(InputError, match="changed while it was read"):
         work_units.check_unchanged(unit, before)
-
-
-# Kills
-
-SMALL_UNITS = "from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 1000"
-
-
-def start(command):
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def processes_of(session):
-    """Return the processes of a session that still run."""
-    pids = []
-    for stat in (p / "stat" for p in Path("/proc").iterdir() if p.name.isdecimal()):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            pids.append(int(stat.parent.name))
-    return pids
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def ids_source(tmp_path):
-    rng = np.random.default_rng(0)
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": rng.integers(300, size=20).tolist()}) + "\n" for _ in range(40)))
-    return path
-
-
-@pytest.mark.parametrize("share", [(), ("--shard", "2/2")])
-def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_source, share):
-    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
-    arguments = ("prepare", "--data", ids_source, "--vocab-size", 300, "--seq-len", 8, "--tokens", 700, "--workers", 2)
-    assert uptrain(*arguments, "--out", tmp_path / "expected").code == 0
-    expected = tiny.snapshot(tmp_path / "expected")
-    killed = 0
-    for n in range(1, 100):
-        out = tmp_path / f"out{n}"
-        process = start(self_killing(n, "uptrain", *arguments, "--out", out, *share, before=SMALL_UNITS))
-        process.communicate()
-        if process.returncode != -signal.SIGKILL:
-            break
-        killed += 1
-        wait_until(lambda process=process: not processes_of(process.pid))
-        assert not out.exists() or tiny.snapshot(out) == expected, n
-        assert uptrain(*arguments, "--out", out).code == 0
-        assert tiny.snapshot(out) == expected, n
-    assert process.returncode == 0
-    assert killed >= (2 if share else 8)
-
-
-SLOW = """
-import sys
-from uptrain.data.prepare import work_units
-work_units.UNIT_BYTES = 200_000
-from uptrain.cli import main
-main()
-"""
-
-
-def start_slow(*arguments):
-    return start([sys.executable, "-c", SLOW, *map(str, arguments)])
-
-
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_signal_in_the_middle(uptrain, tmp_path, monkeypatch, tokenizer, signals, whole_group):
-    monkeypatch.setattr(work_units, "UNIT_BYTES", 200_000)
-    source, out = tmp_path / "a.jsonl", tmp_path / "out"
-    source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)  # 8 MB, some seconds
-    arguments = ("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1, "--out", out)
-    process = start_slow(*arguments)
-    journal = tmp_path / ".out.groupwise/journal.jsonl"
-    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
-    for number in signals:
-        (os.killpg if whole_group else os.kill)(process.pid, number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.strip() == "Error: interrupted; the same command continues where this one stopped."
-    wait_until(lambda: not processes_of(process.pid))
-    assert not out.exists()
-    units_done = [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:]]
-    names = [name for number in units_done for name in shard_names(int(number))]
-    finished = {name: (tmp_path / ".out.groupwise/folder" / name).stat().st_ino for name in names}
-    assert finished
-    assert uptrain(*arguments).code == 0
-    assert {name: (out / name).stat().st_ino for name in finished} == finished
-    assert uptrain(*arguments[:-1], tmp_path / "expected").code == 0
-    assert tiny.snapshot(out) == tiny.snapshot(tmp_path / "expected")
-
-
-def test_killed_worker(tmp_path, tokenizer):
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(line("The checkpoint folder is the interface. " * 100) * 2000)
-    process = start_slow("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1,
-                    "--out", tmp_path / "out")  # fmt: skip
-    journal = tmp_path / ".out.groupwise/journal.jsonl"
-    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
-    workers = [pid for pid in processes_of(process.pid) if b"spawn_main" in command_line(pid)]
-    (worker,) = workers
-    os.kill(worker, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.count("\n") == 1
-    assert err.startswith(
-        "Error: a worker process was killed, perhaps for lack of memory: try fewer --workers; what is"
-    )
-    assert "the same command continues from there" in err
-
-
-def command_line(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def test_two_builds_of_one_cache(prepare, tmp_path, ids_source):
-    with Staging(tmp_path / "out"):
-        prepare(ids_source, ids=True).refused("is being written by process", "out")
-    assert not (tmp_path / ".out.groupwise").exists()
-    assert prepare(ids_source, ids=True, options=("--shard", "1/2")).code == 0
-    with Staging(tmp_path / "out.shard-1-of-2"):
-        prepare(ids_source, ids=True).refused("is being written by process", "out.shard-1-of-2")
-    assert prepare(ids_source, ids=True).code == 0
-
-
-def test_share_made_with_another_tokenizer(prepare, tmp_path, ids_source):
-    assert prepare(ids_source, ids=True, options=("--shard", "1/2")).code == 0
-    prepare(ids_source).refused(".out.shard-1-of-2.groupwise was made with another tokenizer")
-
-
-def test_full_disk(prepare, tmp_path, ids_source, monkeypatch):
-    def full(self, name, record):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Staging, "record_file", full)
-    result = prepare(ids_source, ids=True)
-    assert result.code == 1
-    assert "No space left on device; what is finished is kept in" in result.err
-    monkeypatch.undo()
-    assert prepare(ids_source, ids=True).code == 0
-
-
-# The cache afterwards
-
-
-def test_truncated_cache(prepare, tmp_path, ids_source):
-    assert prepare(ids_source, ids=True).code == 0
-    os.truncate(tmp_path / "out/tokens-00000.bin", 100)
-    with pytest.raises(InputError, match=r"tokens-00000\.bin has 100 bytes where the manifest says 1600; prepare"):
-        Cache.open(tmp_path / "out")

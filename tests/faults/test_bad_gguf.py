@@ -6,9 +6,11 @@ import struct
 import time
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import tiny
 from gguf_files import write_gguf
+from refusals import refuser
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.formats.gguf.header import MAX_ELEMENTS
@@ -194,3 +196,54 @@ def test_tokenizers_of_wrong_types(tmp_path, changes, words):
 def test_numbers_that_make_no_rope(convert, tmp_path, value):
     path = write_gguf(tmp_path / "x.gguf", tiny.build(), **{"llama.rope.freq_base": value})
     convert("inspect", path).refused("llama.rope.freq_base", "must be a positive number")
+
+
+# Whole files that are not converted
+
+
+@pytest.fixture
+def refuse(convert, source, tmp_path, nothing_left_behind):
+    return refuser(convert, source, tmp_path)
+
+
+def test_gguf_of_another_architecture(refuse, tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", tiny.build(), architecture="bert")
+    refuse("architecture 'bert'", path=path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 500, -100])
+def test_truncated_gguf(refuse, tmp_path, keep):
+    path = write_gguf(tmp_path / "x.gguf", tiny.build())
+    path.write_bytes(path.read_bytes()[:keep])
+    refuse("x.gguf", "truncated", path=path)
+
+
+def test_gguf_lfs_pointer(refuse, tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    refuse("git-lfs pointer", path=path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"llama.expert_count": 8}, ("llama.expert_count = 8", "not supported")),
+        ({"llama.attention.sliding_window": 64}, ("sliding_window", "not supported")),
+        ({"llama.rope.dimension_count": 2}, ("rope.dimension_count", "head size")),
+        ({"llama.rope.scaling.type": "longrope"}, ("RoPE scaling 'longrope'",)),
+    ],
+)
+def test_gguf_settings_we_do_not_know(refuse, tmp_path, metadata, words):
+    refuse(*words, path=write_gguf(tmp_path / "x.gguf", tiny.build(), **metadata))
+
+
+def test_gguf_rope_factors_we_do_not_know(refuse, tmp_path):
+    model = tiny.build()
+    model.rope_factors = [1.0, 3.3]
+    refuse("rope_freqs.weight", "not Llama 3.1's", path=write_gguf(tmp_path / "x.gguf", model))
+
+
+def test_gguf_not_finite(refuse, tmp_path):
+    model = tiny.build()
+    model.model.layers[0].self_attn.k_proj.weight.data[3, 3] = np.inf
+    refuse("layers.0.self_attn.k_proj", "NaN or infinite", path=write_gguf(tmp_path / "x.gguf", model))

@@ -11,13 +11,14 @@ import time
 
 import pytest
 import tiny
-from self_kill import self_killing
+from self_kill import run_self_killing
 
 from scripts.bench import convert as bench
 
 
-def kill_at(n, *arguments):
-    return subprocess.run(self_killing(n, "convert", *arguments), capture_output=True, check=False).returncode
+@pytest.fixture
+def kill_at(tmp_path):
+    return lambda n, *arguments: run_self_killing(n, "convert", *arguments, output=tmp_path / "killed")
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def expected(convert, source, tmp_path):
     return tiny.snapshot(tmp_path / "expected")
 
 
-def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected):
+def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected, kill_at):
     out = tmp_path / "out"
     arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     n = killed = 0
@@ -46,7 +47,7 @@ def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected):
     assert killed >= 20
 
 
-def test_rerun_keeps_finished_shards(convert, source, tmp_path, expected):
+def test_rerun_keeps_finished_shards(convert, source, tmp_path, expected, kill_at):
     out = tmp_path / "out"
     arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     kill_at(10, *arguments)
@@ -60,7 +61,7 @@ def test_rerun_keeps_finished_shards(convert, source, tmp_path, expected):
 
 
 @pytest.mark.parametrize(("family", "changes"), [("phi3", {}), ("stablelm", {"qk_layernorm": True})])
-def test_rerun_where_heads_share_a_tensor_or_have_one_each(convert, tmp_path, family, changes):
+def test_rerun_where_heads_share_a_tensor_or_have_one_each(convert, tmp_path, family, changes, kill_at):
     source = tiny.save(tiny.build(family, **changes), tmp_path / family, "bfloat16", max_shard_size="10KB")
     arguments = ("--groups", 2, "--method", "random", "--workers", 1)
     assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "expected", *arguments).code == 0
@@ -71,7 +72,7 @@ def test_rerun_where_heads_share_a_tensor_or_have_one_each(convert, tmp_path, fa
 
 
 @pytest.mark.parametrize("change", ["parameters", "source", "config"])
-def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expected, change):
+def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expected, change, kill_at):
     out = tmp_path / "out"
     kill_at(10, "mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     (finished,) = (tmp_path / ".out.groupwise/folder").glob("*.safetensors")
@@ -91,7 +92,7 @@ def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expe
     assert json.loads((out / "groupwise.json").read_text())["method"] == method
 
 
-def test_torn_journal_line_is_as_if_not_written(convert, source, tmp_path, expected):
+def test_torn_journal_line_is_as_if_not_written(convert, source, tmp_path, expected, kill_at):
     out = tmp_path / "out"
     arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     kill_at(10, *arguments)
@@ -101,7 +102,7 @@ def test_torn_journal_line_is_as_if_not_written(convert, source, tmp_path, expec
     assert tiny.snapshot(out) == expected
 
 
-def test_killed_while_replacing(convert, source, tmp_path, expected):
+def test_killed_while_replacing(convert, source, tmp_path, expected, kill_at):
     """Between taking the old model away and putting the new one in place, both are still on the disk."""
     out = tmp_path / "out"
     arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1, "--overwrite")

@@ -1,56 +1,19 @@
-"""The Llama code against transformers: logits, gradients, decoding, packing."""
+"""The Llama code against transformers: logits, gradients, packing."""
 
 import copy
 import errno
-import itertools
-import os
 
 import pytest
 import tiny
 import torch
+from llama_pairs import FAMILIES, ROPES, pair, random_ids
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from model import generate, load_model
 from model.common.errors import CheckpointError
 from model.decoder.generation import decode, pad_left, prefill
 from model.decoder.kv_cache import KVCache
-
-ROPES = {
-    "default": {"rope_type": "default", "rope_theta": 10000.0},
-    "theta": {"rope_type": "default", "rope_theta": 500000.0},
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0},
-    "yarn-tuned": {
-        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0,
-        "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False,
-    },
-    "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16, "rope_theta": 500000.0,
-    },
-}  # fmt: skip
-LAYOUTS = {
-    "llama": [{}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 24}],
-    "mistral": [{"sliding_window": None}, {"sliding_window": 7}],
-    "qwen2": [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}],
-}
-FAMILIES = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
-SIZE = {"hidden_size": 64, "max_position_embeddings": 32}
-
-
-def random_ids(*shape, seed=0):
-    return torch.randint(0, 67, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def pair(tmp_path, family="llama", dtype=torch.float32, **changes):
-    """Return transformers' model and ours, from the same folder."""
-    theirs = tiny.build(family, **{**SIZE, **changes})
-    for parameter in theirs.parameters():  # larger than at initialisation, so that attention is not flat
-        if parameter.ndim == 2:
-            parameter.data *= 4
-    return theirs, load_model(tiny.save(theirs, tmp_path / "model"), dtype)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -117,88 +80,6 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path):
     their_error = (half(ids).logits.float() - exact).abs().mean()
     our_error = (load_model(tmp_path / "model", torch.bfloat16)(ids) - exact).abs().mean()
     assert 0 < our_error <= 1.1 * their_error
-
-
-# Decoding
-
-
-@pytest.mark.parametrize("rope", ["default", "dynamic", "llama3"])
-@pytest.mark.parametrize(("family", "layout"), [("llama", {}), ("mistral", {"sliding_window": 7}), ("qwen2", {})])
-@pytest.mark.parametrize("n_kv_heads", [8, 2, 1])
-def test_cached_decoding_equals_uncached_at_every_position(tmp_path, family, layout, n_kv_heads, rope):
-    _, ours = pair(tmp_path, family, num_key_value_heads=n_kv_heads, rope_parameters=ROPES[rope], **layout)
-    ids = random_ids(3, 45)
-    cache = KVCache(ours.config, 3, 45, torch.float32, "cpu")
-    with torch.inference_mode():
-        cached = [prefill(ours, ids[:, :5], cache)]
-        cached += [prefill(ours, ids[:, 5:9], cache)]
-        cached += [decode(ours, ids[:, i], cache) for i in range(9, 45)]
-        for length, logits in zip([5, *range(9, 46)], cached, strict=True):
-            if rope == "dynamic" and length > 32:
-                break  # from here on, every new token changes all angles: see the next test
-            assert (logits - ours(ids[:, :length])[:, -1]).abs().max() <= 1e-5, length
-    assert cache.length == 45
-    assert cache.nbytes == 2 * 2 * 3 * 45 * n_kv_heads * ours.config.head_dim * 4
-
-
-@pytest.mark.parametrize("rope", ROPES)
-def test_cached_decoding_equals_transformers_beyond_the_original_context(tmp_path, rope):
-    theirs, ours = pair(tmp_path, num_key_value_heads=4, rope_parameters=ROPES[rope])
-    ids, their_cache = random_ids(2, 45), DynamicCache(config=theirs.config)
-    our_cache = KVCache(ours.config, 2, 45, torch.float32, "cpu")
-    with torch.inference_mode():
-        for start, stop in ((0, 20), *((i, i + 1) for i in range(20, 45))):
-            expected = theirs(ids[:, start:stop], past_key_values=their_cache).logits[:, -1]
-            assert (prefill(ours, ids[:, start:stop], our_cache) - expected).abs().max() <= 1e-5, stop
-
-
-@pytest.mark.parametrize("rope", ["default", "dynamic"])
-@pytest.mark.parametrize("window", [None, 7])
-def test_left_padded_batches_equal_single_prompts(tmp_path, window, rope):
-    layout = {"sliding_window": window, "rope_parameters": ROPES[rope], "max_position_embeddings": 64}
-    _, ours = pair(tmp_path, "mistral", num_key_value_heads=2, **layout)
-    prompts = [random_ids(n, seed=n).tolist() for n in (3, 11, 1, 20)]
-    ids, padding = pad_left(prompts)
-    assert padding.tolist() == [17, 9, 19, 0]
-    cache = KVCache(ours.config, 4, 24, torch.float32, "cpu", padding)
-    batched = [prefill(ours, ids, cache)]
-    new = random_ids(4, 3)
-    batched += [decode(ours, new[:, i], cache) for i in range(3)]
-    for row, prompt in enumerate(prompts):
-        for step, logits in enumerate(batched):
-            alone = ours(torch.tensor([prompt + new[row, :step].tolist()]))[0, -1]
-            assert (logits[row] - alone).abs().max() <= 1e-5
-    together = generate(ours, prompts, 12)
-    assert together == [generate(ours, [prompt], 12)[0] for prompt in prompts]
-
-
-def test_greedy_text_is_transformers(tmp_path):
-    theirs, ours = pair(tmp_path, num_key_value_heads=2, max_position_embeddings=128)
-    prompt = random_ids(1, 9)
-    theirs.generation_config.eos_token_id = None
-    expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, use_cache=True)[0, 9:].tolist()
-    assert generate(ours, prompt.tolist(), 64) == [expected]
-
-
-def test_sampling_is_seeded_and_keeps_to_the_nucleus(tmp_path):
-    _, ours = pair(tmp_path)
-    prompt = [[1, 2, 3]]
-    a, b, c = (generate(ours, prompt, 30, temperature=1.5, seed=seed) for seed in (1, 1, 2))
-    assert a == b != c
-    assert generate(ours, prompt, 30, temperature=1.5, top_p=1e-9, seed=5) == generate(ours, prompt, 30)
-    free = generate(ours, prompt, 30)[0]
-    assert generate(ours, prompt, 30, stop_ids=[free[7]])[0] == list(itertools.takewhile(lambda t: t != free[7], free))
-
-
-def test_sampling_follows_the_distribution():
-    from model.decoder.generation import choose
-
-    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    logits = p.log().expand(20000, 4)
-    drawn = choose(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
-    assert (drawn - p).abs().max() < 0.015
-    drawn = choose(logits, 1.0, 0.75, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
-    assert (drawn - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
 
 
 # Packed documents

@@ -2,13 +2,13 @@
 
 import json
 import shlex
-import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
+import forks
 import pages
 import pytest
-import real_runs
 from pages import ROOT
 
 BENCH = ROOT / "scripts/bench"
@@ -23,17 +23,22 @@ SHAPE = "dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_att
 SMALL = {
     "convert": "convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
     "decode": f"decode.SHAPES['study'].update({SHAPE})",
+    "loss": "import forks, types; loss.subprocess = types.SimpleNamespace(run=forks.fork_modules)",
+    "train_loop": "import multiprocessing, types; "
+    "train_loop.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context('fork'))",
     "train_step": f"[shape.update({SHAPE}) for shape in train_step.SIZES.values()]",
+    "training_checkpoint": "config = training_checkpoint.LlamaConfig; training_checkpoint.FAR = 100; "
+    f"training_checkpoint.LlamaConfig = lambda **given: config(**given | {SHAPE})",
 }
-"""By benchmark: what makes its models small, where that is no option."""
+"""By benchmark: what makes its models small, and its processes forks, where that is no option."""
 QUICK = {
-    "convert": "--gb 0.001 --rounds 1 --slow-rounds 1 --work TMP/work --json TMP/out.json",
+    "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP/work --json TMP/out.json",
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
     "train_step": "--rounds 1 --length 16 --batch 1 --compile no --json TMP/out.json",
     "train_loop": "--steps 3 --json TMP/out.json",
     "training_checkpoint": "--rounds 1 --folder TMP --json TMP/out.json",
     "prepare": "--texts TMP/texts --megabytes 0.05 --rounds 1 --json TMP/out.json",
-    "loss": "--tokens 32 --vocab 300 --rounds 1 --json TMP/out.json",
+    "loss": "--tokens 512 --vocab 3000 --rounds 1 --json TMP/out.json",
 }
 """Options that come after those of the page, and win."""
 
@@ -57,12 +62,18 @@ def test_runs(tmp_path, command):
     texts.mkdir()
     (texts / "one.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 2000)
     options += shlex.split(QUICK[name].replace("TMP", str(tmp_path)))
-    code = f"import sys; from scripts.bench import runs, {name}; "
-    code += f"runs.SHAPE.update({SHAPE}); {SMALL.get(name, 'pass')}; {name}.main()"
-    result = subprocess.run(
-        [sys.executable, "-c", code, *options], cwd=ROOT, env=real_runs.environment(on_cpu=True), capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+    small = f"runs.SHAPE.update({SHAPE}); {SMALL.get(name, 'pass')}"
+    result = forks.call(
+        run, name, small, options, output=tmp_path / "output", environment={"ACCELERATE_USE_CPU": "true"}
+    )
+    assert result.code == 0, result.out + result.err
     results = json.loads((tmp_path / "out.json").read_text())
     assert results if isinstance(results, list) else results["rows"]
+
+
+def run(name, small, options):
+    """Run a benchmark in this process, which serves for nothing else."""
+    runs, benchmark = (import_module(f"scripts.bench.{module}") for module in ("runs", name))
+    exec(small, {"runs": runs, name: benchmark})
+    sys.argv = [name, *options]
+    benchmark.main()

@@ -18,9 +18,6 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-if os.environ.get("ACCELERATE_USE_FSDP") and os.environ.get("ACCELERATE_USE_CPU"):
-    import fsdp_on_cpu  # noqa: F401
-
 import uptrain.training.loop
 from uptrain.cli import cli
 from uptrain.runs.signals import stop_request
@@ -50,19 +47,22 @@ def _whole(gradient: Any) -> torch.Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
 
-def main() -> None:
+def drive(jobs: list[dict[str, Any]]) -> None:
+    """Run the commands in this process, which serves for nothing else."""
     global _stop_in, _gradient
+    if os.environ.get("ACCELERATE_USE_FSDP") and os.environ.get("ACCELERATE_USE_CPU"):
+        import fsdp_on_cpu  # noqa: F401
     uptrain.training.loop.windows_of_step = _windows
     accelerate.Accelerator.clip_grad_norm_ = _clip
     accelerate.PartialState.destroy_process_group = lambda self: None  # the next command goes on with these processes
-    for job in json.loads(sys.argv[1]):
+    for job in jobs:
         AcceleratorState._reset_state(reset_partial_state=True)
         stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")
         cli.main(job["arguments"], standalone_mode=False)
-    gc.collect()  # DDP's reducer must not be what ends the process group
     if dist.is_initialized():
+        gc.collect()  # DDP's reducer must not be what ends the process group
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    drive(json.loads(sys.argv[1]))

@@ -1,37 +1,28 @@
 """Runs of `uptrain` in which something goes wrong at a chosen moment.
 
-They are forks of one process that has imported everything, so that a run starts in a fraction of a second. What they do
-is called out as it happens ("save 8: before rename .unfinished-step-00000008"), and a fault strikes where a pattern
-matches what is called out.
+They are forks, so that a run starts in a fraction of a second. What they do is called out as it happens ("save 8:
+before rename .unfinished-step-00000008"), and a fault strikes where a pattern matches what is called out.
 """
 
 import errno
 import functools
-import multiprocessing
 import os
 import pickle
 import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import forks
 from results import Result
-
-PRELOADED = ["uptrain.runs.launch", "uptrain.cli", "uptrain.commands.run", "torch.distributed.checkpoint", "accelerate"]
-PRELOADED += ["transformers", "model.decoder.loading", "model.decoder.llama", "fault_injection"]
-HANGS = 120.0
-"""Seconds after which a run is taken for hanging."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +59,8 @@ class Faults:
 
 def run(*arguments: object, folder: Path, processes: int = 1, **more: Any) -> list[Result]:
     """Run a command in some processes; return what each did. A killed one has a negative code."""
-    end = time.monotonic() + HANGS
     started = start(*arguments, folder=folder, processes=processes, **more)
-    for process in started:
-        process.join(max(0.0, end - time.monotonic()))
-    hanging = [process for process in started if process.exitcode is None]
-    for process in hanging:
-        process.kill()
-        process.join()
-    results = []
-    for rank, process in enumerate(started):
-        out, err = (Path(f"{_output(folder, rank)}{suffix}").read_text() for suffix in (".out", ".err"))
-        results.append(Result(process.exitcode, out, err))
-    assert not hanging, results
-    return results
+    return forks.finish(started, _outputs(folder, processes))
 
 
 def start(
@@ -92,30 +71,8 @@ def start(
     sharded: bool = False,
 ) -> list[Any]:
     """Start a command in some processes, forks of a server."""
-    context = _server()
-    port = str(free_port())
-    started = []
-    for rank in range(processes):
-        environment = {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
-        if processes > 1:
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-            environment |= {name: str(value) for name, value in world.items()}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
-        task = ([str(x) for x in arguments], faults or Faults(), environment, folder)
-        process = context.Process(target=_child, args=task)
-        process.start()
-        started.append(process)
-    return started
-
-
-def _server() -> Any:
-    """Return where to fork from: a process that has imported everything, this module too."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}):
-        forkserver.ensure_running()
-    return context
+    task = ([str(x) for x in arguments], faults or Faults(), folder)
+    return forks.start_ranks(_sabotaged, *task, outputs=_outputs(folder, processes), sharded=sharded)
 
 
 def launch(program: str, *arguments: object, folder: Path, faults: Faults) -> "subprocess.CompletedProcess[str]":
@@ -125,34 +82,23 @@ def launch(program: str, *arguments: object, folder: Path, faults: Faults) -> "s
     path = folder / "task"
     path.write_bytes(pickle.dumps(([str(x) for x in arguments], faults, {}, folder)))
     config = HERE.parents[1] / "scripts/launch/accelerate/ddp.yaml"
-    accelerate = ["--config_file", config, "--num_processes=2", f"--main_process_port={free_port()}"]
+    accelerate = ["--config_file", config, "--num_processes=2", f"--main_process_port={forks.free_port()}"]
     line = {
-        "torchrun": ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"],
+        "torchrun": ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={forks.free_port()}"],
         "accelerate": ["accelerate.commands.launch", *accelerate],
     }[program]
     return subprocess.run(
         [sys.executable, "-m", *line, __file__, path],
-        env=environment(), capture_output=True, text=True, timeout=HANGS, check=False,
+        env=environment(), capture_output=True, text=True, timeout=forks.HANGS, check=False,
     )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _output(folder: Path, rank: int) -> str:
     return str(folder / f"output-{rank}")
 
 
-def _child(arguments: list[str], faults: Faults, environment: dict[str, str], folder: Path) -> None:
-    os.environ.update(environment)
-    output = _output(folder, int(os.environ.get("RANK", "0")))
-    for number, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(output + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
-    _sabotaged(arguments, faults, folder)
+def _outputs(folder: Path, processes: int) -> list[Path]:
+    return [Path(_output(folder, rank)) for rank in range(processes)]
 
 
 def _sabotaged(arguments: list[str], faults: Faults, folder: Path) -> None:
@@ -305,7 +251,7 @@ class _Saboteur:
 def _wait_for_request() -> None:
     from uptrain.runs.signals import stop_request
 
-    end = time.monotonic() + HANGS / 4
+    end = time.monotonic() + forks.HANGS / 4
     while not stop_request.reason and time.monotonic() < end:
         time.sleep(0.01)
 

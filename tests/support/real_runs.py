@@ -2,14 +2,16 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import caches
+import drive_training
+import forks
 import numpy as np
 import tiny
 import torch
@@ -63,18 +65,22 @@ def command(script: list[str], n_processes: int) -> list[str]:
     """Return how to start a Python script with its arguments in some processes."""
     if n_processes == 1:
         return [sys.executable, *script]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = [f"--nproc-per-node={n_processes}", f"--master-port={port}"]
+    options = [f"--nproc-per-node={n_processes}", f"--master-port={forks.free_port()}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *script]
 
 
 def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = False, on_cpu: bool = False) -> None:
-    """Run commands one after the other in the same processes; see `drive_training.py`."""
+    """Run commands one after the other in the same processes; see `drive_training.py`. On CPUs these are forks."""
+    if on_cpu or not has_accelerator():
+        with TemporaryDirectory() as folder:
+            outputs = [Path(folder) / f"output-{rank}" for rank in range(n_processes)]
+            started = forks.start_ranks(drive_training.drive, jobs, outputs=outputs, sharded=sharded)
+            results = forks.finish(started, outputs, seconds=280)
+        assert [r.code for r in results] == [0] * n_processes, results
+        return
     script = [str(HERE / "drive_training.py"), json.dumps(jobs)]
     result = subprocess.run(
-        command(script, n_processes), env=environment(sharded, on_cpu), capture_output=True, text=True, check=False
+        command(script, n_processes), env=environment(sharded), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

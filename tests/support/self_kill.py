@@ -1,29 +1,42 @@
 """Build command lines that kill themselves at a chosen disk operation."""
 
-import sys
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
-_CODE = """
-import os, signal, sys
-count, target = 0, int(sys.argv.pop(1))
-def kill_at_target(real):
-    def call(*arguments, **options):
-        global count
-        count += 1
-        if count == target:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return call
-for name in ("fsync", "rename", "truncate", "copy_file_range"):
-    setattr(os, name, kill_at_target(getattr(os, name)))
-{before}
-from {program}.cli import main
-main()
-"""
+import forks
 
 
-def self_killing(n: int, program: str, *arguments: object, before: str = "") -> list[str]:
-    """Return a command line that kills itself just before its nth fsync, rename, truncate or copy_file_range.
+def start_self_killing(n: int, program: str, *arguments: object, output: Path, before: str = "") -> BaseProcess:
+    """Start a program that kills itself just before the nth time something reaches the disk for good.
 
-    `before` is code to run first.
+    It has a session of its own. `before` is code to run in it first.
     """
-    return [sys.executable, "-c", _CODE.format(program=program, before=before), str(n), *map(str, arguments)]
+    return forks.start(_die, n, program, [str(x) for x in arguments], before, output=output)
+
+
+def run_self_killing(n: int, program: str, *arguments: object, output: Path, before: str = "") -> int:
+    """Run such a program to its end; return its exit code."""
+    process = start_self_killing(n, program, *arguments, output=output, before=before)
+    return forks.finish([process], [output])[0].code
+
+
+def _die(target: int, program: str, arguments: list[str], before: str) -> None:
+    count = 0
+
+    def kill_at_target(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == target:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given, **options)
+
+        return call
+
+    for name in ("fsync", "rename", "truncate", "copy_file_range"):
+        setattr(os, name, kill_at_target(getattr(os, name)))
+    forks.run_program(program, arguments, before)

@@ -1,0 +1,131 @@
+"""Every damaged index and shard gets one clear line, exit code 2, and leaves nothing behind."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from damage import edit_index
+from refusals import refuser
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture
+def refuse(convert, source, tmp_path, nothing_left_behind):
+    return refuser(convert, source, tmp_path)
+
+
+def test_index_names_a_missing_shard(refuse, source):
+    shard = next(source.glob("model-00002*"))
+    shard.unlink()
+    refuse("names the shard", shard.name, "missing")
+
+
+def test_shard_lacks_a_named_tensor(refuse, source):
+    shard = next(source.glob("model-00002*"))
+    edit_index(source, lambda index: index["weight_map"].update({"model.extra.weight": shard.name}))
+    refuse("model.extra.weight", shard.name, "does not hold it")
+
+
+def test_shard_holds_an_unnamed_tensor(refuse, source):
+    edit_index(source, lambda index: index["weight_map"].pop("model.norm.weight"))
+    refuse("model.norm.weight", "does not name")
+
+
+def test_tensor_in_two_shards(refuse, source):
+    first, second = sorted(source.glob("*.safetensors"))[:2]
+    both = load_file(second)
+    both.update(list(load_file(first).items())[:1])
+    save_file(both, second, metadata={"format": "pt"})
+    refuse("is in two shards")
+
+
+@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "sub/x.safetensors", ".."])
+def test_index_names_a_path_outside_the_folder(refuse, source, name):
+    edit_index(source, lambda index: index["weight_map"].update({"model.norm.weight": name}))
+    refuse(name, "inside the folder")
+
+
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "x.SAFETENSORS"])
+def test_index_names_a_file_of_another_kind(refuse, source, name):
+    shard = next(source.glob("model-00002*"))
+    shard.rename(source / name)
+
+    def rename(index):
+        index["weight_map"] = {t: name if f == shard.name else f for t, f in index["weight_map"].items()}
+
+    edit_index(source, rename)
+    refuse(name, "not a .safetensors file")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
+def test_damaged_index(refuse, source, text):
+    (source / "model.safetensors.index.json").write_text(text)
+    refuse("is not a shard index")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_safetensors(refuse, source, keep):
+    shard = next(source.glob("model-00002*"))
+    shard.write_bytes(shard.read_bytes()[:keep])
+    refuse(shard.name, "truncated")
+
+
+def test_trailing_bytes(refuse, source):
+    shard = next(source.glob("model-00002*"))
+    shard.write_bytes(shard.read_bytes() + b"x")
+    refuse(shard.name, "belong to no tensor")
+
+
+def test_git_lfs_pointer(refuse, source):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    shard = next(source.glob("model-00001*"))
+    shard.write_text(pointer)
+    refuse(shard.name, "git-lfs pointer", "git lfs pull")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "chat_templates/tool.jinja"])
+def test_git_lfs_pointer_beside_the_weights(refuse, source, name):
+    (source / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    refuse(name, "git-lfs pointer", "git lfs pull")
+
+
+def test_shards_that_the_index_does_not_name(convert, source, tmp_path):
+    """Left from another download: no part of the model, and said so."""
+    stray = {"model.layers.0.self_attn.k_proj.weight": torch.ones(32, 32)}
+    save_file(stray, source / "model-00009-of-00009.safetensors")
+    result = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "good", "--groups", 2, "--json")
+    assert "model-00009-of-00009.safetensors" in json.loads(result.out)["left_out"]
+    assert not (tmp_path / "good/model-00009-of-00009.safetensors").exists()
+    assert not torch.equal(tiny.tensors(tmp_path / "good")["model.layers.0.self_attn.k_proj.weight"], torch.ones(8, 32))
+
+
+def entry(**changes):
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+HEADERS = {
+    "no JSON": b"{",
+    "not an object": b"[1]",
+    "unknown dtype": {"a": entry(dtype="Q9")},
+    "negative shape": {"a": entry(shape=[-2])},
+    "shape of text": {"a": entry(shape="2")},
+    "wrong length": {"a": entry(shape=[3])},
+    "hole": {"a": entry(data_offsets=[4, 12])},
+    "overlap": {"a": entry(), "b": entry(data_offsets=[4, 12])},
+    "offsets in fractions": {"a": entry(data_offsets=[0.0, 8.0])},
+    "no offsets": {"a": {"dtype": "F32", "shape": [2]}},
+    "metadata": {"__metadata__": {"a": 1}},
+    "twice": b'{"a":%s,"a":%s}' % ((b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',) * 2),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_damaged_header(refuse, source, kind):
+    header = HEADERS[kind]
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    shard = next(source.glob("model-00001*"))
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    refuse(shard.name, "damaged safetensors header")

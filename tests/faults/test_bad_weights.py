@@ -1,0 +1,287 @@
+"""Weights that do not fit their config get one clear line, exit code 2, and leave nothing behind."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from damage import rewrite
+from refusals import refuser
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture
+def refuse(convert, source, tmp_path, nothing_left_behind):
+    return refuser(convert, source, tmp_path)
+
+
+def test_quantised_config(refuse, source):
+    tiny.edit_config(source, quantization_config={"quant_method": "gptq"})
+    refuse("quantization_config (gptq)", "unquantised")
+
+
+PACKED = ("qweight", "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_packed", "weight.absmax")
+
+
+@pytest.mark.parametrize("part", PACKED)
+def test_packed_tensors_without_a_word_in_the_config(refuse, source, part):
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    rewrite(source, lambda t: t.update({name: torch.zeros(4, dtype=torch.int32)}))
+    refuse(name, "quantised", "original, unquantised model")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.uint8, "U8"), (torch.bool, "BOOL")]
+)
+def test_weights_that_are_no_plain_floats(refuse, source, dtype, word):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rewrite(source, lambda t: t.update({name: t[name].to(dtype)}))
+    refuse(name, word, "quantised or packed")
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo_y", "", None, 7, ["llama"]])
+def test_unsupported_model_type(refuse, source, model_type):
+    tiny.edit_config(source, model_type=model_type if model_type is not None else ...)
+    refuse("model_type", "supported are: ", "llama, ", "qwen2, ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": 4}, ("num_key_value_heads = 4", "hold 8 K/V heads")),
+        ({"num_key_value_heads": "8"}, ("num_key_value_heads = 8", "hold 8 K/V heads")),
+        ({"num_attention_heads": 4}, ("head_dim = 4", "means 8")),
+        ({"num_attention_heads": 5}, ("num_attention_heads = 5",)),
+        ({"num_attention_heads": None}, ("num_attention_heads = None", "positive whole number")),
+        ({"num_hidden_layers": 3}, ("num_hidden_layers = 3", "layer 2 is missing")),
+        ({"num_hidden_layers": 1}, ("num_hidden_layers = 1", "layer 1 is one too many")),
+        ({"hidden_size": 64}, ("do not match",)),
+        ({"head_dim": 8}, ("head_dim = 8", "means 4")),
+        ({"model_type": "mistral", "num_key_value_heads": 4}, ("num_key_value_heads = 4",)),
+        (
+            {"model_type": "mistral", "num_key_value_heads": None},
+            ("= null, which the class of mistral refuses", "to 8"),
+        ),
+        ({"model_type": "qwen3", "head_dim": ...}, ("no head_dim, which qwen3 takes as 128", "means 4")),
+        ({"model_type": "qwen2", "num_key_value_heads": ...}, ("no num_key_value_heads", "takes as 32")),
+        ({"num_key_value_heads": 8.0}, ("num_key_value_heads = 8.0",)),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers = 1000000000", "at most")),
+        ({"num_hidden_layers": 10**8}, ("layer 2 is missing",)),
+        ({"pretraining_tp": 3}, ("pretraining_tp = 3", "set it to 1")),
+        ({"pretraining_tp": "8"}, ("pretraining_tp = '8'", "set it to 1")),
+    ],
+)
+def test_config_and_shapes_disagree(refuse, source, changes, words):
+    tiny.edit_config(source, **changes)
+    refuse(*words)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.W_pack.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+        "vision_tower.layers.0.self_attn.k_proj.weight",
+        "transformer.h.0.attn.c_attn.weight",
+        "audio_tower.layers.0.self_attn.k_proj.weight",
+        "qformer.encoder.layer.0.attention.attention.key.weight",
+        "model.layers.0.cross_attn.k_proj.weight",
+        "model.layers.0.encoder_attn.k_proj.weight",
+        "model.mtp_block.0.self_attn.k_proj.weight",
+        "mtp.layers.0.self_attn.k_proj.weight",
+        "draft.model.layers.0.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.k_proj.lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.k_proj.base_layer.weight",
+        "module.model.layers.0.self_attn.k_proj.weight",
+        "_orig_mod.model.layers.0.self_attn.k_proj.weight",
+    ],
+)
+def test_unknown_attention_tensors(refuse, source, name):
+    """Of another tower, a draft head, cross-attention, an adapter, or a wrapper that training left around the model."""
+    rewrite(source, lambda tensors: tensors.update({name: torch.zeros(4, 4)}))
+    refuse(name, "does not have; refused")
+
+
+def test_a_whole_model_inside_a_wrapper_of_training(refuse, source):
+    def wrap(tensors):
+        for name in list(tensors):
+            tensors[f"module.{name}"] = tensors.pop(name)
+
+    rewrite(source, wrap)
+    refuse("module.model.layers.", "does not have; refused")
+
+
+def test_the_layer_of_a_draft_head_after_the_last(refuse, source):
+    """Multi-token prediction, as GLM and DeepSeek store it."""
+
+    def add(tensors):
+        for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+            tensors[name.replace(".1.", ".2.")] = tensors[name].clone()
+
+    rewrite(source, add)
+    refuse("num_hidden_layers = 2", "3 layers (layer 2 is one too many)")
+
+
+def test_sizes_that_differ_from_layer_to_layer(refuse, source):
+    """Transformers 5, `per_layer_config`."""
+    tiny.edit_config(source, per_layer_config={"0": {"num_key_value_heads": 8}})
+    refuse("per_layer_config, sizes that differ from layer to layer")
+
+
+def test_heads_that_do_not_divide(refuse, source):
+    """The class of transformers takes such a config without a word, and stops in its forward pass."""
+
+    def cut(tensors):
+        for name in filter(tiny.is_kv, list(tensors)):
+            tensors[name] = tensors[name][:12].clone()
+
+    rewrite(source, cut)
+    tiny.edit_config(source, num_key_value_heads=3)
+    refuse("hold 3 K/V heads", "do not divide 8 query heads", groups=1)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_two_tensors_for_one_place(refuse, source, prefix):
+    name = f"{prefix}layers.{'0' if not prefix else '00'}.self_attn.k_proj.weight"
+    rewrite(source, lambda tensors: tensors.update({name: torch.zeros(32, 32)}))
+    refuse(name, "claim the same place" if not prefix else "does not have; refused")
+
+
+def test_missing_attention_tensor(refuse, source):
+    rewrite(source, lambda tensors: tensors.pop("model.layers.1.self_attn.v_proj.weight"))
+    refuse("layer 1 has no self_attn.v_proj.weight")
+
+
+def test_bias_on_k_only(refuse, source):
+    name = "model.layers.1.self_attn.k_proj.bias"
+    rewrite(source, lambda tensors: tensors.update({name: torch.zeros(32)}))
+    refuse("layer 1 has a bias on one of K and V only")
+
+
+def test_layers_with_different_heads(refuse, source):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    rewrite(source, lambda tensors: tensors.update({name: tensors[name][:16].clone()}))
+    refuse(name, "(16, 32)", "(32, 32)")
+
+
+def saved_as(family, folder, **changes):
+    return tiny.save(tiny.build(family, **changes), folder / family)
+
+
+def rename(old, new):
+    def change(tensors):
+        tensors[new] = tensors.pop(old)
+
+    return change
+
+
+NORMS = "model.layers.1.self_attn.k_layernorm.norms"
+FUSED = "model.layers.1.self_attn.qkv_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "change", "words"),
+    [
+        (
+            "olmo2",
+            {},
+            lambda t: t.pop("model.layers.1.self_attn.k_norm.weight"),
+            ("no self_attn.k_norm.weight",),
+        ),
+        (
+            "olmo2",
+            {},
+            lambda t: t.update({"model.layers.0.self_attn.k_norm.weight": torch.ones(4)}),
+            ("k_norm.weight has shape (4,)", "mean (32,)"),
+        ),
+        (
+            "cohere",
+            {"use_qk_norm": True},
+            lambda t: t.update({"model.layers.0.self_attn.k_norm.weight": torch.ones(32)}),
+            ("k_norm.weight has shape (32,)", "mean (8, 4)"),
+        ),
+        (
+            "stablelm",
+            {"qk_layernorm": True},
+            lambda t: t.pop(f"{NORMS}.5.weight"),
+            ("layer 1 has no", "norms.5.weight"),
+        ),
+        (
+            "stablelm",
+            {"qk_layernorm": True},
+            rename(f"{NORMS}.5.weight", f"{NORMS}.8.weight"),
+            ("norms.8.weight belongs",),
+        ),
+        (
+            "stablelm",
+            {"qk_layernorm": True},
+            lambda t: t.update({f"{NORMS}.3.weight": t[f"{NORMS}.3.weight"].half()}),
+            ("layer 1 has self_attn.k_layernorm.norms.0.weight", "different dtypes"),
+        ),
+        (
+            "phi3",
+            {},
+            lambda t: t.update({FUSED: t[FUSED][:-4].clone()}),
+            ("qkv_proj.weight has shape (92, 32)", "(96, 32)"),
+        ),
+        ("phi3", {}, lambda t: t.pop(FUSED.replace(".1.", ".0.")), ("layer 0 has no self_attn.qkv_proj.weight",)),
+        (
+            "phi3",
+            {},
+            rename(FUSED, FUSED.replace("qkv_proj", "q_proj")),
+            ("q_proj.weight", "does not have; refused"),
+        ),
+        (
+            "qwen3",
+            {},
+            lambda t: t.update({FUSED: torch.ones(4, 4)}),
+            ("qkv_proj.weight", "does not have; refused"),
+        ),
+    ],
+)
+def test_families_with_more_than_projections(refuse, tmp_path, family, changes, change, words):
+    folder = saved_as(family, tmp_path, **changes)
+    rewrite(folder, change)
+    refuse(*words, path=folder)
+
+
+def test_a_vision_tower_outside_a_wrapper(refuse, tmp_path):
+    folder = saved_as("llava", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config["text_config"], "model_type": "llama"}))
+    refuse("self_attn", "does not have; refused", path=folder)
+
+
+def test_quantised_text_config(refuse, tmp_path):
+    folder = saved_as("llava", tmp_path)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    tiny.edit_config(folder, text_config={**text, "quantization_config": {"quant_method": "awq"}})
+    refuse("quantization_config (awq)", path=folder)
+
+
+def test_nan_in_a_fused_projection_and_in_a_norm(refuse, tmp_path):
+    def spoil(name, row):
+        def change(tensors):
+            tensors[name][row] = float("nan")
+
+        return change
+
+    phi3 = saved_as("phi3", tmp_path)
+    rewrite(phi3, spoil(FUSED, -1))
+    refuse(FUSED, "NaN or infinite", path=phi3)
+    stablelm = saved_as("stablelm", tmp_path, qk_layernorm=True)
+    rewrite(stablelm, spoil(f"{NORMS}.7.weight", 0))
+    refuse(f"{NORMS}.4.weight to {NORMS}.7.weight", "NaN or infinite", path=stablelm)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+def test_not_finite(refuse, source, value, method):
+    name = "model.layers.1.self_attn.v_proj.weight"
+
+    def spoil(tensors):
+        tensors[name][-1, -1] = value
+
+    rewrite(source, spoil)
+    refuse(name, "NaN or infinite", options=("--method", method))

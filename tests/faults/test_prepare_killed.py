@@ -1,0 +1,197 @@
+"""A build of a token cache that is killed, stopped or refused goes on where it was."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import forks
+import numpy as np
+import pytest
+import tiny
+from self_kill import start_self_killing
+
+from model.common.errors import InputError
+from model.common.staging import Staging
+from uptrain.data.prepare import work_units
+from uptrain.data.prepare.tokenise import shard_names
+from uptrain.data.token_cache import Cache
+
+# Kills and signals
+
+SMALL_UNITS = "from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 1000"
+
+
+def processes_of(session):
+    """Return the processes of a session that still run."""
+    pids = []
+    for stat in (p / "stat" for p in Path("/proc").iterdir() if p.name.isdecimal()):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            pids.append(int(stat.parent.name))
+    return pids
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def ids_source(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": rng.integers(300, size=20).tolist()}) + "\n" for _ in range(40)))
+    return path
+
+
+@pytest.mark.parametrize("share", [(), ("--shard", "2/2")])
+def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_source, share):
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
+    arguments = ("prepare", "--data", ids_source, "--vocab-size", 300, "--seq-len", 8, "--tokens", 700, "--workers", 2)
+    assert uptrain(*arguments, "--out", tmp_path / "expected").code == 0
+    expected = tiny.snapshot(tmp_path / "expected")
+    killed = 0
+    for n in range(1, 100):
+        out, output = tmp_path / f"out{n}", tmp_path / f"output{n}"
+        process = start_self_killing(n, "uptrain", *arguments, "--out", out, *share, output=output, before=SMALL_UNITS)
+        (result,) = forks.finish([process], [output])
+        if result.code != -signal.SIGKILL:
+            break
+        killed += 1
+        wait_until(lambda process=process: not processes_of(process.pid))
+        assert not out.exists() or tiny.snapshot(out) == expected, n
+        assert uptrain(*arguments, "--out", out).code == 0
+        assert tiny.snapshot(out) == expected, n
+    assert result.code == 0
+    assert killed >= (2 if share else 8)
+
+
+SLOW = "from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 200_000"
+
+
+@pytest.fixture
+def start_slow(tmp_path):
+    """Start a command that takes seconds; return its process, and a function that waits for its end."""
+
+    def run(*arguments):
+        process = forks.start_program("uptrain", *arguments, output=tmp_path / "slow", before=SLOW)
+        return process, lambda: forks.finish([process], [tmp_path / "slow"])[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def long_source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("long") / "a.jsonl"
+    record = json.dumps({"text": "The checkpoint folder is the interface. " * 100}) + "\n"
+    path.write_bytes(record.encode() * 1000)  # 4 MB, about a second
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected_of_long(tmp_path_factory, long_source, tokenizer):
+    """Return the files of the cache of the long source."""
+    out = tmp_path_factory.mktemp("expected") / "out"
+    arguments = ("prepare", "--data", long_source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1)
+    process = forks.start_program("uptrain", *arguments, "--out", out, output=out.with_name("output"), before=SLOW)
+    assert forks.finish([process], [out.with_name("output")])[0].code == 0
+    return tiny.snapshot(out)
+
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+FAST = [(False, [TERM]), (True, [INT]), (False, [TERM, TERM])]
+CASES = [(group, signals) for group in (False, True) for signals in ([TERM], [INT], [TERM, TERM])]
+
+
+@pytest.mark.parametrize(
+    ("whole_group", "signals"),
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+)
+def test_signal_in_the_middle(
+    uptrain, start_slow, tmp_path, monkeypatch, tokenizer, long_source, expected_of_long, signals, whole_group
+):
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 200_000)
+    source, out = long_source, tmp_path / "out"
+    arguments = ("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1, "--out", out)
+    process, finish = start_slow(*arguments)
+    journal = tmp_path / ".out.groupwise/journal.jsonl"
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
+    for number in signals:
+        (os.killpg if whole_group else os.kill)(process.pid, number)
+    result = finish()
+    assert result.code == 1
+    assert result.err.strip() == "Error: interrupted; the same command continues where this one stopped."
+    wait_until(lambda: not processes_of(process.pid))
+    assert not out.exists()
+    units_done = [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:]]
+    names = [name for number in units_done for name in shard_names(int(number))]
+    finished = {name: (tmp_path / ".out.groupwise/folder" / name).stat().st_ino for name in names}
+    assert finished
+    assert uptrain(*arguments).code == 0
+    assert {name: (out / name).stat().st_ino for name in finished} == finished
+    assert tiny.snapshot(out) == expected_of_long
+
+
+def test_killed_worker(start_slow, tmp_path, tokenizer, long_source):
+    arguments = ("prepare", "--data", long_source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1)
+    process, finish = start_slow(*arguments, "--out", tmp_path / "out")
+    journal = tmp_path / ".out.groupwise/journal.jsonl"
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
+    workers = [pid for pid in processes_of(process.pid) if b"spawn_main" in command_line(pid)]
+    (worker,) = workers
+    os.kill(worker, signal.SIGKILL)
+    result = finish()
+    assert result.code == 1
+    assert result.err.count("\n") == 1
+    assert result.err.startswith(
+        "Error: a worker process was killed, perhaps for lack of memory: try fewer --workers; what is"
+    )
+    assert "the same command continues from there" in result.err
+
+
+def command_line(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_two_builds_of_one_cache(prepare, tmp_path, ids_source):
+    with Staging(tmp_path / "out"):
+        prepare(ids_source, ids=True).refused("is being written by process", "out")
+    assert not (tmp_path / ".out.groupwise").exists()
+    assert prepare(ids_source, ids=True, options=("--shard", "1/2")).code == 0
+    with Staging(tmp_path / "out.shard-1-of-2"):
+        prepare(ids_source, ids=True).refused("is being written by process", "out.shard-1-of-2")
+    assert prepare(ids_source, ids=True).code == 0
+
+
+def test_share_made_with_another_tokenizer(prepare, tmp_path, ids_source):
+    assert prepare(ids_source, ids=True, options=("--shard", "1/2")).code == 0
+    prepare(ids_source).refused(".out.shard-1-of-2.groupwise was made with another tokenizer")
+
+
+def test_full_disk(prepare, tmp_path, ids_source, monkeypatch):
+    def full(self, name, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Staging, "record_file", full)
+    result = prepare(ids_source, ids=True)
+    assert result.code == 1
+    assert "No space left on device; what is finished is kept in" in result.err
+    monkeypatch.undo()
+    assert prepare(ids_source, ids=True).code == 0
+
+
+# The cache afterwards
+
+
+def test_truncated_cache(prepare, tmp_path, ids_source):
+    assert prepare(ids_source, ids=True).code == 0
+    os.truncate(tmp_path / "out/tokens-00000.bin", 100)
+    with pytest.raises(InputError, match=r"tokens-00000\.bin has 100 bytes where the manifest says 1600; prepare"):
+        Cache.open(tmp_path / "out")

@@ -1,0 +1,140 @@
+"""What a killed or interrupted command leaves in its staging folder: nothing is lost, and the next command goes on."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+from staged import MEAN, left_behind
+
+from model.common.errors import CheckpointError
+from model.common.staging import Staging
+
+# --overwrite, killed
+
+
+@pytest.fixture
+def killed_between(convert, source, tmp_path):
+    """Return OUT's old content, after a kill between taking it away and putting the new one in its place."""
+    out = tiny.save(tiny.build(seed=1), tmp_path / "out")
+    before = tiny.snapshot(out)
+    code = "import os, pathlib\nreal = pathlib.Path.rename\n"
+    code += "def rename(me, to): return os._exit(9) if me.name == 'folder' else real(me, to)\n"
+    code += "pathlib.Path.rename = rename\nfrom convert.cli import main\nmain()"
+    command = [sys.executable, "-c", code, "mha-to-gqa", source, out, *MEAN, "--overwrite"]
+    assert subprocess.run([str(x) for x in command], check=False).returncode == 9
+    assert not out.exists()
+    return before
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_any_later_command_puts_back_what_was_taken_away(convert, source, tmp_path, killed_between, groups):
+    """Also another conversion: OUT is there again, and is not its to replace."""
+    out = tmp_path / "out"
+    convert("mha-to-gqa", source, out, "--method", "mean", "--groups", groups).refused("exists")
+    assert tiny.snapshot(out) == killed_between
+    assert convert("mha-to-gqa", source, out, "--method", "mean", "--groups", groups, "--overwrite").code == 0
+    assert left_behind(tmp_path) == []
+
+
+def test_what_was_taken_away_and_what_came_in_its_place_both_stay(convert, source, tmp_path, killed_between):
+    out = tmp_path / "out"
+    other = tiny.snapshot(tiny.save(tiny.build(seed=2), out))
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused("replaced", "move one of them")
+    assert tiny.snapshot(out) == other
+    assert tiny.snapshot(tmp_path / ".out.groupwise/replaced") == killed_between
+
+
+def test_killed_after_the_new_one_is_in_place(convert, source, tmp_path):
+    """The old one goes with the next command, whatever that says."""
+    out = tiny.save(tiny.build(seed=1), tmp_path / "out")
+    code = "import os, shutil\nreal = shutil.rmtree\n"
+    code += "shutil.rmtree = lambda path, *a, **k: os._exit(9) if path.name == 'replaced' else real(path, *a, **k)\n"
+    code += "from convert.cli import main\nmain()"
+    command = [sys.executable, "-c", code, "mha-to-gqa", source, out, *MEAN, "--overwrite"]
+    assert subprocess.run([str(x) for x in command], check=False).returncode == 9
+    assert (tmp_path / ".out.groupwise/replaced/config.json").exists()
+    with pytest.raises(CheckpointError, match="exists"), Staging(out):
+        pass
+    assert left_behind(tmp_path) == []
+    assert convert("verify", source, out).code == 0
+
+
+# The journal, and what a run before left
+
+
+def test_the_journal_survives_a_full_disk_at_the_next_start(tmp_path, monkeypatch):
+    with Staging(tmp_path / "out") as staging:
+        staging.open("fingerprint")
+        for i in range(5):
+            staging.record(f"unit {i}", i)
+    journal = tmp_path / ".out.groupwise/journal.jsonl"
+    with journal.open("a") as file:
+        file.write('{"name": "unit 5", "rec')
+
+    def full(*given, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("write_bytes", "write_text"):
+        monkeypatch.setattr(Path, name, full)
+    for _ in range(2):
+        with Staging(tmp_path / "out") as staging:
+            staging.open("fingerprint")
+            assert staging.finished == {f"unit {i}": i for i in range(5)}
+    assert journal.read_bytes().endswith(b'{"name": "unit 4", "record": 4}\n')
+
+
+@pytest.mark.parametrize("line", ["5", "[]", '{"name": 1}', '{"record": 1}', "null", '"x"', "{"])
+def test_a_journal_is_read_up_to_its_first_broken_line(tmp_path, line):
+    with Staging(tmp_path / "out") as staging:
+        staging.open("fingerprint")
+        staging.record("a", 1)
+    journal = tmp_path / ".out.groupwise/journal.jsonl"
+    journal.write_text(journal.read_text() + line + '\n{"name": "b", "record": 2}\n')
+    with Staging(tmp_path / "out") as staging:
+        staging.open("fingerprint")
+        assert staging.finished == {"a": 1}
+        staging.discard()
+
+
+def test_side_files_removed_from_source_are_not_copied(convert, source, tmp_path, monkeypatch):
+    import convert.conversion as conversion
+
+    (source / "notes").mkdir()
+    for name in ("notes.txt", "notes/more.txt"):
+        (source / name).write_text("private")
+
+    def fail(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "sync_file", fail)
+        assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 1
+    assert (tmp_path / ".out.groupwise/folder/notes/more.txt").exists()
+    shutil.rmtree(source / "notes")
+    (source / "notes.txt").unlink()
+    assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith("notes")]
+    assert convert("verify", source, tmp_path / "out").code == 0
+
+
+def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path):
+    """As sshfs, s3fs and the like may answer for one file."""
+    from convert.planning.plan import fingerprint, make_plan
+    from convert.planning.recipe import Recipe
+    from model.checkpoint import open_checkpoint
+
+    fingerprints = set()
+    for _ in range(2):
+        with open_checkpoint(source) as checkpoint:
+            fingerprints.add(fingerprint(checkpoint, make_plan(checkpoint, 2, Recipe("mean"), None)))
+        for path in source.glob("*.safetensors"):
+            before = path.stat().st_ino
+            copy = shutil.copy2(path, tmp_path / "copy")
+            Path(copy).replace(path)
+            assert path.stat().st_ino != before
+    assert len(fingerprints) == 1

@@ -1,0 +1,91 @@
+"""Decoding with the Llama code: with and without a KV cache, in batches, greedily and by sampling."""
+
+import itertools
+
+import pytest
+import torch
+from llama_pairs import ROPES, pair, random_ids
+from transformers import DynamicCache
+
+from model import generate
+from model.decoder.generation import decode, pad_left, prefill
+from model.decoder.kv_cache import KVCache
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic", "llama3"])
+@pytest.mark.parametrize(("family", "layout"), [("llama", {}), ("mistral", {"sliding_window": 7}), ("qwen2", {})])
+@pytest.mark.parametrize("n_kv_heads", [8, 2, 1])
+def test_cached_decoding_equals_uncached_at_every_position(tmp_path, family, layout, n_kv_heads, rope):
+    _, ours = pair(tmp_path, family, num_key_value_heads=n_kv_heads, rope_parameters=ROPES[rope], **layout)
+    ids = random_ids(3, 45)
+    cache = KVCache(ours.config, 3, 45, torch.float32, "cpu")
+    with torch.inference_mode():
+        cached = [prefill(ours, ids[:, :5], cache)]
+        cached += [prefill(ours, ids[:, 5:9], cache)]
+        cached += [decode(ours, ids[:, i], cache) for i in range(9, 45)]
+        for length, logits in zip([5, *range(9, 46)], cached, strict=True):
+            if rope == "dynamic" and length > 32:
+                break  # from here on, every new token changes all angles: see the next test
+            assert (logits - ours(ids[:, :length])[:, -1]).abs().max() <= 1e-5, length
+    assert cache.length == 45
+    assert cache.nbytes == 2 * 2 * 3 * 45 * n_kv_heads * ours.config.head_dim * 4
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_cached_decoding_equals_transformers_beyond_the_original_context(tmp_path, rope):
+    theirs, ours = pair(tmp_path, num_key_value_heads=4, rope_parameters=ROPES[rope])
+    ids, their_cache = random_ids(2, 45), DynamicCache(config=theirs.config)
+    our_cache = KVCache(ours.config, 2, 45, torch.float32, "cpu")
+    with torch.inference_mode():
+        for start, stop in ((0, 20), *((i, i + 1) for i in range(20, 45))):
+            expected = theirs(ids[:, start:stop], past_key_values=their_cache).logits[:, -1]
+            assert (prefill(ours, ids[:, start:stop], our_cache) - expected).abs().max() <= 1e-5, stop
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_left_padded_batches_equal_single_prompts(tmp_path, window, rope):
+    layout = {"sliding_window": window, "rope_parameters": ROPES[rope], "max_position_embeddings": 64}
+    _, ours = pair(tmp_path, "mistral", num_key_value_heads=2, **layout)
+    prompts = [random_ids(n, seed=n).tolist() for n in (3, 11, 1, 20)]
+    ids, padding = pad_left(prompts)
+    assert padding.tolist() == [17, 9, 19, 0]
+    cache = KVCache(ours.config, 4, 24, torch.float32, "cpu", padding)
+    batched = [prefill(ours, ids, cache)]
+    new = random_ids(4, 3)
+    batched += [decode(ours, new[:, i], cache) for i in range(3)]
+    for row, prompt in enumerate(prompts):
+        for step, logits in enumerate(batched):
+            alone = ours(torch.tensor([prompt + new[row, :step].tolist()]))[0, -1]
+            assert (logits[row] - alone).abs().max() <= 1e-5
+    together = generate(ours, prompts, 12)
+    assert together == [generate(ours, [prompt], 12)[0] for prompt in prompts]
+
+
+def test_greedy_text_is_transformers(tmp_path):
+    theirs, ours = pair(tmp_path, num_key_value_heads=2, max_position_embeddings=128)
+    prompt = random_ids(1, 9)
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, use_cache=True)[0, 9:].tolist()
+    assert generate(ours, prompt.tolist(), 64) == [expected]
+
+
+def test_sampling_is_seeded_and_keeps_to_the_nucleus(tmp_path):
+    _, ours = pair(tmp_path)
+    prompt = [[1, 2, 3]]
+    a, b, c = (generate(ours, prompt, 30, temperature=1.5, seed=seed) for seed in (1, 1, 2))
+    assert a == b != c
+    assert generate(ours, prompt, 30, temperature=1.5, top_p=1e-9, seed=5) == generate(ours, prompt, 30)
+    free = generate(ours, prompt, 30)[0]
+    assert generate(ours, prompt, 30, stop_ids=[free[7]])[0] == list(itertools.takewhile(lambda t: t != free[7], free))
+
+
+def test_sampling_follows_the_distribution():
+    from model.decoder.generation import choose
+
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = p.log().expand(20000, 4)
+    drawn = choose(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
+    assert (drawn - p).abs().max() < 0.015
+    drawn = choose(logits, 1.0, 0.75, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
+    assert (drawn - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015

@@ -1,0 +1,221 @@
+"""`scripts/study/table.py`: tables and figures say what was measured; those of the pages are the recorded results."""
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from scripts.study import arms, page, table
+from scripts.study import figures as drawing
+
+
+def test_results_are_added_to_those_on_record(tmp_path):
+    """A study that begins anew elsewhere must not wipe out what is on record, nor mix with other parents."""
+
+    def write(path, *lines):
+        path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+    record, results = tmp_path / "record.jsonl", tmp_path / "results.jsonl"
+    write(record, line("mean", 0, 5.0), line("mean", 0, 4.5, stage=(0.01, "distill", 1e-3)))
+    write(results, line("mean", 0, 5.1), line("first", 0, 6.0))
+    page.add_lines(results, record)
+    assert [(each["arm"], each["held_out_loss"]) for each in arms.read(record)] == [
+        ("mean", 4.5), ("mean", 5.1), ("first", 6.0),
+    ]  # fmt: skip
+    write(results, line("mean", 0, 5.1) | {"parent_loss": 4.01})
+    with pytest.raises(click.ClickException, match=r"another parent 0 than .*: its loss is 4.0100, not 4.0000"):
+        page.add_lines(results, record)
+
+
+def line(arm, seed, held_out, *, stage=(0, None, None), groups=2, convert=(), schedule="wsd", batch=1024):
+    alpha, loss, lr = stage
+    return {
+        "plan": "p", "parent": "parent", "arm": arm, "groups": groups, "seed": seed,
+        "alpha": alpha, "loss": loss, "lr": lr, "schedule": schedule if loss else None, "held_out_loss": held_out,
+        "parent_loss": 4.0, "convert": convert, "from_nothing": False, "kl": 0.5, "agreement": 0.75,
+        "tokens": int(alpha * 1e6), "global_batch_tokens": batch if loss else None,
+    }  # fmt: skip
+
+
+def test_table(tmp_path):
+    lines = [
+        line("first", 0, 7.0), line("first", 1, 8.0),
+        line("parent", 0, 4.0, groups=4, convert=None),
+        line("mean", 0, 5.0), line("mean", 1, 6.0),
+        line("mean", 0, 4.6, stage=(0.01, "distill", 1e-3)),
+        line("mean", 1, 4.8, stage=(0.01, "distill", 1e-3)),
+        line("mean", 0, 4.5, stage=(0.01, "distill", 3e-4)),
+        line("mean", 1, 4.5, stage=(0.01, "distill", 3e-4)),
+        line("mean", 0, 4.1, stage=(0.01, "distill", 1e-4)),
+    ]  # fmt: skip
+    path = tmp_path / "results.jsonl"
+    early = [{name: value for name, value in each.items() if name != "schedule"} for each in lines]
+    path.write_text("".join(json.dumps(each) + "\n" for each in early))
+    assert CliRunner().invoke(table.main, [str(path)]).output.splitlines() == [
+        "### p: merged to 2 K/V heads",
+        "",
+        "| arm | after conversion | of mean's gap | distill, α 0.01 |",
+        "| --- | --- | --- | --- |",
+        "| parent | 4.0000 | 0.0% | – |",
+        "| mean | 5.5000 ± 0.7071 | 100.0% ± 0.0% | 4.5000 ± 0.0000 (lr 0.0003) |",
+        "| first | 7.5000 ± 0.7071 | 250.0% ± 70.7% | – |",
+        "",
+        "| mean, distill, α 0.01; peak: | 0.0001 | 0.0003 | 0.001 |",
+        "| --- | --- | --- | --- |",
+        "| wsd, 1,024 tokens a step | 4.100 | 4.500 ± 0.000 | 4.700 ± 0.141 |",
+        "",
+        "| arm | uptraining | KL to parent | same first choice | recovered | over the control |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| mean | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
+        "| mean | distill, α 0.01 | 0.500 ± 0.000 | 75.0% ± 0.0% | 62% ± 18% | +0.500 |",
+        "| first | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
+    ]
+
+
+def test_table_with_what_was_trained_from_nothing():
+    """It stands in the table of its own number of K/V heads alone; the parent stands in all."""
+    less = line("less", 0, 4.2, groups=1, convert=None) | {"from_nothing": True}
+    merged = [line("mean", 0, 5.0, groups=groups) for groups in (2, 1)]
+    two, one = table.tables([*merged, less, line("parent", 0, 4.0, groups=4, convert=None)])
+    assert ("| less |" in two, "| less | 4.2000 | 20.0% |" in one) == (False, True)
+    assert all("| parent | 4.0000 | 0.0% |" in found for found in (two, one))
+
+
+def test_table_of_rates():
+    lines = [
+        line("mean", seed, x + seed / 10, stage=(0.01, "distill", lr), schedule=schedule)
+        for seed in (0, 1)
+        for lr, schedule, x in ((1e-3, "wsd", 4.5), (1e-4, "wsd", 4.6), (1e-3, "cosine", 4.4), (1e-4, "cosine", 4.7))
+    ]
+    losses, rates, _ = table.tables(lines)
+    assert losses.splitlines()[-1] == "| mean | – | – | 4.4500 ± 0.0707 (lr 0.001, cosine) |"
+    assert rates.splitlines() == [
+        "| mean, distill, α 0.01; peak: | 0.0001 | 0.001 |",
+        "| --- | --- | --- |",
+        "| wsd, 1,024 tokens a step | 4.650 ± 0.071 | 4.550 ± 0.071 |",
+        "| cosine, 1,024 tokens a step | 4.750 ± 0.071 | 4.450 ± 0.071 |",
+    ]
+
+
+def test_table_of_measures():
+    lines = [
+        line("mean", 0, 6.0), line("mean", 0, 5.0, stage=(0.05, "next-token", 1e-3)),
+        line("fit-refit", 0, 4.5, stage=(0.05, "distill", 1e-3)), line("fit-refit", 0, 5.0),
+        line("parent", 0, 3.9, stage=(0.05, "next-token", 1e-3), groups=4, convert=None),
+        line("parent", 0, 4.0, groups=4, convert=None),
+    ]  # fmt: skip
+    assert table.measures(lines).splitlines()[2:] == [
+        "| parent | next-token, α 0.05 | 0.500 | 75.0% | – | -10% | – |",
+        "| fit-refit | none | 0.500 | 75.0% | – | 100% | – |",
+        "| fit-refit | distill, α 0.05 | 0.500 | 75.0% | 50% | 50% | +0.600 |",
+        "| mean | none | 0.500 | 75.0% | – | 200% | – |",
+        "| mean | next-token, α 0.05 | 0.500 | 75.0% | 50% | 100% | +1.100 |",
+    ]
+
+
+def test_the_control_is_the_parent_where_training_harms_it():
+    lines = [line("parent", 0, loss, stage=stage, groups=4, convert=None)
+             for loss, stage in ((4.0, (0, None, None)), (4.1, (0.05, "next-token", 1e-3)),
+                                 (3.9, (0.1, "next-token", 1e-3)))]  # fmt: skip
+    assert [table.control(lines, (alpha, "distill")) for alpha in (0.05, 0.1)] == [{0: 4.0}, {0: 3.9}]
+
+
+def test_table_of_savings():
+    """Distilling a token costs four forward passes, training on the next one three, calibrating with it two."""
+    convert = ("--calibration-tokens", "3000")
+    lines = [
+        line("mean", 0, 4.6, stage=(0.05, "next-token", 1e-3), batch=4096),
+        line("mean", 0, 4.55, stage=(0.05, "next-token", 1e-3)),
+        line("mean", 0, 4.53, stage=(0.05, "next-token", 5e-4)),
+        line("mean", 0, 4.45, stage=(0.05, "distill", 5e-4)),
+        line("first", 0, 4.35, stage=(0.05, "distill", 5e-4)),
+        line("fit-refit", 0, 4.7, convert=convert),
+        line("fit-refit", 0, 4.5, stage=(0.005, "distill", 1e-3), convert=convert),
+        line("fit-refit", 0, 4.4, stage=(0.005, "next-token", 1e-3), convert=convert),
+    ]
+    assert table.savings(lines, "fit-refit").splitlines() == [
+        "|  | tokens trained on | with calibration | compute | 2 K/V heads |",
+        "| --- | --- | --- | --- | --- |",
+        "| mean, next-token, α 0.05, 4,096 a step (the paper's) | 100% | 100% | 100% | 4.6000 |",
+        "| mean, next-token, α 0.05, 1,024 a step (the paper's) | 100% | 100% | 100% | 4.5300 (lr 0.0005) |",
+        "| mean, distill, α 0.05, 1,024 a step | 100.0% | 100.0% | 133.3% | 4.4500 |",
+        "| fit-refit, no training | 0.0% | 6.0% | 4.0% | 4.7000 |",
+        "| fit-refit, distill, α 0.005, 1,024 a step | 10.0% | 16.0% | 17.3% | 4.5000 |",
+    ]
+
+
+def test_table_of_parents(tmp_path):
+    """By tenths of their training; what is still being trained does not count, what lies elsewhere by now does.
+
+    What was trained with fewer heads from nothing has a column of its own.
+    """
+    for name, seed, steps in (("parent-0", 0, 20), ("parent-1", 1, 20), ("parent-2", 2, 30), ("parent-0-g2", 7, 20)):
+        run = tmp_path / "p" / name
+        run.mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps({"settings": {"steps": steps, "seed": seed}, "cache_sha256": "c"}))
+        losses = {0: 8.0, 10: 6.0 + seed, 20: 5.0 + seed}
+        records = [{"step": 1, "loss": 7.0}, *({"step": s, "evaluation": {"loss": x}} for s, x in losses.items())]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    record = tmp_path / page.PARENTS
+    earlier = [{"plan": plan, "seed": 0, "steps": 20, "share": 1.0, "held_out_loss": 9.0} for plan in ("p", "q")]
+    record.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    for _ in range(2):
+        page.record_parents(tmp_path, record)
+        assert page.training_of_parents(tmp_path).splitlines() == [
+            "| of its training | q | p | p, 2 K/V heads |", "| --- | --- | --- | --- |",
+            "| 50% | – | 6.500 ± 0.707 | 13.000 |", "| 100% | 9.000 | 5.500 ± 0.707 | 12.000 |",
+        ]  # fmt: skip
+
+
+def test_table_of_behaviours():
+    def behaving(seed, losses, tokens, repeated):
+        behaviour = {"positions": [16, 32], "loss_by_position": losses, "parents_loss_by_position": [4.0, 3.0]}
+        behaviour |= {"tokens_until_they_part": tokens, "repeated": repeated}
+        return line("mean", seed, 5.0, stage=(0.01, "distill", 1e-3)) | {"behaviour": behaviour}
+
+    lines = [behaving(0, [4.5, 3.5], 3, 0.2), behaving(1, [4.7, 3.1], 6, 0.4)]
+    assert table.behaviours(lines).splitlines() == [
+        "| arm | uptraining | 1–16 | 17–32 | tokens until they part | repeated |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| mean | distill, α 0.01 | +0.600 | +0.300 | 4.5 | 30% |",
+    ]
+
+
+def test_table_of_registers():
+    def evaluated(arm, prose, code):
+        return line(arm, 0, prose, convert=None if arm == "parent" else (arm,)) | {
+            "registers": {"prose": prose, "code": code}
+        }
+
+    lines = [evaluated("parent", 3, 2), evaluated("mean", 8, 7), evaluated("shipped 16384", 3.5, 2.2)]
+    lines += [evaluated("prose 16384", 3.4, 6), evaluated("code 16384", 7, 2.3)]
+    assert table.registers(lines).splitlines() == [
+        "| held-out texts | parent | mean | shipped 16384 | own 16384 |",
+        "| --- | --- | --- | --- | --- |",
+        "| prose | 3.000 | 8.000 | 10.0% | 8.0% |",
+        "| code | 2.000 | 7.000 | 4.0% | 6.0% |",
+        "| worst |  |  | 10.0% | 8.0% |",
+    ]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/study.md", "docs/study/tables.md"])
+def test_the_pages_tables_are_the_recorded_results(name):
+
+    root = Path(__file__).parents[2]
+    written = (root / name).read_text()
+    assert page.PLACE.findall(written)
+    assert Path(name) in page.PAGES
+    assert page.renewed(written, root / page.RESULTS) == written
+    changed = written.replace("| 8 → 2 |", "| 8 → 3 |").replace("| mean |", "| mode |")
+    assert page.renewed(changed, root / page.RESULTS) == written
+
+
+@pytest.mark.parametrize("name", ["headline.png", "weak.png", "speed.png", "rates.png"])
+def test_the_figures_are_of_the_recorded_results(name):
+    from PIL import Image
+
+    results = Path(__file__).parents[2] / page.RESULTS
+    assert set(drawing.SOURCES) == {path.name for path in results.glob("*.png")}
+    assert Image.open(results / name).text["Source"] == drawing.digest(results, name)
