@@ -4,10 +4,12 @@ import gzip
 import json
 import lzma
 
+import datasets
 import numpy as np
 import pytest
 import tiny
 import torch
+import zstandard
 from calibrated import FIT, TEXT, TOKENS, make_source, make_text, record
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer

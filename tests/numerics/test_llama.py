@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import os
 
 import pytest
 import tiny
