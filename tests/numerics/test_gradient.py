@@ -73,12 +73,12 @@ def test_gradient_is_that_of_one_big_batch(inputs, tmp_path, n_processes, sharde
 
 
 def test_small_learning_rates_move_float32_masters(tmp_path):
-    """200 steps of bf16 computation at 3e-6. Weights that are bf16 themselves would hardly move."""
+    """50 steps of bf16 computation at 3e-6. Weights that are bf16 themselves would hardly move."""
     inputs = make_inputs(tmp_path)
     more = ("--lr", "3e-6", "--schedule", "constant", "--warmup-steps", "0", "--precision", "bf16")
-    drive([{"arguments": arguments(inputs, tmp_path / "run", *more, steps=200)}])
+    drive([{"arguments": arguments(inputs, tmp_path / "run", *more, steps=50)}])
     before = tiny.tensors(inputs["model"])
-    after = tensors(tmp_path / "run/checkpoints/step-00000200")
+    after = tensors(tmp_path / "run/checkpoints/step-00000050")
     after = {name.removeprefix("model.student."): value for name, value in after.items() if name.startswith("model.")}
     assert share_moved(before, after) >= 0.99
     assert share_moved(before, train_bf16(inputs, steps=50)) < 0.3

@@ -22,7 +22,7 @@ def test_help_answers_within_half_a_second(arguments):
         assert "Usage: " in result.stdout
         return time.perf_counter() - started
 
-    assert min(run() for _ in range(5)) < 0.5
+    assert any(run() < 0.5 for _ in range(5))
 
 
 def imported_by(code: str) -> set[str]:

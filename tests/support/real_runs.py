@@ -75,7 +75,7 @@ def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = Fals
         with TemporaryDirectory() as folder:
             outputs = [Path(folder) / f"output-{rank}" for rank in range(n_processes)]
             started = forks.start_ranks(drive_training.drive, jobs, outputs=outputs, sharded=sharded)
-            results = forks.finish(started, outputs, seconds=280)
+            results = forks.finish(started, outputs, seconds=900)
         assert [r.code for r in results] == [0] * n_processes, results
         return
     script = [str(HERE / "drive_training.py"), json.dumps(jobs)]
