@@ -20,7 +20,7 @@ from model.checkpoint.hub import origin_of
 from model.checkpoint.writer import index_text
 from model.common import console
 from model.common.errors import CheckpointError, InputError
-from model.common.files import check_name, copy_file, sync_file, sync_folder
+from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes
 from model.common.staging import Staging, check_out
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _is_replaceable(out: Path) -> bool:
 
 def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
     """Raise CheckpointError if the bytes still to be written do not fit on the disk."""
-    present = sum(path.stat().st_size for path in staging.root.rglob("*") if path.is_file())
+    present = tree_bytes(staging.root)
     sizes = (c.stat().st_size if isinstance(c, Path) else len(c) for c in checkpoint.side_files.values())
     needed = plan.output_bytes + plan.scratch_bytes + sum(sizes) + SPARE_BYTES - present
     free = shutil.disk_usage(_nearest_folder(staging.out)).free

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -54,6 +55,16 @@ def has_content(path: Path, expected: Path | bytes) -> bool:
     if isinstance(expected, Path):
         return filecmp.cmp(path, expected, shallow=False)
     return path.stat().st_size == len(expected) and path.read_bytes() == expected
+
+
+def tree_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder, which another process may be removing; 0 if there is none."""
+    total = 0
+    for parent, _, names in os.walk(folder):  # unlike rglob, skips folders that disappear
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(parent, name).lstat().st_size
+    return total
 
 
 def sync_file(path: Path) -> None:

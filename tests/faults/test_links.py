@@ -168,7 +168,7 @@ def test_pipes_as_data(uptrain, convert, tmp_path):
     uptrain(*command, tmp_path / "texts").refused("no file of a known format")
     calibration = ("--method", "pca", "--groups", 2, "--calibration", tmp_path / "texts")
     (tmp_path / "texts/b.fifo.txt").symlink_to(tmp_path / "a.jsonl")
-    convert("mha-to-gqa", source, tmp_path / "out", *calibration).refused("holds no text that is read here")
+    convert("mha-to-gqa", source, tmp_path / "out", *calibration).refused("no file of a known format")
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ def _find_module(module: str, arguments: list[str]) -> Program:
         return Program(arguments, import_module(f"{module}.cli").cli)
     if find_spec(module) is None:
         raise UnknownCommandError(f"there is no module {module}")
-    main = import_module(module).main
+    loaded = import_module(module)
+    main = getattr(loaded, "command", loaded.main)
     return Program(arguments, main) if isinstance(main, click.Command) else Program(arguments, argparse_main=main)
 
 
