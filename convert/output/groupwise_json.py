@@ -78,6 +78,8 @@ def earlier_conversion(checkpoint: Checkpoint) -> Any:
 def read_record(folder: Path) -> dict[str, Any]:
     """Read a folder's `groupwise.json`. Raises CheckpointError if it is missing, damaged or of another schema."""
     path = folder / RECORD_FILE
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist; give a folder that convert made.")
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {RECORD_FILE}, so it was not made by convert and cannot be verified.")
     try:

@@ -59,6 +59,10 @@ def test_flipped_byte_in_the_source(convert, source, out):
     assert "SHA-256" in result.err
 
 
+def test_no_such_output(convert, source, tmp_path):
+    convert("verify", source, tmp_path / "none").refused("none does not exist; give a folder that convert made.")
+
+
 @pytest.mark.parametrize("change", [{"rms_norm_eps": 0.1}, {"extra": 1}, {"vocab_size": ...}])
 def test_changed_config_key(convert, source, out, change):
     tiny.edit_config(out, **change)

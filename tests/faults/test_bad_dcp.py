@@ -41,6 +41,14 @@ def test_dcp_metadata_is_damaged(refuse, dcp, content):
     refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's")
 
 
+@pytest.mark.parametrize("size", [8, 1 << 40, 1 << 62])
+def test_dcp_metadata_with_a_bytearray(refuse, dcp, size):
+    """Where the memory does not hold it, Python prints an error of its own."""
+    content = b"\x80\x05\x96" + size.to_bytes(8, "little") + b"8 bytes." + b"."
+    (dcp / ".metadata").write_bytes(content)
+    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
+
+
 def test_dcp_metadata_with_code_in_it_does_not_run(refuse, dcp, payload):
     edit_metadata(dcp, lambda metadata: setattr(metadata, "planner_data", payload))
     refuse(dcp, ".metadata", "posix.mkdir", "no code was run")

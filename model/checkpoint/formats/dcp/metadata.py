@@ -5,8 +5,10 @@ plain records, and every other name in the pickle is refused before it is looked
 """
 
 import pickle
+import pickletools
 from collections import OrderedDict
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +115,9 @@ def read_metadata(path: Path) -> Contents:
     Raises CheckpointError if the file is damaged, or a pickle of anything else.
     """
     try:
-        with path.open("rb") as file:
-            return _contents(_Unpickler(file).load())
+        content = path.read_bytes()
+        _refuse_bytearrays(content)
+        return _contents(_Unpickler(BytesIO(content)).load())
     except _UnknownNameError as error:
         raise CheckpointError(
             f"{path} holds {error}, which no torch.distributed.checkpoint needs; no code was run."
@@ -127,6 +130,15 @@ def read_metadata(path: Path) -> Contents:
         raise CheckpointError(
             f"{path} is damaged, or not a torch.distributed.checkpoint's: {type(error).__name__}."
         ) from error
+
+
+def _refuse_bytearrays(content: bytes) -> None:
+    """Raise ValueError for a pickle with a bytearray, or cut off before its end. Such files hold no bytearrays.
+
+    If the memory does not hold a bytearray, whose size the file states, Python prints an error besides raising one.
+    """
+    if pickle.BYTEARRAY8 in content and any(code.name == "BYTEARRAY8" for code, _, _ in pickletools.genops(content)):
+        raise ValueError("a bytearray")
 
 
 def _contents(metadata: Any) -> Contents:
