@@ -41,7 +41,8 @@ def main() -> None:
 
 
 def convert_known_model() -> None:
-    source, before, mean, after = find_model(), WORK / "as-it-was", WORK / "mean-mqa", WORK / "mqa"
+    source, before, mean, after = WORK / "SmolLM2.gguf", WORK / "as-it-was", WORK / "mean-mqa", WORK / "mqa"
+    source.symlink_to(find_model().resolve())
     run("convert", "inspect", source)
     run("convert", "to-hf", source, before)
     run("convert", "mha-to-mqa", source, mean, "--method", "mean")
@@ -141,8 +142,11 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 def loss_on_paragraph(model: Any, tokenizer: Any) -> float:
     """Return the loss per token, in nats."""
+    import torch
+
     ids = tokenizer(PARAGRAPH, return_tensors="pt").input_ids
-    return float(model(ids, labels=ids).loss)
+    with torch.inference_mode():
+        return float(model(ids, labels=ids).loss)
 
 
 def complete(model: Any, tokenizer: Any, prompt: str) -> str:

@@ -67,7 +67,7 @@ def _estimate(plan: Plan, quiet: bool) -> dict[str, Any]:
     if not quiet and seconds > SLOW_SECONDS:
         console.echo(
             f"Calibrating takes about {console.duration(seconds)} here; "
-            "--method mean takes hardly longer than copying, and begins worse.",
+            "--method mean takes little longer than copying, but starts with a higher loss.",
             err=True,
         )
     return {"calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}
