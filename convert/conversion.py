@@ -141,7 +141,7 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
         return
     from convert.calibration.solve import calibrate_layers  # imported here, because it needs torch
 
-    total = len(plan.layers) * text.n_tokens
+    total = len(plan.layers) * (text.n_tokens + plan.recipe.refine)
     with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
         calibrate_layers(checkpoint, plan.layers, text, folder, progress)
 

@@ -136,15 +136,19 @@ class Layer:
             )
 
 
-def iter_layers(checkpoint: Checkpoint, text: CalibrationText, folder: Path, progress: Progress) -> Iterator[Layer]:
+def iter_layers(
+    checkpoint: Checkpoint, text: CalibrationText, folder: Path, progress: Progress, more_tokens: int = 0
+) -> Iterator[Layer]:
     """Yield each layer. The caller runs `attend`, then `iter_layers` runs the MLP.
+
+    `more_tokens`: tokens of a layer that the caller reports to `progress` itself; those of finished layers count too.
 
     Use it without gradients. The states after the last layer stay in the folder (`last_states`).
     """
     config = read_llama_config(checkpoint.config)
     windows = CalibrationWindows(config, text)
     first = _begin(checkpoint, text, folder)
-    progress(first * text.n_tokens)
+    progress(first * (text.n_tokens + more_tokens))
     for index in range(first, config.n_layers):
         states_NTM = np.load(_states(folder, index), mmap_mode="r", allow_pickle=False)
         layer = Layer(windows, index, load_block(checkpoint, config, index), states_NTM, folder)

@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 
 from convert.calibration.layer_output import Weights, heads_out, parents_output, squared_error, weights_of, with_weights
-from convert.calibration.layer_stream import Layer
+from convert.calibration.layer_stream import Layer, Progress
 from convert.calibration.refit import is_held_out
 from convert.merging.weights import LayerAttention
 
@@ -33,8 +33,10 @@ EVALUATIONS = 4
 BETAS = (0.9, 0.95)
 
 
-def refine(layer: Layer, merged: LayerAttention, n_tokens: int) -> LayerAttention:
+def refine(layer: Layer, merged: LayerAttention, n_tokens: int, progress: Progress) -> LayerAttention:
     """Return the layer after training on `n_tokens` tokens. The text's windows are repeated as often as needed.
+
+    `progress` counts `n_tokens` in all, step by step.
 
     Reads the file that `Layer.attend` writes, so call that first.
     """
@@ -47,6 +49,7 @@ def refine(layer: Layer, merged: LayerAttention, n_tokens: int) -> LayerAttentio
         training = _Training(layer, merged, n_steps)
         for step, windows in enumerate(islice(_shuffled(layer, batch), n_steps), start=1):
             training.step(windows)
+            progress(step * n_tokens // n_steps - (step - 1) * n_tokens // n_steps)
             if step * EVALUATIONS // n_steps > (step - 1) * EVALUATIONS // n_steps:
                 weights = training.weights()
                 with torch.no_grad():

@@ -35,16 +35,17 @@ JUDGED_TOKENS = 4096
 def calibrate_layers(
     checkpoint: Checkpoint, merges: list[LayerMerge], text: CalibrationText, folder: Path, progress: Progress
 ) -> None:  # fmt: skip
-    """Write every merged layer into `folder`. `progress` counts tokens, once for each layer.
+    """Write every merged layer into `folder`. `progress` counts tokens, of the text and of refining, layer by layer.
 
     A killed run resumes at the layer it had reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "finished").exists():
         return
-    for layer in iter_layers(checkpoint, text, folder, progress):
-        assert f"layers.{layer.index}." in merges[layer.index].weights[0]
-        _merge(checkpoint, merges[layer.index], layer, folder)
+    for layer in iter_layers(checkpoint, text, folder, progress, merges[0].recipe.refine):
+        merge = merges[layer.index]
+        assert f"layers.{layer.index}." in merge.weights[0]
+        _merge(checkpoint, merge, layer, folder, progress)
     sync_folder(folder)
     (folder / "finished").touch()
     last_states(checkpoint, folder).unlink()
@@ -73,7 +74,7 @@ def held_out_errors(
     return errors
 
 
-def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path) -> None:
+def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path, progress: Progress) -> None:
     before = read_attention(checkpoint, merge)
     order = list(range(len(before.k_KDX)))
     if merge.recipe.grouping == "similar":
@@ -86,7 +87,7 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
     if merge.recipe.refit:
         after = refit_output(after, outputs(layer, after, range(layer.text.n_windows)))
     if merge.recipe.refine:
-        after = refine(layer, after, merge.recipe.refine)
+        after = refine(layer, after, merge.recipe.refine, progress)
     save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
 
 
