@@ -24,7 +24,7 @@ from model.common.files import check_name, copy_file, sync_file, sync_folder, tr
 from model.common.staging import Staging, check_out
 
 if TYPE_CHECKING:
-    from convert.calibration.auto import AutoResult
+    from convert.calibration.choose_method import AutoResult
 
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
@@ -125,7 +125,7 @@ def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: 
     text = plan.recipe.text
     if text is None or text.ids_NT is not None or not plan.layers:
         return plan
-    from convert.calibration.own_text import OwnText  # imported here, because it needs torch
+    from convert.calibration.generated_text import OwnText  # imported here, because it needs torch
 
     own = OwnText(checkpoint, text.first, len(text.own), text.window, plan.recipe.seed)
     with console.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
@@ -148,7 +148,7 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
 
 def choose_recipe(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> "AutoResult":
     """Return the recipe that `--method auto` chooses. The staging area of OUT stores the losses, for resuming."""
-    from convert.calibration.auto import candidates, check_can_score, choose, work
+    from convert.calibration.choose_method import candidates, check_can_score, choose, work
 
     check_can_score(checkpoint)
     check_space(plan, checkpoint, staging)

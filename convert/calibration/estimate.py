@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from convert.calibration.auto import candidates, part_tried
+from convert.calibration.choose_method import candidates, part_tried
 from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN
 from convert.calibration.text import CalibrationText
 from convert.merging.methods import AUTO

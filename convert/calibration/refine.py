@@ -15,7 +15,7 @@ import torch
 
 from convert.calibration.layer_output import Weights, heads_out, parents_output, squared_error, weights_of, with_weights
 from convert.calibration.layer_stream import Layer, Progress
-from convert.calibration.refit import is_held_out
+from convert.calibration.refit_output import is_held_out
 from convert.merging.weights import LayerAttention
 
 BATCH_TOKENS = 1024

@@ -16,7 +16,7 @@ from convert.calibration.layer_output import outputs, squared_error, weights_of
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
-from convert.calibration.refit import is_held_out, refit_output
+from convert.calibration.refit_output import is_held_out, refit_output
 from convert.calibration.text import CalibrationText
 from convert.merging.grouping import reorder, similar_order
 from convert.merging.layer import LayerMerge, apply_maps, finish_layer, read_attention, save_layer

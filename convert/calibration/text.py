@@ -1,7 +1,7 @@
 """Read the calibration text of a conversion, as windows of the model's own tokens.
 
-The text is the one that ships with Groupwise, a file, a dataset, or text that the model writes itself (`own_text.py`).
-Several texts are mixed window by window.
+The text is the one that ships with Groupwise, a file, a dataset, or text that the model writes itself
+(`generated_text.py`). Several texts are mixed window by window.
 """
 
 import hashlib
@@ -172,7 +172,7 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
         raise CheckpointError(
             f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
         )
-    # Every fourth window is held out (`convert.calibration.refit`), so the order's period must not divide four.
+    # Every fourth window is held out (`convert.calibration.refit_output`), so the order's period must not divide four.
     part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
     tokenizer = _open_tokenizer(checkpoint)
     first = _before_texts(tokenizer, checkpoint)

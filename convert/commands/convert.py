@@ -8,7 +8,7 @@ from convert.commands.options import OutputOptions
 from convert.merging.methods import AUTO, REPEAT
 from convert.planning.options import MergeOptions
 from convert.planning.plan import Plan, make_plan
-from convert.planning.resolve import resolve_options
+from convert.planning.resolve_options import resolve_options
 from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.checkpoint.writer import parse_size

@@ -42,15 +42,15 @@ def test_the_score_is_the_models_loss(convert, source, tmp_path, text, monkeypat
     """What `auto` says of a merge is what transformers measures on the windows held out."""
     from transformers import AutoModelForCausalLM
 
-    from convert.calibration import auto
+    from convert.calibration import choose_method
     from convert.calibration.text import read_calibration_text
     from model.checkpoint import open_checkpoint
 
     given = ("--groups", 1, "--calibration-tokens", 1024, "--calibration", text)
     result = convert("mha-to-gqa", source, tmp_path / "auto", "--method", "auto", *given, "--json")
     with open_checkpoint(source) as checkpoint:
-        fitting, scoring = auto.divided(read_calibration_text(checkpoint, str(text), 1024))
-    monkeypatch.setattr("convert.planning.resolve.read_calibration_text", lambda *rest: fitting)
+        fitting, scoring = choose_method.divided(read_calibration_text(checkpoint, str(text), 1024))
+    monkeypatch.setattr("convert.planning.resolve_options.read_calibration_text", lambda *rest: fitting)
     assert convert("mha-to-gqa", source, tmp_path / "pca", "--method", "pca", *given).code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "pca", dtype=torch.float32).eval()
     ids = torch.from_numpy(scoring.ids_NT)
@@ -73,9 +73,9 @@ def test_text_is_ignored_if_nothing_is_merged(convert, source, tmp_path, text, m
 def test_auto_resumes(convert, source, tmp_path, monkeypatch):
     """Interrupted while it chooses, and again while it converts."""
     from convert import conversion
-    from convert.calibration import auto
+    from convert.calibration import choose_method
 
-    scored, score, execute = [], auto.score, conversion.execute
+    scored, score, execute = [], choose_method.score, conversion.execute
 
     def until_interrupted(checkpoint, merges, merged, *rest):
         scored.append(merged.parent.name)
@@ -86,7 +86,7 @@ def test_auto_resumes(convert, source, tmp_path, monkeypatch):
     def interrupted(*rest):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(auto, "score", until_interrupted)
+    monkeypatch.setattr(choose_method, "score", until_interrupted)
     options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024)
     before = {path.name for path in tmp_path.iterdir()}
     result = convert("mha-to-gqa", source, tmp_path / "out", *options)

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration import own_text
+from convert.calibration import generated_text
 from convert.calibration.text import split_name
 from model.checkpoint import open_checkpoint
 
@@ -48,7 +48,7 @@ def kept(out):
 
 def written(folder, n_windows=6, first=(), seed=0, scratch="scratch"):
     with open_checkpoint(folder) as checkpoint:
-        text = own_text.OwnText(checkpoint, first, n_windows, 64, seed)
+        text = generated_text.OwnText(checkpoint, first, n_windows, 64, seed)
         return text.write(folder.parent / scratch, lambda n: None)
 
 
@@ -124,7 +124,7 @@ def test_chats_begin_as_the_template_says(source, monkeypatch):
 
         return torch.full((len(logits_BV),), end if next(steps) % 32 == 31 else word)
 
-    monkeypatch.setattr(own_text, "choose", choose)
+    monkeypatch.setattr(generated_text, "choose", choose)
     text, chat = (tokenizer.decode(row) for row in written(source, 2)[:, :60])
     assert chat.startswith("[user]x")
     assert "x</s>[assistant]x" in chat
@@ -135,8 +135,8 @@ def test_chats_begin_as_the_template_says(source, monkeypatch):
 def test_long_documents_are_cut(source, monkeypatch):
     import torch
 
-    monkeypatch.setattr(own_text, "DOCUMENT_TOKENS", 16)
-    monkeypatch.setattr(own_text, "choose", lambda logits_BV, *rest: torch.full((len(logits_BV),), 9))
+    monkeypatch.setattr(generated_text, "DOCUMENT_TOKENS", 16)
+    monkeypatch.setattr(generated_text, "choose", lambda logits_BV, *rest: torch.full((len(logits_BV),), 9))
     ids_NT = written(source, 3)
     assert (np.flatnonzero(ids_NT[1] == 0) == [0, 16, 32, 48]).all()
     assert (np.delete(ids_NT, [0, 1, 16, 17, 32, 33, 48, 49], axis=1) == 9).all()
@@ -151,10 +151,10 @@ def test_failing_template_is_reported(source, capsys):
 
 
 def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(own_text, "BATCH_ROWS", 5)
+    monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
     command = (*OPTIONS, "--calibration", "self")
     assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
-    write, batches = own_text._Writer.write, []
+    write, batches = generated_text._Writer.write, []
 
     def fail_at_third_batch(self, *given):
         if len(batches) == 2:
@@ -162,7 +162,7 @@ def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
         batches.append(given)
         return write(self, *given)
 
-    monkeypatch.setattr(own_text._Writer, "write", fail_at_third_batch)
+    monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
     assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
     batches.clear()
     assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0
@@ -193,7 +193,7 @@ def test_plan_says_memory_and_time(convert, source, tmp_path):
 def test_memory_is_the_weights_the_cache_and_the_logits(source):
     with open_checkpoint(source) as checkpoint:
         config, n_bytes = checkpoint.config, sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        text = own_text.OwnText(checkpoint, (), 16, 64, 0)
+        text = generated_text.OwnText(checkpoint, (), 16, 64, 0)
     layers, heads, size = (config[k] for k in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     cache = 2 * 2 * layers * heads * size * 64 * 16
     assert n_bytes + cache < text.memory < n_bytes + cache + 16 * 300 * 16
@@ -246,7 +246,7 @@ def test_parts_are_given_once(convert, source, tmp_path, name):
 
 
 def test_parts_take_turns_and_each_is_held_out(convert, source, tmp_path):
-    """Every fourth window is held out (`convert.calibration.refit`), so each fourth must not be of the same part."""
+    """Every fourth window is held out, so each fourth must not be of the same part."""
     (tmp_path / "text.txt").write_text("words and words " * 500)
     given = f"self+{tmp_path / 'text.txt'}"
     assert convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", given).code == 0

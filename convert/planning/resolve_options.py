@@ -81,8 +81,8 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
 def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -> Recipe:
     """Return the recipe with its calibration text. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
+        from convert.calibration.generated_text import OwnText
         from convert.calibration.layer_stream import check_can_walk, check_tokens
-        from convert.calibration.own_text import OwnText
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
     check_can_walk(checkpoint)

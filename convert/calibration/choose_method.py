@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
-from convert.calibration.refit import is_held_out
+from convert.calibration.refit_output import is_held_out
 from convert.calibration.solve import calibrate_layers
 from convert.calibration.text import CalibrationText
 from convert.merging.layer import LayerMerge, load_layer
