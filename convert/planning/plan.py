@@ -24,7 +24,7 @@ from model.geometry import Geometry, read_geometry
 DEFAULT_SHARD_SIZE = 5_000_000_000
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
-_INTERPRETER, _TORCH = 40_000_000, 450_000_000
+_INTERPRETER, _TORCH = 44_000_000, 450_000_000
 _SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
 """Bytes a worker needs beside its group; the latter where source tensors must be rewritten (`Plan.rewrites`)."""
 
