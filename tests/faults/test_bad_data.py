@@ -276,7 +276,7 @@ def test_source_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):
         os.utime(path, ns=(1, 1))
 
     monkeypatch.setattr(build.TokenizeJob, "run", run_and_touch)
-    prepare(path).refused(f"{path} changed while it was read; convert again once nothing writes to it")
+    prepare(path).refused(f"{path} changed while it was read; run the same command when nothing writes to it")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     assert prepare(path).code == 0

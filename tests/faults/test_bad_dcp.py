@@ -49,6 +49,13 @@ def test_dcp_metadata_with_a_bytearray(refuse, dcp, size):
     refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
 
 
+def test_dcp_metadata_beyond_any_size(refuse, dcp):
+    """It is read whole."""
+    with (dcp / ".metadata").open("wb") as file:
+        file.truncate(50 << 30)
+    refuse(dcp, ".metadata has 53,687,091,200 bytes", "at most 1,073,741,824 are allowed")
+
+
 def test_dcp_metadata_with_code_in_it_does_not_run(refuse, dcp, payload):
     edit_metadata(dcp, lambda metadata: setattr(metadata, "planner_data", payload))
     refuse(dcp, ".metadata", "posix.mkdir", "no code was run")

@@ -1,6 +1,9 @@
 """`uptrain run` on texts: the same run as on a cache prepared before."""
 
 import json
+import os
+import signal
+import tempfile
 
 import pytest
 import real_runs
@@ -8,6 +11,8 @@ import tiny
 from faulty_runs import succeed
 from safetensors.torch import save_file
 from tiny_tokenizers import SENTENCES, make_tokenizer
+
+from uptrain.training import evaluate
 
 VOCAB = 300
 
@@ -59,6 +64,18 @@ def test_the_same_evaluation_as_on_a_cache(uptrain, tmp_path, monkeypatch, model
     assert list(scratch.iterdir()) == []
     uptrain("evaluate", model, "--data", tmp_path / "none").refused("none: no such file or folder")
     uptrain("evaluate", model, "--data", cache, "--seq-len", 16).refused("windows of 32 tokens, not 16")
+
+
+def test_a_terminated_evaluation_leaves_no_tokens(uptrain, tmp_path, monkeypatch, model, texts):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(evaluate, "load_student", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
+    handler = signal.getsignal(signal.SIGTERM)
+    result = uptrain("evaluate", model, "--data", texts)
+    signal.signal(signal.SIGTERM, handler)
+    assert (result.code, "interrupted" in result.err) == (1, True)
+    assert list(scratch.iterdir()) == []
 
 
 def test_the_model_says_how_long_windows_are(uptrain, tmp_path, model, texts):

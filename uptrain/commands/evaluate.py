@@ -1,5 +1,6 @@
 """Run `uptrain evaluate`: measure a model on held-out data."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     Exactly: every predicted token counts once, whatever the batches. With --teacher also the teacher's loss, the KL
     divergence from it, and how often both choose the same token.
     """
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # the effect of Ctrl-C, so that temporary files are removed
     from accelerate import PartialState
 
     from uptrain.training.evaluate import evaluate_folder

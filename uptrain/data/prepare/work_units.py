@@ -65,7 +65,7 @@ def check_unchanged(unit: Unit, identity: list[Any]) -> None:
     """Raise InputError if a file of the unit has changed."""
     for piece, before in zip(unit.pieces, identity, strict=True):
         if not Path(piece.path).exists() or file_identity(piece.path) != before[:3]:
-            raise InputError(f"{piece.path} changed while it was read; convert again once nothing writes to it.")
+            raise InputError(f"{piece.path} changed while it was read; run the same command when nothing writes to it.")
 
 
 def make_units(sources: list[Source]) -> list[Unit]:

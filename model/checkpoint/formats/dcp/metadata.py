@@ -16,8 +16,11 @@ from model.checkpoint.torch_file import DTYPES
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
+from model.common.read_files import read_bytes_up_to
 
 FILE = ".metadata"
+METADATA_BYTES = 1 << 30
+"""Size limit of the file, which is read whole. It grows with the tensors and the ranks; real ones have up to 100 MB."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,8 @@ def read_metadata(path: Path) -> Contents:
 
     Raises CheckpointError if the file is damaged, or a pickle of anything else.
     """
+    content = read_bytes_up_to(path, METADATA_BYTES)
     try:
-        content = path.read_bytes()
         _refuse_bytearrays(content)
         return _contents(_Unpickler(BytesIO(content)).load())
     except _UnknownNameError as error:
