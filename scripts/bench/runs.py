@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts.bench.machine import facts
+from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
 from uptrain.runs.settings import Settings
 
@@ -62,10 +63,11 @@ def settings(model: Path, data: Path, steps: int, precision: str, **changes: Any
     return Settings(**values | changes)
 
 
-BUDGET = {
-    "steps": 1, "tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "peak_lr": 1e-4, "alpha": None, "original": None,
-    "global_batch_tokens": MICRO_BATCH * ACCUMULATION * SEQ_LEN, "original_tokens": None,
-}  # fmt: skip
+_BATCH_TOKENS = MICRO_BATCH * ACCUMULATION * SEQ_LEN
+BUDGET = Budget(
+    steps=1, global_batch_tokens=_BATCH_TOKENS, peak_lr=1e-4, alpha=None, original_tokens=None, original=None,
+    tokens=_BATCH_TOKENS,
+)  # fmt: skip
 """A budget of one step; the measurements do not depend on it."""
 
 

@@ -19,6 +19,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,14 +39,8 @@ def compare_resume(model: Path, work: Path, rounds: int) -> Row:
     near, far = work / "near", work / "far"
     reset()
     plan = settings(model, cache, 2 * FAR, "fp32", save_every=1, micro_batch=1, global_batch=1)
-    start(
-        plan,
-        {**BUDGET, "global_batch_tokens": SEQ_LEN, "steps": 2 * FAR},
-        model,
-        near,
-        time.monotonic(),
-        lambda r: None,
-    )
+    budget = replace(BUDGET, global_batch_tokens=SEQ_LEN, steps=2 * FAR)
+    start(plan, budget, model, near, time.monotonic(), lambda r: None)
     shutil.copytree(near, far)
     move(far, FAR)
     pairs = []

@@ -94,7 +94,19 @@ def test_the_decay_is_the_nearest_to_a_fifth(total, start):
 
 def test_default_warmup():
     """5 %, at least 100, or a quarter of the steps where that is less."""
-    wanted = {1: 0, 3: 0, 4: 1, 100: 25, 400: 100, 1000: 100, 2000: 100, 2400: 120, 11_921: 596, 100_000: 5000}
+    wanted = {
+        1: 0,
+        3: 0,
+        4: 1,
+        100: 25,
+        400: 100,
+        1000: 100,
+        2000: 100,
+        2400: 120,
+        11_921: 596,
+        23_842: 1192,
+        100_000: 5000,
+    }
     assert {steps: default_warmup(steps) for steps in wanted} == wanted
     for steps in range(1, 500):
         for kind in SCHEDULES:

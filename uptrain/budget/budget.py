@@ -7,7 +7,7 @@ The result is exact. With the original's global batch it is α of the original s
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +15,6 @@ from model.common.errors import InputError
 from uptrain.budget.counts import show_count
 from uptrain.budget.identify import known_originals, named
 from uptrain.budget.pretraining import PretrainingRecord
-from uptrain.budget.schedule import Schedule, default_warmup
 
 PEAK_SHARE = 3
 """Divisor of the original's peak learning rate for the default peak, as in MHA2MLA and Sheared-LLaMA for Llama 2."""
@@ -46,7 +45,7 @@ class BudgetOptions:
 
 @dataclass(frozen=True)
 class Budget:
-    """Length and peak learning rate of a training."""
+    """Length and peak learning rate of a training, as run.json holds them."""
 
     steps: int
     """Optimizer steps."""
@@ -56,22 +55,15 @@ class Budget:
     alpha: float | None
     """Share of the original pre-training, as requested or computed from the tokens; None if unknown."""
     original_tokens: int | None
-    original: PretrainingRecord | None
-    """Row of the table that supplies the options not given."""
-
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.global_batch_tokens
+    original: str | None
+    """Name of the known original that supplies the options not given."""
+    tokens: int
+    """Tokens of all steps."""
 
     @property
     def original_steps(self) -> int | None:
         """Length of the original pre-training in optimizer steps of this run's global batch, rounded."""
         return None if self.original_tokens is None else round(self.original_tokens / self.global_batch_tokens)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the budget as run.json holds it, with the original's name and the number of tokens."""
-        original = self.original.name if self.original else None
-        return {**asdict(self), "original": original, "tokens": self.tokens}
 
 
 def make_budget(options: BudgetOptions, config: Mapping[str, Any], source_names: Sequence[str], seq_len: int) -> Budget:
@@ -91,7 +83,7 @@ def make_budget(options: BudgetOptions, config: Mapping[str, Any], source_names:
     if alpha is None and original_tokens is not None:
         alpha = steps * batch / original_tokens
     peak = options.lr or default_peak(original.peak_lr if original else math.nan)
-    return Budget(steps, batch, peak, alpha, original_tokens, original)
+    return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
 
 
 def repetition_warning(epochs: float) -> str | None:
@@ -104,12 +96,6 @@ def repetition_warning(epochs: float) -> str | None:
 def default_peak(original_peak: float) -> float:
     """Return a third of the original's peak learning rate, as a decimal fraction rounded once."""
     return float(Fraction(str(original_peak)) / PEAK_SHARE)
-
-
-def make_schedule(budget: Budget, kind: str, warmup_steps: int | None) -> Schedule:
-    """Return the schedule of a budget; `warmup_steps` None takes the default."""
-    warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
-    return Schedule(kind, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
 
 
 def _steps(options: BudgetOptions, original_tokens: int | None, batch: int) -> int:

@@ -10,10 +10,9 @@ from model.common import checks
 from model.common.errors import InputError
 from model.geometry import read_geometry
 from uptrain.budget import estimate
-from uptrain.budget.budget import Budget, BudgetOptions, make_budget, make_schedule, repetition_warning
-from uptrain.budget.identify import merge_method, source_names
-from uptrain.budget.pretraining import PretrainingRecord
-from uptrain.budget.schedule import Schedule, decay_start, learning_rate
+from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
+from uptrain.budget.identify import merge_method, named, source_names
+from uptrain.budget.schedule import Schedule, decay_start, default_warmup, learning_rate
 from uptrain.data.token_cache import Manifest
 from uptrain.runs.settings import default_micro_batch, default_seq_len
 
@@ -45,7 +44,8 @@ def make_plan(
         intermediate_size = checks.size(checkpoint.config.get("intermediate_size"), "config.json has intermediate_size")
         activations = estimate.activations_per_token(geometry, intermediate_size)
     work = estimate.Workload(n_params, _count_teacher_parameters(teacher), activations, processes)
-    plan_schedule = make_schedule(budget, schedule, warmup_steps)
+    warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
+    plan_schedule = Schedule(schedule, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
     data_use = _data(data, manifest, budget, length)
     return {
         "model": str(model),
@@ -58,7 +58,7 @@ def make_plan(
         "global_batch_tokens": budget.global_batch_tokens,
         "seq_len": length,
         "sequences_per_step": budget.global_batch_tokens // length,
-        "original": _original(budget.original),
+        "original": _original(budget.original) if budget.original else None,
         "original_tokens": budget.original_tokens,
         "data": data_use,
         "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
@@ -96,11 +96,9 @@ def _count_teacher_parameters(teacher: Path | None) -> int:
         return estimate.count_parameters(checkpoint.tensors.values())
 
 
-def _original(original: PretrainingRecord | None) -> dict[str, Any] | None:
-    if original is None:
-        return None
+def _original(name: str) -> dict[str, Any]:
     keys = ("name", "tokens", "batch_tokens", "steps", "peak_lr", "certainty", "source", "note")
-    return {key: getattr(original, key) for key in keys}
+    return {key: getattr(named(name), key) for key in keys}
 
 
 def _data(data: Path | None, manifest: Manifest | None, budget: Budget, seq_len: int) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from model.common.errors import InputError
 
 COSINE_FLOOR = 0.1
 T5_CONSTANT_STEPS = 10_000
+WSD_DECAY_FRACTION = 0.2
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Schedule:
     """Optimizer steps."""
     warmup_steps: int
     """Optimizer steps; 0 for none."""
-    decay_fraction: float = 0.2
+    decay_fraction: float = WSD_DECAY_FRACTION
     """wsd: fraction of the steps, at the end, in which the learning rate decays."""
     original_steps: int = 0
     """inverse-sqrt: optimizer steps of the original pre-training, which the schedule continues."""

@@ -22,10 +22,15 @@ def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: 
     `data` are sources of `uptrain prepare`, `tokenizer` is the model's folder. `seq_len` defaults to the model's
     context, at most 4096. The main process builds the cache, and the others wait for it.
     """
-    if is_cache(data):
-        return Path(data[0])
-    main_process_first(lambda: _build(data, tokenizer, seq_len_of(data, tokenizer, seq_len), beside), beside / MANIFEST)
-    return beside
+    if not is_cache(data):
+        length = seq_len_of(data, tokenizer, seq_len)
+        main_process_first(lambda: _build(data, tokenizer, length, beside), beside / MANIFEST)
+    return cache_folder(data, beside)
+
+
+def cache_folder(data: Sequence[str], beside: Path) -> Path:
+    """Return the folder of the token cache of `data`: the cache that it names, or `beside` for texts."""
+    return Path(data[0]) if is_cache(data) else beside
 
 
 def beside(run: Path, what: str) -> Path:

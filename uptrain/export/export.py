@@ -1,7 +1,7 @@
 """Export a training checkpoint as a standard Hugging Face folder, one tensor at a time."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -90,7 +90,7 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
         "step": state["step"],
         "tokens": state["tokens"],
         "skipped_steps": state["skipped"],
-        "budget": run.budget,
+        "budget": asdict(run.budget),
         "settings": {k: v for k, v in settings.items() if k not in ("data", "eval_data", "track")},
         "data_sha256": run.cache_sha256,
         "evaluations": [{"step": r["step"], **r["evaluation"]} for r in evaluations],

@@ -80,7 +80,7 @@ def _section(history: History, of_name: str) -> str:
 def _summary(history: History, of_name: str) -> str:
     """Return the summary of a run: its progress and latest losses."""
     settings, budget = history.run.settings, history.run.budget
-    share = f", α = {budget['alpha']:.4g} of the original pre-training when finished" if budget["alpha"] else ""
+    share = f", α = {budget.alpha:.4g} of the original pre-training when finished" if budget.alpha else ""
     origin = f"Uptraining of {Path(settings.model).name}" if settings.model else "Training from nothing"
     figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", show_count(history.tokens))]
     if history.steps:
@@ -106,8 +106,8 @@ def _settings(history: History) -> list[tuple[str, str]]:
         ("Model", Path(settings.model).name if settings.model else "from nothing"),
         ("Teacher", Path(settings.teacher).name if settings.teacher else "none"),
         ("Minimised", history.objective),
-        ("Budget", f"{settings.steps:,} steps, {show_count(budget['tokens'])} tokens"),
-        ("A step", f"{budget['global_batch_tokens']:,} tokens in {settings.global_batch:,} windows"),
+        ("Budget", f"{settings.steps:,} steps, {show_count(budget.tokens)} tokens"),
+        ("A step", f"{budget.global_batch_tokens:,} tokens in {settings.global_batch:,} windows"),
         ("Learning rate", f"{settings.schedule}, peak {settings.lr:.3g}, {settings.warmup_steps:,} steps of warm-up"),
         ("Optimizer", f"{settings.optimizer}, weight decay {settings.weight_decay:g}, trains {settings.trainable}"),
         ("Precision", f"{settings.precision}, parameters float32"),
@@ -115,8 +115,8 @@ def _settings(history: History) -> list[tuple[str, str]]:
         ("Data", f"token cache {run.cache_sha256[:16]}…"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())),
     ]
-    if budget["alpha"]:
-        rows.insert(4, ("α", f"{budget['alpha']:.4g} of {show_count(budget['original_tokens'])} tokens"))
+    if budget.alpha and budget.original_tokens:
+        rows.insert(4, ("α", f"{budget.alpha:.4g} of {show_count(budget.original_tokens)} tokens"))
     if run.parent:
         rows.append(("Extends", f"{Path(run.parent['run']).name} from step {run.parent['step']:,}"))
     return rows

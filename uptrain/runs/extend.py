@@ -16,8 +16,8 @@ from uptrain.runs.run import make_folder
 
 def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
     """Return the number of steps of the longer run; α refers to the same original."""
-    settings, batch = run.settings, run.budget["global_batch_tokens"]
-    original = run.budget["original_tokens"]
+    settings, batch = run.settings, run.budget.global_batch_tokens
+    original = run.budget.original_tokens
     if alpha is not None and original is None:
         raise InputError("how many tokens the original was pre-trained on is not known; give --tokens or --steps.")
     options = BudgetOptions(alpha, tokens, steps, original, None, batch, settings.lr)
@@ -38,9 +38,9 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     if problem := find_damage(source):
         raise InputError(f"the checkpoint to continue from is damaged: {problem}.")
     parent = {"run": str(folder.resolve()), "step": branch}
-    budget = {**run.budget, "steps": steps, "tokens": steps * run.budget["global_batch_tokens"], "alpha": None}
-    if run.budget["original_tokens"]:
-        budget["alpha"] = budget["tokens"] / run.budget["original_tokens"]
+    tokens = steps * run.budget.global_batch_tokens
+    alpha = tokens / run.budget.original_tokens if run.budget.original_tokens else None
+    budget = replace(run.budget, steps=steps, tokens=tokens, alpha=alpha)
 
     def fill(unfinished: Path) -> None:
         for name in (MANIFEST, *read_manifest(source)):

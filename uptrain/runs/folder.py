@@ -11,17 +11,12 @@ from model.common.errors import InputError
 from model.common.files import FileLock, LockedError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
+from uptrain.budget.budget import Budget
 from uptrain.runs.settings import Settings
 
 RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
     "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json", ".lock",
 )  # fmt: skip
-
-
-BUDGET = {
-    "steps": int, "global_batch_tokens": int, "tokens": int, "peak_lr": float, "alpha": float | None,
-    "original_tokens": int | None, "original": str | None,
-}  # fmt: skip
 PARENT = {"run": str, "step": int}
 
 
@@ -30,8 +25,7 @@ class Run:
     """Content of RUN/run.json."""
 
     settings: Settings
-    budget: dict[str, Any]
-    """The Budget, as `Budget.to_dict` returns it."""
+    budget: Budget
     cache_sha256: str
     identities: dict[str, str]
     """Fingerprints of model, teacher and held-out data: see `uptrain.runs.fingerprints`."""
@@ -53,12 +47,11 @@ class Run:
         return run
 
     def _check(self) -> None:
-        """Raise InputError for values outside `settings` of a wrong type or range."""
-        check_types(self.budget, BUDGET, "budget")
+        """Raise InputError for values outside `settings` of a wrong range, or of a wrong type in `parent`."""
         for key in ("steps", "global_batch_tokens", "tokens"):
-            checks.whole_number(self.budget[key], f"budget.{key}")
-        if self.budget["original_tokens"] is not None:
-            checks.whole_number(self.budget["original_tokens"], "budget.original_tokens")
+            checks.whole_number(getattr(self.budget, key), f"budget.{key}")
+        if self.budget.original_tokens is not None:
+            checks.whole_number(self.budget.original_tokens, "budget.original_tokens")
         if self.parent is not None:
             check_types(self.parent, PARENT, "parent")
         for name in self.identities:

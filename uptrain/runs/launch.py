@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, echo_line
 from model.common.errors import InputError
 from model.common.files import check_name
-from uptrain.budget.budget import Budget, make_budget, make_schedule, repetition_warning
+from uptrain.budget.budget import Budget, make_budget, repetition_warning
 from uptrain.budget.identify import source_names
-from uptrain.data.run_data import beside, cache_of, seq_len_of
+from uptrain.budget.schedule import WSD_DECAY_FRACTION, default_warmup
+from uptrain.data.run_data import beside, cache_folder, cache_of, seq_len_of
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
@@ -44,15 +44,13 @@ def launch_new(options: RunOptions) -> None:
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
     check_models(options.model, Path(settings.teacher) if settings.teacher else None, seq_len)
-    eval_cache = (
-        _find_cache([options.eval_data], folder, seq_len, beside(out, "eval_data")) if options.eval_data else None
-    )
-    cache = _find_cache(options.data, folder, seq_len, beside(out, "data"))
-    settings = replace(settings, data=_absolute(cache), eval_data=_absolute(eval_cache))
+    if options.eval_data:
+        _prepare([options.eval_data], folder, seq_len, beside(out, "eval_data"))
+    _prepare(options.data, folder, seq_len, beside(out, "data"))
     warnings = warnings_of(settings)
 
     def work(show: ProgressSink) -> str:
-        return start(settings, budget.to_dict(), folder, out, deadline, _warn_at_start(warnings, show))
+        return start(settings, budget, folder, out, deadline, _warn_at_start(warnings, show))
 
     _watch(settings.steps, out, work)
 
@@ -103,11 +101,10 @@ def _deadline(max_minutes: float | None) -> float:
     return math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
 
-def _find_cache(data: Sequence[str], folder: Path, seq_len: int, beside: Path) -> Path:
-    """Return the token cache of the sources, made if necessary. Raises InputError if its tokenizer is another."""
+def _prepare(data: Sequence[str], folder: Path, seq_len: int, beside: Path) -> None:
+    """Make the token cache of the sources if necessary. Raises InputError if its tokenizer is another."""
     path = cache_of(data, folder, seq_len, beside)
     check_tokenizer(Cache.open(path), path, folder)
-    return path
 
 
 def _absolute(path: Path | None) -> str:
@@ -139,7 +136,7 @@ def _warn_at_start(warnings: list[str], show: ProgressSink) -> ProgressSink:
 
 
 def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Settings, Budget]:
-    """Resolve every default; return the settings, with empty paths of the data, and the budget.
+    """Resolve every default; return the settings and the budget. The token caches need not exist yet.
 
     `folder` is that of `options.model` or `options.init`.
     """
@@ -148,22 +145,22 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
     config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
     budget = make_budget(options.budget, config, names, seq_len)
-    schedule = make_schedule(budget, options.schedule, options.warmup_steps)
     interval = max(1, budget.steps // DEFAULT_SAVES)
+    eval_cache = cache_folder([options.eval_data], beside(options.out, "eval_data")) if options.eval_data else None
     settings = Settings(
         model=_absolute(options.model),
-        data="",
-        eval_data="",
+        data=_absolute(cache_folder(options.data, beside(options.out, "data"))),
+        eval_data=_absolute(eval_cache),
         teacher=_absolute(options.teacher),
         loss=loss,
         steps=budget.steps,
         global_batch=budget.global_batch_tokens // seq_len,
         micro_batch=options.micro_batch or default_micro_batch(seq_len),
-        schedule=schedule.kind,
-        lr=schedule.peak,
-        warmup_steps=schedule.warmup_steps,
-        decay_fraction=schedule.decay_fraction,
-        original_steps=schedule.original_steps,
+        schedule=options.schedule,
+        lr=budget.peak_lr,
+        warmup_steps=default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps,
+        decay_fraction=WSD_DECAY_FRACTION,
+        original_steps=budget.original_steps or 0,
         precision=options.precision or ("bf16" if has_accelerator() else "fp32"),
         optimizer=options.optimizer,
         weight_decay=options.weight_decay,

@@ -24,6 +24,7 @@ from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError, RankError, RunError
 from model.common.files import copy_file, replace_file, sync_tree, write_file
 from model.common.staging import Staging, check_out
+from uptrain.budget.budget import Budget
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.data.run_data import find_data
 from uptrain.data.token_cache import Cache
@@ -55,7 +56,7 @@ from uptrain.training.optimizer import make_optimizer
 
 
 def start(
-    settings: Settings, budget: dict[str, Any], config_folder: Path, out: Path, deadline: float, show: ProgressSink
+    settings: Settings, budget: Budget, config_folder: Path, out: Path, deadline: float, show: ProgressSink
 ) -> str:
     """Check and load all inputs, make the folder of a new run, and train; return the status at the end.
 
@@ -104,7 +105,7 @@ def _locked_on_main(accelerator: Accelerator, folder: Path) -> Iterator[None]:
 
 def make_folder(
     settings: Settings,
-    budget: dict[str, Any],
+    budget: Budget,
     identities: dict[str, str],
     config_folder: Path,
     out: Path,
