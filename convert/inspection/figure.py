@@ -5,7 +5,6 @@ more. Both scales run from 0 to 1, so that figures of two models are comparable.
 """
 
 import io
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -17,17 +16,14 @@ from matplotlib.image import AxesImage
 from convert.inspection.heads import HeadReport, LayerHeads
 from convert.inspection.summary import attention_kind
 from convert.merging.weights import Real
+from model.common.plot_style import INK, PLOT_STYLE
 
-INK, EMPTY = "#1c1c1e", "#ececef"
+EMPTY = "#ececef"
 LOST, ALIKE = "cividis_r", "viridis_r"
 _ROW_INCHES, _COLUMN_INCHES = 0.27, 0.62
 _MOST_NUMBERS = 12
 """Number of heads up to which the cells of a cosine matrix show numbers."""
-_STYLE: dict[Any, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.labelcolor": INK, "text.color": INK, "axes.titlecolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "font.sans-serif": ["DejaVu Sans"], "xtick.major.size": 0, "ytick.major.size": 0,
-}  # fmt: skip
+_STYLE = PLOT_STYLE | {"axes.grid": False, "xtick.major.size": 0, "ytick.major.size": 0}
 
 
 def draw_png(report: HeadReport, name: str) -> bytes:
@@ -35,7 +31,7 @@ def draw_png(report: HeadReport, name: str) -> bytes:
     width = max(2.6, 1.1 + _COLUMN_INCHES * len(report.groups))
     height = max(6.4, 2.0 + _ROW_INCHES * len(report.layers))
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(2 * width + 4.2, height), dpi=150, layout="constrained")
+        figure = Figure(figsize=(2 * width + 4.2, height), layout="constrained")
         figure.suptitle(f"{name}: loss from sharing K/V heads", x=0.01, ha="left", fontsize=12, parse_math=False)
         sides = figure.add_gridspec(1, 2, width_ratios=[2 * width, 4.2])
         _draw_losses(figure.add_subfigure(sides[0]), report)

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM as Theirs
 
+from model.common.plot_style import PLOT_STYLE
 from model.decoder.config import read_llama_config
 from model.decoder.generation import decode, prefill
 from model.decoder.kv_cache import KVCache
@@ -110,25 +111,24 @@ def table(rows: list[Row]) -> str:
 def draw(rows: list[Row], path: Path) -> None:
     """Draw time per token against K/V heads, for the largest batch and context."""
     import matplotlib
-
-    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     batch, context = max((r["batch"], r["context"]) for r in rows)
     shown = sorted((r for r in rows if (r["batch"], r["context"]) == (batch, context)), key=lambda r: r["n_kv_heads"])
     heads = [r["n_kv_heads"] for r in shown]
-    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
-    for key, label, style in (("theirs_s", "transformers", "s--"), ("ours_s", "Groupwise", "o-")):
-        axes.plot(heads, [1e3 * r[key] / batch for r in shown], style, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(heads, [f"{h}\nMQA" if h == 1 else f"{h}\nMHA" if h == heads[-1] else str(h) for h in heads])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("K/V heads")
-    axes.set_ylabel("milliseconds per generated token")
-    axes.set_title(f"Decoding, batch {batch}, context {context}", loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=160)
+    with matplotlib.rc_context(PLOT_STYLE):
+        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+        axes = figure.subplots()
+        for key, label, style in (("theirs_s", "transformers", "s--"), ("ours_s", "Groupwise", "o-")):
+            axes.plot(heads, [1e3 * r[key] / batch for r in shown], style, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(heads, [f"{h}\nMQA" if h == 1 else f"{h}\nMHA" if h == heads[-1] else str(h) for h in heads])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("K/V heads")
+        axes.set_ylabel("milliseconds per generated token")
+        axes.set_title(f"Decoding, batch {batch}, context {context}")
+        axes.legend()
+        figure.savefig(path)
 
 
 def main() -> None:

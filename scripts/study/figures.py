@@ -3,7 +3,6 @@
 headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
 uptraining, of the better-trained parents. weak.png: the same of the weak ones. speed.png: loss against the time to
 decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss against the peak of the learning rate.
-Colours are Okabe and Ito's, which the colour-blind can tell apart; each series has a marker of its own.
 """
 
 import hashlib
@@ -17,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from model.common import plot_style
+from model.common.plot_style import INK, MUTED, PLOT_STYLE, SERIES
 from scripts.study.results import BETTER, WEAK, Line, Seeds, at, at_best_setting, gaps, read, shares, united
 
 HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
@@ -27,14 +28,7 @@ SOURCES = {
     RATES: ("rates.jsonl",),
 }
 """What each figure is drawn from."""
-INK, MUTED, GRID = "#1c1c1e", "#6e6e73", "#d9d9de"
-BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
-STYLE: dict[Any, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": INK,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6, "text.color": INK,
-    "legend.frameon": False, "legend.fontsize": 8, "font.sans-serif": ["DejaVu Sans"],
-}  # fmt: skip
+BLUE, ORANGE, GREEN, PINK = SERIES[:4]
 MERGES = {
     "random": "random", "mean": "mean (the paper's)", "first": "first", "mean-norm": "mean, norm restored",
     "aligned-spread": "aligned, mean", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit (default)",
@@ -61,19 +55,19 @@ NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fon
 def draw(results: Path) -> None:
     """Write the figures beside the results."""
     drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates}
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(PLOT_STYLE):
         for name, figure_of in drawn.items():
             figure_of(results).savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})
 
 
 def digest(results: Path, figure: str) -> str:
     """Return what tells whether a figure is of these results, drawn so."""
-    sources = [Path(__file__), *(results / source for source in SOURCES[figure])]
+    sources = [Path(__file__), Path(plot_style.__file__), *(results / source for source in SOURCES[figure])]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def headline(results: Path) -> Figure:
-    figure = Figure(figsize=(8.2, 6.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8.2, 6.2), layout="constrained")
     grid = figure.add_gridspec(2, 2)
     plans = {place[0]: read(results / f"{place[0]}.jsonl") for place in PLACES}
     draw_merges(figure.add_subplot(grid[0, :]), plans)
@@ -83,7 +77,7 @@ def headline(results: Path) -> Figure:
 
 
 def weak(results: Path) -> Figure:
-    figure = Figure(figsize=(8.2, 3.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     draw_both(figure, left, right, united(results, WEAK))
     return figure
@@ -102,7 +96,7 @@ def speed(results: Path) -> Figure:
     batch, context = max((row["batch"], row["context"]) for row in rows)
     times = {row["n_kv_heads"]: milliseconds(row) for row in rows if (row["batch"], row["context"]) == (batch, context)}
     lines = united(results, BETTER)
-    figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.add_subplot()
     for arm, loss, label, colour, marker in CURVES[:3]:
         found = {heads: gaps(at(lines, arm, (0.05, loss), heads)) for heads in (4, 2, 1)}
@@ -123,7 +117,7 @@ def speed(results: Path) -> Figure:
 def rates(results: Path) -> Figure:
     """Draw what each peak of the learning rate comes to, with each schedule, for the default and for the mean."""
     lines = read(results / "rates.jsonl")
-    figure = Figure(figsize=(8.2, 3.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     for axes, (arm, loss, label, *_) in zip(figure.subplots(1, 2), (CURVES[2], CURVES[0]), strict=True):
         for schedule, colour, marker in SCHEDULES:
             own = [line for line in lines if (line["arm"], line["loss"], line["schedule"]) == (arm, loss, schedule)]

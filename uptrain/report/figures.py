@@ -1,10 +1,7 @@
-"""Draw the panels of a report over tokens, for one run or several.
-
-The colours are Okabe and Ito's palette for colour blindness. Every kind of mark also has its own shape.
-"""
+"""Draw the panels of a report over tokens, for one run or several."""
 
 import io
-import re
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,22 +11,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from model.common.plot_style import INK, LINE, MUTED, PAGE, PLOT_STYLE, SERIES
 from uptrain.report.curves import Curve, evaluated, measured, moving_mean, thin, tokens_at, window
 from uptrain.report.history import History
 from uptrain.training.losses import LOSSES
 
-INK, MUTED, LINE, PAGE = "#1c1c1e", "#6e6e73", "#d9d9de", "#ffffff"
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
-_STYLE: dict[Any, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED,
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": LINE, "grid.linewidth": 0.6, "text.color": INK,
-    "axes.titlecolor": INK, "xtick.color": MUTED, "ytick.color": MUTED, "axes.facecolor": PAGE,
-    "figure.facecolor": PAGE, "legend.edgecolor": "none", "legend.framealpha": 0.75, "legend.fontsize": 8,
-    "legend.labelcolor": INK, "lines.linewidth": 1.6, "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],
-    "figure.constrained_layout.w_pad": 0.12, "figure.constrained_layout.h_pad": 0.1,
-}  # fmt: skip
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 @dataclass(frozen=True)
@@ -120,8 +108,8 @@ def draw_png(histories: Sequence[History], names: Sequence[str]) -> bytes:
     panels = _panels_with_data(histories)
     n_columns = min(2, len(panels))
     n_rows = -(-len(panels) // n_columns)
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5.4 * n_columns, 3.1 * n_rows), dpi=150, layout="constrained")
+    with matplotlib.rc_context(PLOT_STYLE):
+        figure = Figure(figsize=(5.4 * n_columns, 3.1 * n_rows), layout="constrained")
         if len(names) == 1:
             figure.suptitle(names[0], x=0.01, ha="left", fontsize=12, parse_math=False)
         grid = figure.subplots(n_rows, n_columns, squeeze=False).flat
@@ -138,11 +126,11 @@ def draw_svgs(histories: Sequence[History], names: Sequence[str]) -> list[str]:
     """Return an SVG of each panel, with the CSS variables of the page as colours."""
     drawings = []
     for panel in _panels_with_data(histories):
-        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": panel.title}):
+        with matplotlib.rc_context(PLOT_STYLE | {"svg.hashsalt": panel.title}):
             figure = Figure(figsize=(5.4, 3.1), layout="constrained")
             _draw(figure.subplots(), panel, histories, names)
             buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
         drawings.append(_inline(buffer.getvalue(), panel.title))
     return drawings
 
@@ -214,14 +202,25 @@ def _mark_events(axes: Axes, history: History, marks: Marks) -> None:
 
 
 def _inline(svg: str, title: str) -> str:
-    """Return matplotlib's SVG for inclusion in HTML: no declarations, only referenced ids, CSS variables as colours."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' (xmlns(:\w+)?|width|height)="[^"]*"', "", svg.partition(">")[0]) + svg[svg.index(">") :]
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = svg.replace("'DejaVu Sans'", "system-ui").replace("xlink:href", "href")
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    """Return matplotlib's SVG for inclusion in HTML, with CSS variables as colours, which follow the dark mode.
+
+    matplotlib takes only fixed colours, numbers its groups alike in every figure, and always writes size and
+    namespaces. The page has several figures and its own size, and an SVG in HTML needs no namespaces.
+    """
     names = {INK: "ink", MUTED: "muted", LINE: "line", PAGE: "page"} | {c: f"series-{i}" for i, c in enumerate(SERIES)}
-    for colour, name in names.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    return svg
+    root = ET.fromstring(svg)  # without comments and doctype
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        if element.tag == "g":  # only clip paths and markers are referenced
+            attributes.pop("id", None)
+        if style := attributes.get("style"):
+            for colour, name in names.items():
+                style = style.replace(colour, f"var(--{name})")
+            attributes["style"] = style.replace("'DejaVu Sans'", "system-ui")
+        element.attrib.clear()
+        element.attrib.update(attributes)
+    view = {"role": "img", "aria-label": title, "viewBox": root.attrib["viewBox"]}
+    root.attrib.clear()
+    root.attrib.update(view)
+    return ET.tostring(root, encoding="unicode")
