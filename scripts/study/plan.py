@@ -2,19 +2,21 @@
 
 import tomllib
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
+
+from model.common.errors import InputError
+from model.common.typed_json import make
 
 PLANS = Path(__file__).parent / "plans"
 REGISTERS = "REGISTERS"
 """In a plan's arguments: the folder of calibration texts, one file per kind."""
 SHARED = ("texts", "tokenizer", "seq_len", "windows", "parent")
 """Keys that a plan takes from the plan in its `parents_of`. It can have its own `seeds` of the parent."""
-T = TypeVar("T")
 
 
 class PlanError(click.ClickException):
@@ -146,8 +148,12 @@ def read_plan(path: Path) -> Plan:
         if "seeds" in table:
             table["parent"] = table["parent"] | {"seeds": table.pop("seeds")}
     every = {key: table.pop(key) for key in ("groups", "uptrain") if key in table}
-    table["arms"] = [every | arm for arm in table.get("arms", [])]
-    plan = _build(Plan, table | {"name": path.stem, "home": home}, str(path))
+    table["arms"] = [_stages(every | arm) for arm in table.get("arms", [])]
+    table["outside"] = [_stages(outside) for outside in table.get("outside", [])]
+    try:
+        plan = make(Plan, table | {"name": path.stem, "home": home})
+    except InputError as error:
+        raise PlanError(f"{path}: {error}.") from error
     names = [arm.name for arm in plan.arms]
     if twice := {name for name in names if names.count(name) > 1}:
         raise PlanError(f"{path}: two arms are called {min(twice)}.")
@@ -163,43 +169,17 @@ def _read_table(path: Path) -> dict[str, Any]:
         raise PlanError(f"{path} is not TOML: {error}.") from error
 
 
-PARTS: dict[tuple[type, str], Any] = {
-    (Plan, "texts"): Texts, (Plan, "tokenizer"): Vocabulary, (Plan, "parent"): Parent,
-}  # fmt: skip
-LISTS: dict[tuple[type, str], Any] = {
-    (Plan, "arms"): Arm, (Plan, "outside"): Outside, (Arm, "uptrain"): Stage, (Outside, "uptrain"): Stage,
-}  # fmt: skip
+def _stages(table: Any) -> Any:
+    """Return a table with an uptraining for each combination of the values in the lists of its `uptrain`."""
+    if not isinstance(table, dict) or not isinstance(table.get("uptrain"), list):
+        return table
+    return table | {"uptrain": [stage for given in table["uptrain"] for stage in _combinations(given)]}
 
 
-def _build(kind: type[T], table: Any, where: str) -> T:
-    """Build a dataclass from a table and its nested tables. Raises PlanError for unknown and missing keys."""
-    if not isinstance(table, dict):
-        raise PlanError(f"{where} must be a table.")
-    by_name = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(table.keys() - by_name.keys()):
-        raise PlanError(f"{where}: {unknown[0]} is not among {', '.join(by_name)}.")
-    required = {name for name, f in by_name.items() if f.default is MISSING}
-    if missing := sorted(required - table.keys()):
-        raise PlanError(f"{where}: {missing[0]} is missing.")
-    return kind(**{name: _value((kind, name), value, f"{where}, {name}") for name, value in table.items()})
-
-
-def _value(place: tuple[type, str], value: Any, where: str) -> Any:
-    if place in PARTS:
-        return _build(PARTS[place], value, where)
-    if place in LISTS:
-        return tuple(_build(LISTS[place], one, where) for each in value for one in _combinations(each, LISTS[place]))
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _combinations(table: Any, kind: type) -> Iterator[Any]:
-    """Yield an uptraining for each combination of the values in its lists."""
-    if kind is not Stage or not isinstance(table, dict):
-        yield table
-        return
-    lists = {key: value for key, value in table.items() if isinstance(value, list)}
+def _combinations(stage: Any) -> Iterator[Any]:
+    lists = {key: value for key, value in stage.items() if isinstance(value, list)} if isinstance(stage, dict) else {}
     for values in product(*lists.values()):
-        yield table | dict(zip(lists, values, strict=True))
+        yield {**stage, **dict(zip(lists, values, strict=True))} if lists else stage
 
 
 def arms_of(plan: Plan, outside: Outside | None) -> tuple[Arm, ...]:

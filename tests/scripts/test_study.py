@@ -116,10 +116,12 @@ def test_control_is_not_distilled_from_itself(study):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("seq_len = 64", "seq_lem = 64", "seq_lem is not among"),
-        ("seq_len = 64", "", "seq_len is missing"),
+        ("seq_len = 64", "seq_lem = 64", "unknown key 'seq_lem'"),
+        ("seq_len = 64", "", "no seq_len"),
         ("seq_len = 64", "seq_len =", "is not TOML"),
-        ("lr = 3e-3", "", "parent: lr is missing"),
+        ("lr = 3e-3", "", "no parent.lr"),
+        ("lr = 3e-3", 'lr = "fast"', "parent.lr = 'fast', which is not a finite number"),
+        ("alpha = 0.1,", "alfa = 0.1,", "unknown key 'arms.1..uptrain.0..alfa'"),
         ('name = "fit-refit"', 'name = "mean"', "two arms are called mean"),
         ("seq_len = 64", 'seq_len = 64\nparents_of = "other"', "that of the plan in parents_of"),
     ],
