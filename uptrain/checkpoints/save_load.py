@@ -110,9 +110,11 @@ class Checkpoints:
         final = self.folder / folder_name(state["step"])
         unfinished = self.folder / (UNFINISHED + final.name)
         try:
-            self._raise_on_any(self._begin(unfinished))
-            self._raise_on_any(_write_tensors(unfinished / TENSORS, loss_module, optimizer))
-            self._raise_on_any(self._finish(unfinished, final, {**state, "keep": keep}))
+            with self._raising_together():
+                self._begin(unfinished)
+            with self._raising_together():
+                _write_tensors(unfinished / TENSORS, loss_module, optimizer)
+            self._finish(unfinished, final, {**state, "keep": keep})
         except SaveError:
             on_main(self._accelerator, lambda: shutil.rmtree(unfinished, ignore_errors=True))
             raise
@@ -125,38 +127,39 @@ class Checkpoints:
         """
         return on_main(self._accelerator, lambda: self._rotate(newest))
 
-    def _begin(self, unfinished: Path) -> str:
-        if not self._accelerator.is_main_process:
-            return ""
+    @contextmanager
+    def _raising_together(self) -> Iterator[None]:
+        """Raise SaveError on all ranks if the block raises OSError on any of them."""
+        message = ""
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            last = list(list_checkpoints(self.folder).values())[-1:]
-            required = _SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
-            free = shutil.disk_usage(self.folder).free
-            if free < required:
-                return f"{free:,} bytes are free, but a checkpoint needs {required:,.0f}"
-            unfinished.mkdir(parents=True)
+            yield
         except OSError as error:
-            return str(error)
-        return ""
+            message = str(error) or repr(error)
+        messages = [each for each in gather(self._accelerator, message) if each]
+        if messages:
+            raise SaveError(messages[0])
 
-    def _finish(self, unfinished: Path, final: Path, state: State) -> str:
-        """Sync the files and compute their checksums; then write state and manifest, and rename the folder."""
-        error, sums = "", {}
-        try:
-            sums = self._sync_and_sum(unfinished)
-        except OSError as failure:
-            error = str(failure)
-        all_sums = gather(self._accelerator, sums)
-        self._raise_on_any(error)
+    def _begin(self, unfinished: Path) -> None:
+        """Make the temporary folder, on the main process. Raises OSError, also if the disk has too little space."""
         if not self._accelerator.is_main_process:
-            return ""
-        try:
-            files = {name: entry for of_rank in all_sums for name, entry in of_rank.items()}
-            _publish(unfinished, final, files, state)
-        except OSError as failure:
-            return str(failure)
-        return ""
+            return
+        shutil.rmtree(unfinished, ignore_errors=True)
+        last = list(list_checkpoints(self.folder).values())[-1:]
+        required = _SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
+        free = shutil.disk_usage(self.folder).free
+        if free < required:
+            raise SaveError(f"{free:,} bytes are free, but a checkpoint needs {required:,.0f}")
+        unfinished.mkdir(parents=True)
+
+    def _finish(self, unfinished: Path, final: Path, state: State) -> None:
+        """Sync the files and compute their checksums; then write state and manifest, and rename the folder."""
+        with self._raising_together():
+            sums = self._sync_and_sum(unfinished)
+        all_sums = gather(self._accelerator, sums)
+        with self._raising_together():
+            if self._accelerator.is_main_process:
+                files = {name: entry for of_rank in all_sums for name, entry in of_rank.items()}
+                _publish(unfinished, final, files, state)
 
     def _sync_and_sum(self, folder: Path) -> Checksums:
         """Sync the files of this rank and return their checksums. Syncing waits for the disk in another thread.
@@ -177,12 +180,6 @@ class Checkpoints:
             sums = {path.relative_to(folder).as_posix(): checksum(path) for path in paths}
             list(synced)  # raises the thread's errors
         return sums
-
-    def _raise_on_any(self, error: str) -> None:
-        """Raise SaveError on all ranks if one of them has an error."""
-        errors = [e for e in gather(self._accelerator, error) if e]
-        if errors:
-            raise SaveError(errors[0])
 
     def _rotate(self, newest: int) -> str:
         # Checkpoints after `newest` are damaged, and were rejected on resume: they do not count.
@@ -252,8 +249,8 @@ def _publish(unfinished: Path, final: Path, files: Checksums, state: State) -> N
     sync_folder(final.parent)
 
 
-def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Write the tensors of this rank; return an error, or ""."""
+def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the tensors of this rank. Raises OSError."""
     tensors: State = {"model": get_model_state_dict(loss_module)}
     if optimizer.state:  # empty if all steps so far were skipped
         tensors["optimizer"] = get_optimizer_state_dict(loss_module, optimizer)
@@ -263,11 +260,8 @@ def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.
             save_tensors(
                 tensors, storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=not dist.is_initialized()
             )
-    except CheckpointException as error:
-        return "; ".join(str(failure[0]) for failure in error.failures.values())
-    except OSError as error:
-        return str(error)
-    return ""
+    except CheckpointException as error:  # a BaseException
+        raise SaveError("; ".join(str(failure[0]) for failure in error.failures.values())) from error
 
 
 def load(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
