@@ -10,59 +10,49 @@ import pytest
 import tiny
 import torch
 import zstandard
-from calibrated import FIT, TEXT, TOKENS, make_source, make_text, record
+from calibrated import FIT, TEXT, TOKENS, record
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer
 
 
-@pytest.fixture
-def source(tmp_path):
-    return make_source(tmp_path / "source")
-
-
-@pytest.fixture
-def text(tmp_path):
-    return make_text(tmp_path / "text.txt")
-
-
-def test_record_and_verify(convert, source, tmp_path, text):
+def test_record_and_verify(convert, parent, tmp_path, prose):
     out = tmp_path / "out"
-    result = convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--refit", "--calibration", text, "--json")
+    result = convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--refit", "--calibration", prose, "--json")
     assert result.code == 0, result.err
     planned = json.loads(result.out)
     expected = {"method": "fit", "renorm": "spread", "refit": True, "grouping": "contiguous"}
     for report in (planned, record(out)):
         assert {key: report[key] for key in expected} == expected
-        assert report["calibration"]["text"] == str(text)
+        assert report["calibration"]["text"] == str(prose)
         assert (report["calibration"]["windows"], report["calibration"]["window"]) == (16, 64)
-    text.unlink()
-    report = json.loads(convert("verify", source, out, "--json").out)
+    prose.unlink()
+    report = json.loads(convert("verify", parent, out, "--json").out)
     assert (report["ok"], report["unchecked"], report["rounded"]) == (True, [], {})
     assert "calibrated on 1,024 tokens (text.txt)" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_same_bytes_again(convert, source, tmp_path, workers):
+def test_the_same_bytes_again(convert, parent, tmp_path, workers):
     for name in ("one", "two"):
-        assert convert("mha-to-gqa", source, tmp_path / name, "--groups", 2, *FIT, "--workers", workers).code == 0
+        assert convert("mha-to-gqa", parent, tmp_path / name, "--groups", 2, *FIT, "--workers", workers).code == 0
     assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
 
 
-def test_out_keeps_its_tokens(convert, source, tmp_path, text):
+def test_out_keeps_its_tokens(convert, parent, tmp_path, prose):
     """They are what the tokenizer makes of the text, window by window."""
     from transformers import AutoTokenizer
 
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT, "--calibration", text).code == 0
+    assert convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--calibration", prose).code == 0
     ids = np.frombuffer(lzma.decompress((tmp_path / "out" / TOKENS).read_bytes()), "<u2").reshape(16, 64)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(parent)
     expected = tokenizer(TEXT, add_special_tokens=False).input_ids
     assert (ids[:, 0] == tokenizer.bos_token_id).all()
     assert ids[:, 1:].flatten().tolist() == expected[: 16 * 63]
 
 
-def test_tokens_are_not_copied_into_the_next_conversion(convert, source, tmp_path, text):
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT, "--calibration", text).code == 0
+def test_tokens_are_not_copied_into_the_next_conversion(convert, parent, tmp_path, prose):
+    assert convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--calibration", prose).code == 0
     assert convert("mha-to-gqa", tmp_path / "out", tmp_path / "next", "--groups", 1, "--method", "mean").code == 0
     assert not (tmp_path / "next" / TOKENS).exists()
     assert convert("verify", tmp_path / "out", tmp_path / "next").code == 0
@@ -71,7 +61,7 @@ def test_tokens_are_not_copied_into_the_next_conversion(convert, source, tmp_pat
 @pytest.mark.parametrize(
     "kind", ["txt.gz", "txt.xz", "jsonl", "jsonl.xz", "jsonl.zst", "parquet", "arrow", "ids", "folder", "hub"]
 )
-def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind):
+def test_every_kind_of_text_gives_the_same(convert, parent, tmp_path, prose, kind):
     """What `uptrain` trains on, conversions are calibrated on."""
     plain = TEXT.encode()
     lines = (json.dumps({"text": TEXT[:3000]}) + "\n" + json.dumps({"text": TEXT[3000:]}) + "\n").encode()
@@ -89,25 +79,25 @@ def test_every_kind_of_text_gives_the_same(convert, source, tmp_path, text, kind
         datasets.Dataset.from_list([json.loads(line) for line in lines.splitlines()]).save_to_disk(path)
     elif kind == "ids":
         path = path.with_suffix(".jsonl")
-        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(parent / "tokenizer.json"))
         path.write_text(json.dumps({"input_ids": tokenizer.encode(TEXT, add_special_tokens=False).ids}))
     else:
         pack = {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.compress}.get(kind.rpartition(".")[2], bytes)
         path.write_bytes(pack(lines if "jsonl" in kind else plain))
-    for name, given in (("one", text), ("two", f"hub:{path}" if kind == "hub" else path)):
+    for name, given in (("one", prose), ("two", f"hub:{path}" if kind == "hub" else path)):
         options = ("--groups", 2, "--method", "pca", "--calibration-tokens", 512, "--calibration", given)
-        assert convert("mha-to-gqa", source, tmp_path / name, *options).code == 0
+        assert convert("mha-to-gqa", parent, tmp_path / name, *options).code == 0
     assert (
         record(tmp_path / "one")["calibration"]["sha256_of_ids"]
         == record(tmp_path / "two")["calibration"]["sha256_of_ids"]
     )
 
 
-def test_dataset_without_texts(convert, source, tmp_path):
+def test_dataset_without_texts(convert, parent, tmp_path):
     (tmp_path / "numbers").mkdir()
     (tmp_path / "numbers/train.jsonl").write_text('{"text": 1, "title": "a"}\n')
     options = ("--method", "pca", "--calibration", f"hub:{tmp_path / 'numbers'}")
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options)
+    result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *options)
     assert (result.code, "column 'text' is int64, not text" in result.err) == (2, True)
     assert not (tmp_path / "out").exists()
 
@@ -142,10 +132,10 @@ def test_dataset_without_texts(convert, source, tmp_path):
         (("--method", "pca", "--calibration", "TEXT", "--calibration-tokens", "999999"), "give a longer one"),
     ],
 )
-def test_refused(convert, source, tmp_path, text, options, words):
-    named = {"TEXT": str(text), "SOURCE": str(source)}
+def test_refused(convert, parent, tmp_path, prose, options, words):
+    named = {"TEXT": str(prose), "SOURCE": str(parent)}
     given = [named.get(option, option) for option in options]
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *given).refused(words)
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *given).refused(words)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "text.txt"]
 
 
@@ -173,32 +163,32 @@ def test_refused(convert, source, tmp_path, text, options, words):
         ("bad.md", b"words", "--calibration also takes self, shipped and none."),
     ],
 )
-def test_calibration_texts_that_cannot_be_read(convert, source, tmp_path, name, content, words):
+def test_calibration_texts_that_cannot_be_read(convert, parent, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     options = ("--method", "pca", "--calibration", tmp_path / name)
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options).refused(words)
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *options).refused(words)
 
 
 @pytest.mark.parametrize("wrong", [300, -1])
-def test_token_ids_of_another_model(convert, source, tmp_path, wrong):
+def test_token_ids_of_another_model(convert, parent, tmp_path, wrong):
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [wrong, *([1] * 1023)]}))
     options = ("--method", "pca", "--calibration-tokens", 1024, "--calibration", tmp_path / "ids.jsonl")
     words = f"has the token id {wrong}, but the model has 300 tokens"
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *options).refused(words)
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *options).refused(words)
 
 
-def test_no_tokenizer_or_a_damaged_one(convert, source, tmp_path):
-    (source / "tokenizer.json").write_text("{}")
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT).refused("tokenizer.json is damaged")
-    (source / "tokenizer.json").unlink()
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT).refused("has no tokenizer.json")
+def test_no_tokenizer_or_a_damaged_one(convert, parent, tmp_path):
+    (parent / "tokenizer.json").write_text("{}")
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT).refused("tokenizer.json is damaged")
+    (parent / "tokenizer.json").unlink()
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT).refused("has no tokenizer.json")
 
 
-def test_a_tokenizer_that_cannot_read_the_text(convert, source, tmp_path):
+def test_a_tokenizer_that_cannot_read_the_text(convert, parent, tmp_path):
     model = {"type": "WordLevel", "vocab": {"nothing": 0}, "unk_token": "[UNK]"}
-    (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT).refused("cannot read the calibration text")
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--json")
+    (parent / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT).refused("cannot read the calibration text")
+    result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, "--json")
     assert (result.code, record(tmp_path / "out")["method"]) == (0, "mean")
     assert "cannot read the calibration text" in json.loads(result.out)["notes"][0]
 
@@ -213,17 +203,17 @@ def test_sizes_that_the_config_leaves_to_the_class(convert, tmp_path):
     assert result.code == 0, result.err
 
 
-def test_mean_rescaled_to_the_norm(convert, source, tmp_path):
+def test_mean_rescaled_to_the_norm(convert, parent, tmp_path):
     """For every method and family: no text is needed."""
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean", "--renorm", "norm").code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, "--method", "mean", "--renorm", "norm").code == 0
     assert all(entry["norm_ratio"] == pytest.approx(1, abs=2e-3) for entry in record(out)["merge_report"])
-    heads = tiny.tensors(source)["model.layers.0.self_attn.k_proj.weight"].double().view(2, 4, -1)
+    heads = tiny.tensors(parent)["model.layers.0.self_attn.k_proj.weight"].double().view(2, 4, -1)
     mean = heads.mean(1)
     wanted = mean * (heads.norm(dim=2).mean(1) / mean.norm(dim=1))[:, None]
     merged = tiny.tensors(out)["model.layers.0.self_attn.k_proj.weight"]
     assert torch.equal(merged.view(2, -1), wanted.to(torch.bfloat16))
-    assert json.loads(convert("verify", source, out, "--json").out)["ok"]
+    assert json.loads(convert("verify", parent, out, "--json").out)["ok"]
 
 
 @pytest.mark.parametrize("stated", [100, 300])
@@ -290,7 +280,7 @@ def test_heads_of_zeros(convert, tmp_path, part):
     assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
 
 
-def test_a_text_for_a_method_that_needs_none(convert, source, tmp_path, text):
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean", "--calibration", text).refused(
+def test_a_text_for_a_method_that_needs_none(convert, parent, tmp_path, prose):
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, "--method", "mean", "--calibration", prose).refused(
         "--calibration cannot be combined with --method mean"
     )

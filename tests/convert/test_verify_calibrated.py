@@ -12,18 +12,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from calibrated import FIT, TEXT, TOKENS, make_source, make_text, record
+from calibrated import FIT, TEXT, TOKENS, record
 from safetensors.torch import save_file
-
-
-@pytest.fixture
-def source(tmp_path):
-    return make_source(tmp_path / "source")
-
-
-@pytest.fixture
-def text(tmp_path):
-    return make_text(tmp_path / "text.txt")
 
 
 def lost(path):
@@ -43,14 +33,14 @@ def endless(path):
 
 
 @pytest.mark.parametrize("harm", [lost, damaged, of_another_text, endless])
-def test_verify_lists_unchecked_parts(convert, source, tmp_path, text, harm):
+def test_verify_lists_unchecked_parts(convert, parent, tmp_path, prose, harm):
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).code == 0
     harm(out / TOKENS)
-    result = convert("verify", source, out)
+    result = convert("verify", parent, out)
     assert (result.code, "NOT CHECKED: the merged layers, since" in result.err) == (4, True)
     assert "all agree" not in result.out
-    report = json.loads(convert("verify", source, out, "--json").out)
+    report = json.loads(convert("verify", parent, out, "--json").out)
     assert (report["ok"], report["n_regrouped"], len(report["unchecked"])) == (False, 0, 1)
     tensors = tiny.tensors(out)  # all the rest is checked nevertheless
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
@@ -58,30 +48,30 @@ def test_verify_lists_unchecked_parts(convert, source, tmp_path, text, harm):
         file.unlink()
     (out / "model.safetensors.index.json").unlink()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    result = convert("verify", source, out)
+    result = convert("verify", parent, out)
     assert (result.code, "mlp.up_proj.weight differs" in result.err) == (3, True)
 
 
 @pytest.mark.parametrize(("windows", "window"), [(1 << 40, 64), (0, 64), (-1, -1024), (1 << 60, 1 << 60)])
-def test_verify_of_an_impossible_calibration(convert, source, tmp_path, text, windows, window):
+def test_verify_of_an_impossible_calibration(convert, parent, tmp_path, prose, windows, window):
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).code == 0
     named = record(out)
     named["calibration"] |= {"windows": windows, "window": window}
     (out / "groupwise.json").write_text(json.dumps(named))
-    result = convert("verify", source, out)
+    result = convert("verify", parent, out)
     assert (result.code in (3, 4), "records a calibration of" in result.err) == (True, True)
 
 
-def test_tokens_that_the_model_does_not_know(convert, source, tmp_path, text):
+def test_tokens_that_the_model_does_not_know(convert, parent, tmp_path, prose):
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).code == 0
     ids = np.full(1024, 60_000, dtype="<u2")
     (out / TOKENS).write_bytes(lzma.compress(ids.tobytes()))
     named = record(out)
     named["calibration"]["sha256_of_ids"] = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
     (out / "groupwise.json").write_text(json.dumps(named))
-    result = convert("verify", source, out)
+    result = convert("verify", parent, out)
     assert (result.code, "has the token id 60000" in result.err) == (4, True)
 
 
@@ -94,50 +84,50 @@ def as_if_written_so(out, name):
 
 
 @pytest.mark.parametrize("change", [0.03, -0.5, float("nan")])
-def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, source, tmp_path, change):
+def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, parent, tmp_path, change):
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--max-shard-size", "1GB").code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--max-shard-size", "1GB").code == 0
     name = "model.layers.1.self_attn.k_proj.weight"
     tensors = tiny.tensors(out)
     bits = tensors[name].view(torch.int16)
     bits[0, 0] += 1  # the next bfloat16
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    result = convert("verify", source, out)
+    result = convert("verify", parent, out)
     assert (result.code, f"{name} has SHA-256" in result.err, "differs" in result.err) == (3, True, False)
     as_if_written_so(out, name)
-    report = json.loads(convert("verify", source, out, "--json").out)
+    report = json.loads(convert("verify", parent, out, "--json").out)
     assert (report["ok"], list(report["rounded"])) == (True, [name])
     assert report["rounded"][name] < 1e-5
     tensors[name][2, 1] += change
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     as_if_written_so(out, name)
-    result = convert("verify", source, out)
+    result = convert("verify", parent, out)
     assert (result.code, f"{name} differs" in result.err, "has SHA-256" in result.err) == (3, True, False)
 
 
 @pytest.mark.parametrize("name", ["hub:evil/data", "text.txt", "../text.txt"])
-def test_verify_opens_no_text_that_only_out_names(convert, source, tmp_path, text, name, monkeypatch):
+def test_verify_opens_no_text_that_only_out_names(convert, parent, tmp_path, prose, name, monkeypatch):
     """It may come from anybody."""
     import convert.calibration.text as sample
 
     out, opened = tmp_path / "out", []
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", text).code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).code == 0
     named = record(out)
     named["calibration"]["text"] = str(tmp_path / name) if name == "text.txt" else name
     (out / "groupwise.json").write_text(json.dumps(named))
     monkeypatch.setattr(sample, "find_files", lambda *given: opened.append(given))
     monkeypatch.setattr(sample, "find_reader", lambda *given: opened.append(given))
-    result = convert("verify", source, out)
+    result = convert("verify", parent, out)
     assert (result.code, opened) == (3 if "hub" in name else 0, [])  # 3: the card names the text, too
 
 
-def test_terminated_verify_leaves_no_scratch(convert, source, tmp_path):
+def test_terminated_verify_leaves_no_scratch(convert, parent, tmp_path):
     out, scratch = tmp_path / "out", tmp_path / "tmp"
     scratch.mkdir()
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT).code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).code == 0
     code = "import os, signal, convert.verify as v\n"
     code += "v.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\nfrom convert.cli import main\nmain()"
-    command = [sys.executable, "-c", code, "verify", str(source), str(out)]
+    command = [sys.executable, "-c", code, "verify", str(parent), str(out)]
     result = subprocess.run(
         command, env=os.environ | {"TMPDIR": str(scratch)}, capture_output=True, text=True, check=False
     )
@@ -145,39 +135,39 @@ def test_terminated_verify_leaves_no_scratch(convert, source, tmp_path):
     assert list(scratch.iterdir()) == []
 
 
-def test_verify_on_another_kind_of_processor(convert, source, tmp_path):
+def test_verify_on_another_kind_of_processor(convert, parent, tmp_path):
     """There, some keys are drawn differently that calibrating looks at."""
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--refit").code == 0
-    command = [sys.executable, "-m", "convert", "verify", source, out, "--json"]
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--refit").code == 0
+    command = [sys.executable, "-m", "convert", "verify", parent, out, "--json"]
     other = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     report = json.loads(subprocess.run(command, env=other, check=True, capture_output=True).stdout)
     assert report["ok"]
 
 
-def test_verify_without_torch_or_room(convert, source, tmp_path, monkeypatch):
+def test_verify_without_torch_or_room(convert, parent, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT).code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).code == 0
     with monkeypatch.context() as patch:
         patch.setattr("convert.verify.shutil.disk_usage", lambda path: SimpleNamespace(free=1))
-        convert("verify", source, out).refused("0.00 GB free", "set TMPDIR")
+        convert("verify", parent, out).refused("0.00 GB free", "set TMPDIR")
     monkeypatch.setattr("convert.verify.find_spec", lambda name: None)
-    result = convert("verify", source, out)
+    result = convert("verify", parent, out)
     assert (result.code, "needs torch" in result.err) == (4, True)
 
 
-def test_verify_where_the_source_lies_elsewhere(convert, source, tmp_path):
+def test_verify_where_the_source_lies_elsewhere(convert, parent, tmp_path):
     out = tmp_path / "out"
-    (source / "README.md").unlink()
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").code == 0
-    result = convert("verify", source.rename(tmp_path / "moved"), out)
+    (parent / "README.md").unlink()
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, "--method", "mean").code == 0
+    result = convert("verify", parent.rename(tmp_path / "moved"), out)
     assert result.code == 0, result.err
 
 
-def test_verify_needs_no_dataset(convert, source, tmp_path):
+def test_verify_needs_no_dataset(convert, parent, tmp_path):
     out, dataset = tmp_path / "out", tmp_path / "texts"
     dataset.mkdir()
     (dataset / "train.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-    assert convert("mha-to-gqa", source, out, "--groups", 2, *FIT, "--calibration", f"hub:{dataset}").code == 0
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", f"hub:{dataset}").code == 0
     dataset.rename(tmp_path / "elsewhere")
-    assert convert("verify", source, out).code == 0
+    assert convert("verify", parent, out).code == 0
