@@ -1,11 +1,14 @@
 """`convert inspect`: show a checkpoint's geometry, and the possible numbers of groups."""
 
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from model.common import console
+from model.common.errors import InputError
 from model.common.printable import printable
 
 if TYPE_CHECKING:
@@ -48,11 +51,10 @@ def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> No
 
 
 def _compare_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -> "HeadReport":
-    from convert.inspection import figure_file
     from convert.inspection.heads import head_layers, report_heads
 
     if figure is not None:
-        figure_file.check(figure)
+        _check_figure(figure)
     merges = head_layers(checkpoint)
     with console.progress_bar("Comparing heads", len(merges), quiet, unit="layers") as progress:
         report = report_heads(checkpoint, merges, progress)
@@ -62,3 +64,15 @@ def _compare_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -
 
         replace_file(figure, draw_png(report, printable(checkpoint.path.resolve().name)))
     return report
+
+
+def _check_figure(path: Path) -> None:
+    """Raise InputError if no figure can be drawn and written to `path`."""
+    if find_spec("matplotlib") is None:
+        raise InputError("--figure needs matplotlib: pip install 'groupwise[torch]'; or leave --figure out.")
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise InputError(f"--figure {path}: the name must end in .png.")
+    if not path.parent.is_dir():
+        raise InputError(f"there is no folder {path.parent} for {path.name}; create it first.")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"the folder {path.parent} is not writable, so {path.name} cannot be created there.")

@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 from uptrain.budget import identify, pretraining
-from uptrain.budget.schedule import Schedule, learning_rate
+from uptrain.budget.learning_rate import Schedule, learning_rate
 from uptrain.data.run_data import seq_len_of
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
 

@@ -12,7 +12,7 @@ from model.geometry import read_geometry
 from uptrain.budget import estimate
 from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
 from uptrain.budget.identify import merge_method, named, source_names
-from uptrain.budget.schedule import Schedule, decay_start, default_warmup, learning_rate
+from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 from uptrain.data.token_cache import Manifest
 from uptrain.runs.settings import default_micro_batch, default_seq_len
 

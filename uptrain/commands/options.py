@@ -8,7 +8,7 @@ from model.common.checks import LARGEST_SIZE, FiniteFloat
 from model.common.command_options import Command, add_options
 from model.common.errors import InputError
 from uptrain.budget.counts import parse_count
-from uptrain.budget.schedule import SCHEDULES
+from uptrain.budget.learning_rate import SCHEDULES
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:

@@ -10,7 +10,7 @@ from model.common.command_options import pop_fields
 from model.common.console import echo_line, print_json, print_key_values, size
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import show_count
-from uptrain.budget.schedule import Schedule, learning_rate
+from uptrain.budget.learning_rate import Schedule, learning_rate
 from uptrain.commands.options import budget_options, count_option, schedule_options
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -6,7 +6,7 @@ from pathlib import Path
 from model.common.errors import InputError
 from model.common.files import copy_file
 from uptrain.budget.budget import BudgetOptions, make_budget
-from uptrain.budget.schedule import decay_start
+from uptrain.budget.learning_rate import decay_start
 from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, read_manifest
 from uptrain.data.run_data import find_data
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run

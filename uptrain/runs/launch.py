@@ -14,7 +14,7 @@ from model.common.errors import InputError
 from model.common.files import check_name
 from uptrain.budget.budget import Budget, make_budget, repetition_warning
 from uptrain.budget.identify import source_names
-from uptrain.budget.schedule import WSD_DECAY_FRACTION, default_warmup
+from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.data.run_data import beside, cache_folder, cache_of, seq_len_of
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, has_accelerator

@@ -11,7 +11,7 @@ from typing import Any
 from model.common import checks
 from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions
-from uptrain.budget.schedule import Schedule
+from uptrain.budget.learning_rate import Schedule
 from uptrain.training.losses import LOSSES
 
 OPTIMIZERS = ("adamw", "adafactor")

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from model.common.errors import RunError
-from uptrain.budget.schedule import Schedule, decay_start, learning_rate
+from uptrain.budget.learning_rate import Schedule, decay_start, learning_rate
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError
 from uptrain.data.batch import micro_batches

@@ -18,8 +18,8 @@ from model.checkpoint.formats.dcp.metadata import FILE, Entry, read_metadata
 from model.checkpoint.formats.dcp.names import find_naming
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
 from model.checkpoint.interface import Checkpoint, Shard
-from model.checkpoint.pieces import Block, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor_blocks import Block, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.tied import without_tied_head
 from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, read_piece
 from model.common.errors import CheckpointError

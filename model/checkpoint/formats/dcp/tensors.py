@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.decoder_shapes import Shape, decoder_shapes
+from model.checkpoint.expected_shapes import Shape, expected_shapes
 from model.checkpoint.formats.dcp.metadata import Entry
 from model.checkpoint.formats.dcp.names import OTHERS, Naming, layer_norms
 from model.checkpoint.tied import HEAD
@@ -134,7 +134,7 @@ def _model(path: Path, naming: Naming, config: Mapping[str, Any]) -> _Model:
         )
     n_q, n_kv = n_heads * head_dim, n_kv_heads * head_dim
     norms = layer_norms(model_type, hidden_size, n_q, n_kv)
-    shapes = decoder_shapes(n_layers, vocab_size, hidden_size, n_mlp, n_q, n_kv, norms)
+    shapes = expected_shapes(n_layers, vocab_size, hidden_size, n_mlp, n_q, n_kv, norms)
     return _Model(n_heads, n_kv_heads, head_dim, shapes)
 
 

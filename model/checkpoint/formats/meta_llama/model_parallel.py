@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint.decoder_shapes import decoder_shapes
+from model.checkpoint.expected_shapes import expected_shapes
 from model.checkpoint.formats.meta_llama.params import FILE as PARAMS
 from model.checkpoint.formats.meta_llama.params import Params
-from model.checkpoint.pieces import Block, concatenation, extent
 from model.checkpoint.tensor import Array, Span
+from model.checkpoint.tensor_blocks import Block, concatenation, extent
 from model.checkpoint.torch_file import Stored
 from model.common.errors import CheckpointError
 
@@ -189,4 +189,4 @@ class Layout:
         n_rows = embedding.shape[0] * (1 if self._top_axis("tok_embeddings", embedding) else n_files)
         vocab_size = params.vocab_size(n_rows)
         n_kv, norms = params.n_kv_heads * params.head_dim, {hf: (dim,) for hf, axis in LAYER.values() if axis is None}
-        return decoder_shapes(params.n_layers, vocab_size, dim, n_mlp, dim, n_kv, norms)
+        return expected_shapes(params.n_layers, vocab_size, dim, n_mlp, dim, n_kv, norms)

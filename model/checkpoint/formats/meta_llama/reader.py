@@ -16,9 +16,9 @@ from model.checkpoint.formats.meta_llama.params import Params
 from model.checkpoint.hf_folder import json_text, list_files
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings, llama_config, rope_settings
-from model.checkpoint.pieces import whole_rows
 from model.checkpoint.shard_index import refuse_dangling
 from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor_blocks import whole_rows
 from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 from model.common.errors import CheckpointError
 from model.common.read_files import leads_outside

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 Shape = tuple[int, ...]
 
 
-def decoder_shapes(
+def expected_shapes(
     n_layers: int, vocab_size: int, hidden_size: int, n_mlp: int, n_q: int, n_kv: int, norms: Mapping[str, Shape]
 ) -> dict[str, Shape]:  # fmt: skip
     """Return the shape of every tensor, in Hugging Face's order.
