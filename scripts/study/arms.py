@@ -13,8 +13,8 @@ from pathlib import Path
 
 from scripts.study import programs
 from scripts.study.plan import REGISTERS, Arm, Stage, arms_of
-from scripts.study.prepare import Place
-from scripts.study.results import Line, is_parent, read
+from scripts.study.prepare import Workspace
+from scripts.study.results import Result, is_parent, read
 
 NEVER = 10**9
 """Steps between evaluations: more than any uptraining has, so that only its end is measured."""
@@ -54,24 +54,27 @@ class Case:
         return f"{self.subject.name}-s{self.subject.seed}-{self.arm.name}{groups}"
 
 
-def subjects(place: Place) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
-    plan, parent = place.plan, place.plan.parent
+def subjects(workspace: Workspace) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
+    plan, parent = workspace.plan, workspace.plan.parent
     for seed in parent.seeds:
         values = (parent.tokens, parent.global_batch_tokens, parent.precision)
-        yield Subject("parent", place.parent(seed), seed, place.home, *values, place.registers), arms_of(plan, None)
+        yield (
+            Subject("parent", workspace.parent(seed), seed, workspace.home, *values, workspace.registers),
+            arms_of(plan, None),
+        )
     for outside in plan.outside:
-        folder = place.home / outside.name
+        folder = workspace.home / outside.name
         values = (outside.original_tokens, outside.global_batch_tokens, parent.precision)
         for seed in outside.seeds:
             subject = Subject(outside.name, folder / "model", seed, folder, *values, folder / "registers")
             yield subject, arms_of(plan, outside)
 
 
-def missing_cases(place: Place) -> list[Case]:
+def missing_cases(workspace: Workspace) -> list[Case]:
     """Return the cases without a line in the results, in the plan's order."""
-    measured = {key_of_line(line) for line in read(place.results)}
+    measured = {key_of_line(line) for line in read(workspace.results)}
     cases = []
-    for subject, arms in subjects(place):
+    for subject, arms in subjects(workspace):
         for arm in arms:
             for groups in (None,) if arm.is_parent else arm.groups:
                 case = Case(subject, arm, groups, (None, *arm.uptrain))
@@ -88,60 +91,60 @@ def key(case: Case, stage: Stage | None) -> tuple[object, ...]:
     return (*identity, *stage_values(case, stage).values())
 
 
-def key_of_line(line: Line) -> tuple[object, ...]:
+def key_of_line(line: Result) -> tuple[object, ...]:
     convert = None if line["convert"] is None else tuple(line["convert"])
     groups = None if is_parent(line) else line["groups"]
     names = ("alpha", "loss", "lr", "schedule", "global_batch_tokens")
     return (line["parent"], line["seed"], line["arm"], convert, groups, *(line[name] for name in names))
 
 
-def stage_values(case: Case, stage: Stage | None) -> Line:
+def stage_values(case: Case, stage: Stage | None) -> Result:
     if stage is None:
         return {"alpha": 0, "loss": None, "lr": None, "schedule": None, "global_batch_tokens": None}
     return asdict(stage) | {"global_batch_tokens": stage.global_batch_tokens or case.subject.global_batch_tokens}
 
 
-def work_on(place: Place, case: Case, tell: Callable[[str], None]) -> None:
+def work_on(workspace: Workspace, case: Case, tell: Callable[[str], None]) -> None:
     """Convert, and measure each missing figure. The models are deleted; only the figures are kept."""
-    folder = place.work / place.plan.name / "arms" / case.name
+    folder = workspace.work / workspace.plan.name / "arms" / case.name
     # Leftovers of a killed study may be from other arguments or other code. The uptrainings of arms are short.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    model = begin(place, case, folder / "model")
+    model = begin(workspace, case, folder / "model")
     for stage in case.stages:
         started = time.perf_counter()
         measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
-        line = describe(place, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
-        if place.plan.behaviour or place.plan.register_windows:
+        line = describe(workspace, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
+        if workspace.plan.behaviour or workspace.plan.register_windows:
             final = model if stage is None else export(folder / "run")
-        if place.plan.behaviour:
-            line["behaviour"] = behave(place, case, final)
-        if place.plan.register_windows:
-            line["registers"] = on_registers(place, case, final)
-        append(place.results, line)
+        if workspace.plan.behaviour:
+            line["behaviour"] = behave(workspace, case, final)
+        if workspace.plan.register_windows:
+            line["registers"] = on_registers(workspace, case, final)
+        append(workspace.results, line)
         stage_name = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
         tell(f"{case.name}, {stage_name}: {measures['loss']:.4f}, {line['seconds']} s")
         shutil.rmtree(folder / "run", ignore_errors=True)
     shutil.rmtree(folder)
 
 
-def begin(place: Place, case: Case, out: Path) -> Path:
+def begin(workspace: Workspace, case: Case, out: Path) -> Path:
     """Return the model that an arm starts from. If it is a merge, convert it."""
     if case.arm.convert is None:
-        return place.parent(case.subject.seed, case.groups) if case.arm.from_nothing else case.subject.folder
+        return workspace.parent(case.subject.seed, case.groups) if case.arm.from_nothing else case.subject.folder
     convert = (word.replace(REGISTERS, f"{case.subject.registers}/own") for word in case.arm.convert)
     arguments = ("--groups", case.groups, *convert, "--overwrite", "--json")
     programs.run("convert", "mha-to-gqa", case.subject.folder, out, *arguments)
     return out
 
 
-def evaluate(case: Case, model: Path) -> Line:
+def evaluate(case: Case, model: Path) -> Result:
     subject = case.subject
     options = ("--data", subject.caches / "valid", "--teacher", subject.folder, "--precision", subject.precision)
     return {"tokens": 0, **json.loads(programs.run("uptrain", "evaluate", model, *options, "--json"))}
 
 
-def uptrain(case: Case, model: Path, stage: Stage, run: Path) -> Line:
+def uptrain(case: Case, model: Path, stage: Stage, run: Path) -> Result:
     subject, values = case.subject, stage_values(case, stage)
     data = ("--data", subject.caches / "train", "--eval-data", subject.caches / "valid", "--teacher", subject.folder)
     options = (
@@ -161,28 +164,28 @@ def export(run: Path) -> Path:
     return run / "exported"
 
 
-def behave(place: Place, case: Case, model: Path) -> Line:
-    words = (model, "--parent", case.subject.folder, "--texts", place.valid_texts)
-    behaviour: Line = json.loads(programs.run("scripts.study.behaviour", *words))
+def behave(workspace: Workspace, case: Case, model: Path) -> Result:
+    words = (model, "--parent", case.subject.folder, "--texts", workspace.valid_texts)
+    behaviour: Result = json.loads(programs.run("scripts.study.behaviour", *words))
     return behaviour
 
 
-def on_registers(place: Place, case: Case, model: Path) -> dict[str, float]:
+def on_registers(workspace: Workspace, case: Case, model: Path) -> dict[str, float]:
     """Return the loss on each register's held-out texts; after calibration on one register, only on that one."""
     assert case.subject.registers is not None  # run_study checks it
     texts = case.subject.registers / "held-out"
     if case.arm.register and (texts / f"{case.arm.register}.jsonl").exists():
         texts /= f"{case.arm.register}.jsonl"
-    words = (model, "--registers", texts, "--windows", place.plan.register_windows)
+    words = (model, "--registers", texts, "--windows", workspace.plan.register_windows)
     losses: dict[str, float] = json.loads(programs.run("scripts.study.on_registers", *words))
     return losses
 
 
-def describe(place: Place, case: Case, stage: Stage | None, measures: Line) -> Line:
+def describe(workspace: Workspace, case: Case, stage: Stage | None, measures: Result) -> Result:
     subject = case.subject
     config = json.loads((subject.folder / "config.json").read_text())
     return {
-        "plan": place.plan.name, "parent": subject.name, "arm": case.arm.name,
+        "plan": workspace.plan.name, "parent": subject.name, "arm": case.arm.name,
         "groups": case.groups or config["num_key_value_heads"], "seed": subject.seed, **stage_values(case, stage),
         "tokens": measures["tokens"], "held_out_loss": measures["loss"], "parent_loss": measures["teacher_loss"],
         "kl": measures["kl"], "agreement": measures["agreement"], "targets": measures["targets"],
@@ -194,7 +197,7 @@ def describe(place: Place, case: Case, stage: Stage | None, measures: Line) -> L
     }  # fmt: skip
 
 
-def append(path: Path, line: Line) -> None:
+def append(path: Path, line: Result) -> None:
     """Append a line in one write, so that a kill leaves the whole line or nothing."""
     with path.open("ab", buffering=0) as file:
         file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())

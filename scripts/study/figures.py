@@ -18,7 +18,7 @@ from matplotlib.ticker import NullLocator
 
 from model.common import plot_style
 from model.common.plot_style import INK, MUTED, PLOT_STYLE, SERIES
-from scripts.study.results import BETTER, WEAK, Line, Seeds, at, at_best_setting, gaps, read, shares, united
+from scripts.study.results import BETTER, WEAK, Result, Seeds, at, at_best_setting, gaps, read, shares, united
 
 HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
 SOURCES = {
@@ -83,7 +83,7 @@ def weak(results: Path) -> Figure:
     return figure
 
 
-def draw_both(figure: Figure, left: Axes, right: Axes, lines: list[Line]) -> None:
+def draw_both(figure: Figure, left: Axes, right: Axes, lines: list[Result]) -> None:
     """Draw the uptraining to two K/V heads and to one."""
     draw_uptraining(left, lines, 2)
     draw_uptraining(right, lines, 1)
@@ -145,7 +145,7 @@ def milliseconds(row: dict[str, Any]) -> float:
     return 1e3 * float(row["ours_s"])
 
 
-def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
+def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
     axes.set_title("Right after conversion: what is left of the loss that merging by the mean costs")
     for place, (plan, groups, label, colour, inside, marker) in enumerate(PLACES):
         lines = [line for line in results[plan] if line["groups"] == groups]
@@ -164,7 +164,7 @@ def draw_merges(axes: Axes, results: dict[str, list[Line]]) -> None:
     axes.legend(loc="upper right", title="K/V heads", alignment="left", title_fontsize=8)
 
 
-def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
+def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
     axes.set_title(f"8 → {groups}: loss against uptraining")
     for arm, loss, label, colour, marker in CURVES:
@@ -185,7 +185,7 @@ def draw_uptraining(axes: Axes, lines: list[Line], groups: int) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def curve(lines: list[Line], loss: str) -> dict[float, Seeds]:
+def curve(lines: list[Result], loss: str) -> dict[float, Seeds]:
     """Return the gaps to the parent by share of uptraining, from none on."""
     alphas = sorted({line["alpha"] for line in lines if line["loss"] in (None, loss)})
     own = {alpha: [x for x in lines if x["alpha"] == alpha and x["loss"] in (None, loss)] for alpha in alphas}

@@ -16,7 +16,7 @@ import click
 from scripts.study.arms import key_of_line
 from scripts.study.figures import draw
 from scripts.study.plan import PLANS, PlanError
-from scripts.study.results import BETTER, WEAK, Line, losses, of_seeds, read, read_lines, shares, unique, united
+from scripts.study.results import BETTER, WEAK, Result, losses, of_seeds, read, read_lines, shares, unique, united
 from scripts.study.table import kv_heads, markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
@@ -69,7 +69,7 @@ def record_parents(work: Path, record: Path) -> None:
     record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *lines]))
 
 
-def parents(work: Path) -> Iterator[Line]:
+def parents(work: Path) -> Iterator[Result]:
     """Yield the held-out losses of parents and of models with fewer K/V heads, from finished trainings."""
     for metrics in sorted(work.glob("*/parent-*/metrics.jsonl")):
         run = json.loads((metrics.parent / "run.json").read_text())

@@ -91,7 +91,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Outside:
+class ExternalParent:
     """A parent that the study did not train, with its own tokenizer. All arms of the plan also run on it."""
 
     name: str
@@ -119,7 +119,7 @@ class Plan:
     arms: tuple[Arm, ...]
     windows: int | None = None
     """Number of held-out windows for evaluation. Default: all."""
-    outside: tuple[Outside, ...] = ()
+    outside: tuple[ExternalParent, ...] = ()
     behaviour: bool = False
     """Whether to measure losses by position and generated texts too (behaviour.py)."""
     register_windows: int = 0
@@ -182,7 +182,7 @@ def _combinations(stage: Any) -> Iterator[Any]:
         yield {**stage, **dict(zip(lists, values, strict=True))} if lists else stage
 
 
-def arms_of(plan: Plan, outside: Outside | None) -> tuple[Arm, ...]:
+def arms_of(plan: Plan, outside: ExternalParent | None) -> tuple[Arm, ...]:
     """Return the arms for the plan's own parent, or for an outside one."""
     arms = plan.arms
     if outside:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.study import programs
-from scripts.study.plan import SHARED, Outside, Plan, PlanError, Vocabulary
+from scripts.study.plan import SHARED, ExternalParent, Plan, PlanError, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """The folders of a study."""
 
     plan: Plan
@@ -87,13 +87,14 @@ class Place:
         return files
 
 
-def check_home(place: Place) -> None:
+def check_home(workspace: Workspace) -> None:
     """Raise PlanError if the plan needs texts that were not given, or its folder was built with other values of it."""
-    if place.registers is None and (place.plan.register_windows or any(arm.register for arm in place.plan.arms)):
-        raise PlanError(f"the plan {place.plan.name} needs texts of many kinds; give their folder with --registers.")
-    wanted = json.loads(json.dumps({key: value for key, value in asdict(place.plan).items() if key in SHARED}))
+    plan = workspace.plan
+    if workspace.registers is None and (plan.register_windows or any(arm.register for arm in plan.arms)):
+        raise PlanError(f"the plan {plan.name} needs texts of many kinds; give their folder with --registers.")
+    wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
-    record = place.home / "plan.json"
+    record = workspace.home / "plan.json"
     if not record.exists():
         # Runners of several plans may do this at once, and must not read a half-written file.
         partial_file = record.with_suffix(f".{os.getpid()}")
@@ -101,44 +102,47 @@ def check_home(place: Place) -> None:
         partial_file.rename(record)
     recorded = json.loads(record.read_text())
     if other := [key for key in wanted if recorded.get(key) != wanted[key]]:
-        raise PlanError(f"{place.home} was made with another {other[0]}; take another --work, or delete it.")
+        raise PlanError(f"{workspace.home} was made with another {other[0]}; take another --work, or delete it.")
 
 
-def shared_steps(place: Place) -> list[Step]:
+def shared_steps(workspace: Workspace) -> list[Step]:
     """Return the steps before the parents, in order. A plan without its own parents needs fewer."""
-    plan, home = place.plan, place.home
-    cache = partial(make_caches, place, home / "init", home, plan.seq_len)
-    steps = [Step(place.valid_texts, partial(write_excerpts if place.has_novels else copy_speeches, place))]
+    plan, home = workspace.plan, workspace.home
+    cache = partial(make_caches, workspace, home / "init", home, plan.seq_len)
+    steps = [Step(workspace.valid_texts, partial(write_excerpts if workspace.has_novels else copy_speeches, workspace))]
     if plan.parent.seeds:
         steps += [
-            Step(home / "init", partial(make_init, place)),
+            Step(home / "init", partial(make_init, workspace)),
             Step(home / "train", partial(cache, "train", None)),
             Step(home / "valid", partial(cache, "valid", plan.windows)),
-            *(Step(place.init(groups), partial(make_init_with, place, groups)) for groups in fewer_heads(place.plan)),
+            *(
+                Step(workspace.init(groups), partial(make_init_with, workspace, groups))
+                for groups in fewer_heads(workspace.plan)
+            ),
         ]
-    return [*steps, *(step for outside in plan.outside for step in outside_steps(place, outside))]
+    return [*steps, *(step for outside in plan.outside for step in outside_steps(workspace, outside))]
 
 
-def outside_steps(place: Place, outside: Outside) -> list[Step]:
-    folder = place.home / outside.name
-    cache = partial(make_caches, place, folder / "model", folder, outside.seq_len)
+def outside_steps(workspace: Workspace, outside: ExternalParent) -> list[Step]:
+    folder = workspace.home / outside.name
+    cache = partial(make_caches, workspace, folder / "model", folder, outside.seq_len)
     steps = [
         Step(folder / "model", partial(fetch_model, outside, folder / "model")),
         Step(folder / "valid", partial(cache, "valid", outside.windows)),
     ]
-    if place.plan.register_windows:
+    if workspace.plan.register_windows:
         steps.append(
-            Step(folder / "registers", partial(render_registers, place, folder / "model", folder / "registers"))
+            Step(folder / "registers", partial(render_registers, workspace, folder / "model", folder / "registers"))
         )
     return [*steps, Step(folder / "train", partial(cache, "train", None))] if outside.uptrain else steps
 
 
-def parent_steps(place: Place) -> list[Step]:
+def parent_steps(workspace: Workspace) -> list[Step]:
     """Return the trainings from scratch: the parents, then models with fewer K/V heads."""
     return [
-        Step(place.parent(seed, groups), partial(train_parent, place, seed, groups))
-        for groups in (None, *fewer_heads(place.plan))
-        for seed in place.plan.parent.seeds
+        Step(workspace.parent(seed, groups), partial(train_parent, workspace, seed, groups))
+        for groups in (None, *fewer_heads(workspace.plan))
+        for seed in workspace.plan.parent.seeds
     ]
 
 
@@ -147,50 +151,50 @@ def fewer_heads(plan: Plan) -> list[int]:
     return sorted({groups for arm in plan.arms if arm.from_nothing for groups in arm.groups}, reverse=True)
 
 
-def write_excerpts(place: Place) -> None:
-    texts = place.plan.texts
+def write_excerpts(workspace: Workspace) -> None:
+    texts = workspace.plan.texts
     part = slice(*texts.excerpt) if texts.excerpt else slice(None)
-    partial_file = place.valid_texts.with_suffix(".partial")
+    partial_file = workspace.valid_texts.with_suffix(".partial")
     with partial_file.open("w") as file:
-        for text in _documents(place.find((texts.valid,))):
+        for text in _documents(workspace.find((texts.valid,))):
             file.write(json.dumps({"text": text[part]}) + "\n")
-    partial_file.rename(place.valid_texts)
+    partial_file.rename(workspace.valid_texts)
 
 
-def copy_speeches(place: Place) -> None:
+def copy_speeches(workspace: Workspace) -> None:
     from scripts.train_demo_model import split_speeches
 
-    folder = _fresh(place.home / "texts.partial")
+    folder = _fresh(workspace.home / "texts.partial")
     split_speeches(folder)
-    folder.rename(place.home / "texts")
+    folder.rename(workspace.home / "texts")
 
 
-def make_init(place: Place) -> None:
+def make_init(workspace: Workspace) -> None:
     from scripts.train_demo_model import CONFIG, byte_level_bpe, write_init
 
-    wanted = place.plan.tokenizer
+    wanted = workspace.plan.tokenizer
     tokenizer, trainer = byte_level_bpe(wanted.vocab)
     trainer.show_progress = False
-    tokenizer.train_from_iterator(_tokenizer_texts(place, wanted), trainer)
-    folder = _fresh(place.home / "init.partial")
+    tokenizer.train_from_iterator(_tokenizer_texts(workspace, wanted), trainer)
+    folder = _fresh(workspace.home / "init.partial")
     own = {"vocab_size": wanted.vocab, "torch_dtype": "float32"}
-    write_init(folder, CONFIG | own | place.plan.parent.model, tokenizer)
-    folder.rename(place.home / "init")
+    write_init(folder, CONFIG | own | workspace.plan.parent.model, tokenizer)
+    folder.rename(workspace.home / "init")
 
 
-def make_init_with(place: Place, groups: int) -> None:
+def make_init_with(workspace: Workspace, groups: int) -> None:
     """Write the initial config and tokenizer for fewer K/V heads."""
-    folder = _fresh(place.home / f"init-g{groups}.partial")
-    shutil.copytree(place.init(None), folder, dirs_exist_ok=True)
+    folder = _fresh(workspace.home / f"init-g{groups}.partial")
+    shutil.copytree(workspace.init(None), folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": groups}, indent=2) + "\n")
-    folder.rename(place.init(groups))
+    folder.rename(workspace.init(groups))
 
 
-def _tokenizer_texts(place: Place, wanted: Vocabulary) -> Iterator[str]:
-    if place.has_novels:
-        return _documents(place.find(wanted.texts or place.plan.texts.train))
-    return (file.read_text() for folder in place.train_texts for file in sorted(folder.glob("*.txt")))
+def _tokenizer_texts(workspace: Workspace, wanted: Vocabulary) -> Iterator[str]:
+    if workspace.has_novels:
+        return _documents(workspace.find(wanted.texts or workspace.plan.texts.train))
+    return (file.read_text() for folder in workspace.train_texts for file in sorted(folder.glob("*.txt")))
 
 
 def _documents(files: list[Path]) -> Iterator[str]:
@@ -205,15 +209,17 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
-def make_caches(place: Place, tokenizer: Path, folder: Path, seq_len: int, name: str, windows: int | None) -> None:
-    texts = place.train_texts if name == "train" else [place.valid_texts]
+def make_caches(
+    workspace: Workspace, tokenizer: Path, folder: Path, seq_len: int, name: str, windows: int | None
+) -> None:
+    texts = workspace.train_texts if name == "train" else [workspace.valid_texts]
     sources = [word for path in texts for word in ("--data", path)]
     limit = ("--tokens", windows * seq_len) if windows else ()
     options = ("--tokenizer", tokenizer, "--seq-len", seq_len, "--workers", "1", *limit)
     programs.run("uptrain", "prepare", *sources, *options, "--out", folder / name, "--json")
 
 
-def fetch_model(outside: Outside, out: Path) -> None:
+def fetch_model(outside: ExternalParent, out: Path) -> None:
     """Write the parent as a Hugging Face folder."""
     source = outside.model
     if source.startswith("package:"):
@@ -223,15 +229,15 @@ def fetch_model(outside: Outside, out: Path) -> None:
     programs.run("convert", "to-hf", source, out, "--json")
 
 
-def render_registers(place: Place, model: Path, out: Path) -> None:
+def render_registers(workspace: Workspace, model: Path, out: Path) -> None:
     """Copy the texts of all registers, with chats rendered in the model's template."""
     from model.common.tokenizer import open_tokenizer
 
-    assert place.registers is not None  # check_home
+    assert workspace.registers is not None  # check_home
     tokenizer, folder = open_tokenizer(model), _fresh(out.with_suffix(".partial"))
     for part in ("held-out", "own"):
         (folder / part).mkdir()
-        for source in sorted((place.registers / part).glob("*.jsonl")):
+        for source in sorted((workspace.registers / part).glob("*.jsonl")):
             with source.open() as documents, (folder / part / source.name).open("w") as file:
                 for line in documents:
                     file.write(json.dumps({"text": _as_text(json.loads(line), tokenizer)}, ensure_ascii=False) + "\n")
@@ -246,8 +252,8 @@ def _as_text(document: dict[str, Any], tokenizer: Any) -> str:
     return "".join(f"{turn['role'].title()}: {turn['content']}\n\n" for turn in document["messages"])
 
 
-def train_parent(place: Place, seed: int, groups: int | None) -> None:
-    parent, home, run = place.plan.parent, place.home, place.run(seed, groups)
+def train_parent(workspace: Workspace, seed: int, groups: int | None) -> None:
+    parent, home, run = workspace.plan.parent, workspace.home, workspace.run(seed, groups)
     if (run / "run.json").is_file():
         programs.train(run, "resume", run)
     else:
@@ -257,5 +263,5 @@ def train_parent(place: Place, seed: int, groups: int | None) -> None:
             "--precision", parent.precision, "--seed", seed,
         )  # fmt: skip
         data = ("--data", home / "train", "--eval-data", home / "valid")
-        programs.train(run, "run", "--init", place.init(groups), *data, *options, "--out", run)
-    programs.run("uptrain", "export", run, place.parent(seed, groups))
+        programs.train(run, "run", "--init", workspace.init(groups), *data, *options, "--out", run)
+    programs.run("uptrain", "export", run, workspace.parent(seed, groups))

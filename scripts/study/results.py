@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-Line = dict[str, Any]
+Result = dict[str, Any]
 Seeds = dict[int, float]
 """Seed → figure."""
 Stage = tuple[float, str | None]
@@ -14,11 +14,11 @@ Setting = tuple[float | None, str | None, int | None]
 """The settings of an uptraining: peak learning rate, schedule, and tokens per step."""
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[Result]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read(path: Path) -> list[Line]:
+def read(path: Path) -> list[Result]:
     """Return the results of a file, in order; none if it does not exist yet."""
     lines = read_lines(path) if path.exists() else []
     # Early lines lack these two keys.
@@ -31,7 +31,7 @@ BETTER = ("longer", "recipe_longer", "from_nothing")
 """The plans that uptrain the better-trained parents."""
 
 
-def united(results: Path, plans: tuple[str, ...]) -> list[Line]:
+def united(results: Path, plans: tuple[str, ...]) -> list[Result]:
     """Return the lines of several plans for the arms of the first plan, with all settings of uptraining."""
     arms = {line["arm"] for line in read(results / f"{plans[0]}.jsonl")}
     lines = [line for plan in plans for line in read(results / f"{plan}.jsonl")]
@@ -42,54 +42,54 @@ def unique(values: Any) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def is_parent(line: Line) -> bool:
+def is_parent(line: Result) -> bool:
     return line["convert"] is None and not line["from_nothing"]
 
 
-def stage_of(line: Line) -> Stage:
+def stage_of(line: Result) -> Stage:
     return line["alpha"], line["loss"]
 
 
-def at(lines: list[Line], arm: str, stage: Stage, groups: int | None = None) -> list[Line]:
+def at(lines: list[Result], arm: str, stage: Stage, groups: int | None = None) -> list[Result]:
     """Return the lines of an arm after an uptraining, with its best setting."""
     own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage) and groups in (None, line["groups"])]
     return at_best_setting(own) if own else []
 
 
-def setting_of(line: Line) -> Setting:
+def setting_of(line: Result) -> Setting:
     return line["lr"], line["schedule"], line["global_batch_tokens"]
 
 
-def by_setting(lines: list[Line]) -> dict[Setting, list[Line]]:
+def by_setting(lines: list[Result]) -> dict[Setting, list[Result]]:
     keys = unique(map(setting_of, lines))
     return {key: [line for line in lines if setting_of(line) == key] for key in keys}
 
 
-def at_best_setting(lines: list[Line]) -> list[Line]:
+def at_best_setting(lines: list[Result]) -> list[Result]:
     """Return the lines of the learning rate, schedule and batch that did best for an arm."""
 
-    def rank(own: list[Line]) -> tuple[int, float]:
+    def rank(own: list[Result]) -> tuple[int, float]:
         # A setting that some seeds have not tried yet must not win by chance.
         return -len(losses(own)), statistics.mean(losses(own).values())
 
     return min(by_setting(lines).values(), key=rank)
 
 
-def of_seeds(lines: list[Line], what: str) -> Seeds:
+def of_seeds(lines: list[Result], what: str) -> Seeds:
     """Return a figure for each seed. If a seed has several lines, the last is used: it was measured again."""
     return {line["seed"]: line[what] for line in lines}
 
 
-def losses(lines: list[Line]) -> Seeds:
+def losses(lines: list[Result]) -> Seeds:
     return of_seeds(lines, "held_out_loss")
 
 
-def shares(start: list[Line], lines: list[Line]) -> Seeds:
+def shares(start: list[Result], lines: list[Result]) -> Seeds:
     """Return the remaining share of the gap of merging by the mean."""
     return left_of(start, losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]]))
 
 
-def left_of(own: list[Line], losses_then: Seeds) -> Seeds:
+def left_of(own: list[Result], losses_then: Seeds) -> Seeds:
     """Return the gap to the parent as a share of the gap of other losses.
 
     It is computed for each parent separately, so that differences between parents do not count.
@@ -102,7 +102,7 @@ def left_of(own: list[Line], losses_then: Seeds) -> Seeds:
     }
 
 
-def gaps(lines: list[Line]) -> Seeds:
+def gaps(lines: list[Result]) -> Seeds:
     """Return for each seed the loss minus the parent's loss."""
     return beyond(losses(lines), of_seeds(lines, "parent_loss"))
 

@@ -4,19 +4,19 @@ Every figure is a line of WORK/PLAN/results.jsonl; `scripts/study/table.py` prin
 not measured again, so the same command resumes a study.
 """
 
-import fcntl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import click
 
+from model.common.files import FileLock, LockedError
 from scripts.study.arms import missing_cases, work_on
 from scripts.study.plan import find_plan, read_plan
-from scripts.study.prepare import Place, Step, check_home, parent_steps, shared_steps
+from scripts.study.prepare import Step, Workspace, check_home, parent_steps, shared_steps
 from scripts.study.programs import ProgramFailed
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -30,47 +30,47 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Side by side, a thread each.")
 @click.option("--dry-run", is_flag=True, help="Print the remaining work, and do nothing.")
 def main(name: str, texts: Path | None, registers: Path | None, work: Path, jobs: int, dry_run: bool) -> None:
-    place = Place(read_plan(find_plan(name)), work, texts, registers)
+    workspace = Workspace(read_plan(find_plan(name)), work, texts, registers)
     if dry_run:
-        print_rest(place)
+        print_rest(workspace)
     else:
-        run_study(place, jobs)
+        run_study(workspace, jobs)
 
 
-def print_rest(place: Place) -> None:
-    for step in [*shared_steps(place), *parent_steps(place)]:
+def print_rest(workspace: Workspace) -> None:
+    for step in [*shared_steps(workspace), *parent_steps(workspace)]:
         if not step.done.exists():
             print(f"make {step.done}")
-    for case in missing_cases(place):
+    for case in missing_cases(workspace):
         print(f"{case.name}: {len(case.stages)} to measure")
 
 
-def run_study(place: Place, jobs: int) -> None:
-    for folder in (place.home, place.results.parent):
+def run_study(workspace: Workspace, jobs: int) -> None:
+    for folder in (workspace.home, workspace.results.parent):
         folder.mkdir(parents=True, exist_ok=True)
     # Without the lock, two runners would delete each other's models.
-    with locked(place.results.parent / "lock", f"the study {place.plan.name} is running"):
-        check_home(place)
-        make_parents(place, jobs)
-        side_by_side([partial(work_on, place, case, tell) for case in missing_cases(place)], jobs)
+    with locked(workspace.results.parent / "lock", f"the study {workspace.plan.name} is running"):
+        check_home(workspace)
+        make_parents(workspace, jobs)
+        side_by_side([partial(work_on, workspace, case, tell) for case in missing_cases(workspace)], jobs)
 
 
-def make_parents(place: Place, jobs: int) -> None:
+def make_parents(workspace: Workspace, jobs: int) -> None:
     """Build missing texts, token caches and parents. Plans for which nothing is missing do not wait for the lock."""
-    if all(step.done.exists() for step in [*shared_steps(place), *parent_steps(place)]):
+    if all(step.done.exists() for step in [*shared_steps(workspace), *parent_steps(workspace)]):
         return
-    with locked(place.home / "making.lock", f"the parents of {place.plan.home} are being made"):
-        for step in shared_steps(place):
+    with locked(workspace.home / "making.lock", f"the parents of {workspace.plan.home} are being made"):
+        for step in shared_steps(workspace):
             make(step)
-        side_by_side([partial(make, step) for step in parent_steps(place)], jobs)
+        side_by_side([partial(make, step) for step in parent_steps(workspace)], jobs)
 
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    with path.open("w") as lock:
+    with ExitStack() as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            lock.enter_context(FileLock(path))
+        except LockedError as error:
             raise click.ClickException(f"{what} in {path.parent} already.") from error
         yield
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from scripts.study.results import (
-    Line,
+    Result,
     Seeds,
     Stage,
     at,
@@ -48,7 +48,7 @@ def main(results: Path) -> None:
     print("\n\n".join(tables(read(results))))
 
 
-def tables(lines: list[Line]) -> Iterator[str]:
+def tables(lines: list[Result]) -> Iterator[str]:
     parents, plans = unique(line["parent"] for line in lines), ", ".join(unique(line["plan"] for line in lines))
     for parent in parents:
         of_parent = [line for line in lines if line["parent"] == parent]
@@ -71,7 +71,7 @@ def markdown(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows])
 
 
-def models(lines: list[Line]) -> list[tuple[str, Stage]]:
+def models(lines: list[Result]) -> list[tuple[str, Stage]]:
     """Return the arms, ordered by loss after conversion, each with its uptrainings, shortest first."""
     pairs = unique((line["arm"], stage_of(line)) for line in lines)
     starts = {arm: statistics.mean(losses(at(lines, arm, START)).values()) for arm, stage in pairs if stage == START}
@@ -91,7 +91,7 @@ def name_of(stage: Stage) -> str:
     return f"{stage[1]}, α {stage[0]:g}" if stage[1] else "none"
 
 
-def table(lines: list[Line]) -> str:
+def table(lines: list[Result]) -> str:
     """Return the table of losses of each arm, after conversion and after each uptraining."""
     stages = sorted({stage_of(line) for line in lines if line["alpha"]}, key=by_loss)
     rows = []
@@ -103,7 +103,7 @@ def table(lines: list[Line]) -> str:
     return markdown(["arm", "after conversion", "of mean's gap", *map(name_of, stages)], rows)
 
 
-def rates(lines: list[Line]) -> Iterator[str]:
+def rates(lines: list[Result]) -> Iterator[str]:
     """Yield a table of losses by learning rate, schedule and batch for each uptraining with several learning rates."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
         own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
@@ -119,7 +119,7 @@ def rates(lines: list[Line]) -> Iterator[str]:
         yield markdown([f"{arm}, {name_of(stage)}; peak:", *(f"{lr:g}" for lr in peaks)], rows)
 
 
-def measures(lines: list[Line]) -> str:
+def measures(lines: list[Result]) -> str:
     """Return the table of each model's distance from its parent and from the control."""
     rows, papers = [], losses(at(lines, *PAPERS))
     for arm, stage in models(lines):
@@ -140,13 +140,13 @@ def measures(lines: list[Line]) -> str:
     return markdown([headings[i] for i in filled], [[row[i] for i in filled] for row in rows])
 
 
-def control(lines: list[Line], stage: Stage) -> Seeds:
+def control(lines: list[Result], stage: Stage) -> Seeds:
     """Return the losses of the parent trained further for as long, or of the parent itself if they are better."""
     candidates = [losses(at(lines, "parent", each)) for each in (START, (stage[0], "next-token"))]
     return min(filter(None, candidates), key=lambda seeds: statistics.mean(seeds.values()), default={})
 
 
-def savings(lines: list[Line], best: str) -> str:
+def savings(lines: list[Result], best: str) -> str:
     """Return the table of tokens and compute that our best merge needs to match the paper's recipe.
 
     The recipe has one row per batch size, at the best learning rate for it. The distilled mean and the best merge
@@ -183,20 +183,20 @@ def savings(lines: list[Line], best: str) -> str:
     return markdown(headings, rows)
 
 
-def counted(cell: Callable[[list[Line]], str], lines: list[Line], n_parents: int) -> str:
+def counted(cell: Callable[[list[Result]], str], lines: list[Result], n_parents: int) -> str:
     """Return a cell of the table, with a remark if it does not cover all parents."""
     n = len(losses(at_best_setting(lines))) if lines else n_parents
     return cell(lines) + (f" ({n} of {n_parents} parents)" if n < n_parents else "")
 
 
-def calibration_tokens(line: Line) -> int:
+def calibration_tokens(line: Result) -> int:
     words = line["convert"]
     if "--calibration-tokens" not in words:
         return 0
     return int(words[words.index("--calibration-tokens") + 1])
 
 
-def behaviours(lines: list[Line]) -> str:
+def behaviours(lines: list[Result]) -> str:
     """Return the table of losses beyond the parent's by position, and of the generated texts."""
     starts = [1, *(end + 1 for end in lines[0]["behaviour"]["positions"])]
     places = [f"{start}–{end}" for start, end in zip(starts, lines[0]["behaviour"]["positions"], strict=False)]
@@ -210,7 +210,7 @@ def behaviours(lines: list[Line]) -> str:
     return markdown(["arm", "uptraining", *places, "tokens until they part", "repeated"], rows)
 
 
-def registers(lines: list[Line]) -> str:
+def registers(lines: list[Result]) -> str:
     """Return the table of each arm's remaining share of mean's gap by register, and on the worst register.
 
     Arms named after a register and a number of tokens share one column: each was calibrated on texts of that register,
@@ -219,7 +219,7 @@ def registers(lines: list[Line]) -> str:
     by_arm = {line["arm"]: line["registers"] for line in lines}
     parent, mean = by_arm["parent"], by_arm["mean"]
     own = {arm: arm.rsplit(" ", 1) for arm in by_arm if arm.rsplit(" ", 1)[0] in parent}
-    columns: dict[str, Line] = {arm: losses for arm, losses in by_arm.items() if arm not in ("parent", "mean", *own)}
+    columns: dict[str, Result] = {arm: losses for arm, losses in by_arm.items() if arm not in ("parent", "mean", *own)}
     for arm, (register, tokens) in own.items():
         columns.setdefault(f"own {tokens}", {})[register] = by_arm[arm][register]
     left = {
@@ -238,7 +238,7 @@ def registers(lines: list[Line]) -> str:
     return markdown(["held-out texts", "parent", "mean", *columns], rows)
 
 
-def uptrained(lines: list[Line]) -> str:
+def uptrained(lines: list[Result]) -> str:
     if not lines:
         return "–"
     best, several = at_best_setting(lines), by_setting(lines)

@@ -41,9 +41,9 @@ def stand_in(study, monkeypatch):
     _, _, prepare, programs, _, _ = study
     calls = []
 
-    def write_config(place):
-        (place.home / "init").mkdir()
-        (place.home / "init/config.json").write_text('{"num_key_value_heads": 4, "hidden_size": 64}')
+    def write_config(workspace):
+        (workspace.home / "init").mkdir()
+        (workspace.home / "init/config.json").write_text('{"num_key_value_heads": 4, "hidden_size": 64}')
 
     def run(program, *arguments):
         words = [program, *map(str, arguments)]
@@ -68,7 +68,9 @@ def stand_in(study, monkeypatch):
         return ""
 
     monkeypatch.setattr(programs, "run", run)
-    monkeypatch.setattr(prepare, "copy_speeches", lambda place: (place.home / "texts/held-out").mkdir(parents=True))
+    monkeypatch.setattr(
+        prepare, "copy_speeches", lambda workspace: (workspace.home / "texts/held-out").mkdir(parents=True)
+    )
     monkeypatch.setattr(prepare, "make_init", write_config)
     return calls
 
@@ -90,17 +92,17 @@ def test_plans_can_be_read(study, path):
     _, plan, prepare, _, _, _ = study
     parsed = plan.read_plan(path)
     assert parsed.name == path.stem
-    place = prepare.Place(parsed, Path("work"), None)
-    steps = [step.done for step in prepare.shared_steps(place)]
+    workspace = prepare.Workspace(parsed, Path("work"), None)
+    steps = [step.done for step in prepare.shared_steps(workspace)]
     assert (Path("work") / parsed.home / "train" in steps) == bool(parsed.parent.seeds)
 
 
 def test_plan_takes_the_parents_of_another(study):
     _, plan, prepare, _, _, _ = study
-    place = prepare.Place(plan.read_plan(plan.find_plan("paper")), Path("work"), None)
-    assert place.parent(2) == Path("work/merges/parent-2-hf")
-    assert place.results == Path("work/paper/results.jsonl")
-    assert place.plan.parent.seeds == (0, 1, 2)
+    workspace = prepare.Workspace(plan.read_plan(plan.find_plan("paper")), Path("work"), None)
+    assert workspace.parent(2) == Path("work/merges/parent-2-hf")
+    assert workspace.results == Path("work/paper/results.jsonl")
+    assert workspace.plan.parent.seeds == (0, 1, 2)
     fewer = plan.read_plan(plan.find_plan("rates"))
     assert (fewer.home, fewer.parent.seeds) == ("longer", (0,)), "seeds of its own"
 

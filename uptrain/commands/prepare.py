@@ -107,21 +107,17 @@ def _show(result: dict[str, Any]) -> None:
         return
     if result["was_complete"]:
         console.echo(f"{result['out']} was complete already, with the same data and options.\n")
+    counts = (Counter({**source["dropped"], "bad": source["skipped"]}) for source in result["sources"])
+    dropped = [f"{n:,} {reason}" for reason, n in sorted(sum(counts, Counter[str]()).items())]
     rows = [
         ("documents", f"{result['documents']:,}"),
         ("tokens", f"{result['tokens']:,}, {result['dtype']}, of a vocabulary of {result['vocab_size']:,}"),
         ("windows", f"{result['windows']:,} of {result['seq_len']:,} tokens"),
-        ("dropped", _dropped(result["sources"])),
+        ("dropped", ", ".join(dropped) or "none"),
         *((source["path"], _described(source)) for source in result["sources"]),
         *(("ignored", f"{file}: not a known format") for file in result["ignored"]),
     ]
     console.print_key_values(f"Token cache {result['out']}", rows)
-
-
-def _dropped(sources: list[dict[str, Any]]) -> str:
-    """Return the numbers of dropped and skipped records by reason."""
-    counts = sum((Counter({**source["dropped"], "bad": source["skipped"]}) for source in sources), Counter[str]())
-    return ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.items())) or "none"
 
 
 def _described(source: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from uptrain.budget.counts import show_count
-from uptrain.report.history import merge_cost, recovered_fraction, show_recovered
+from uptrain.report.history import merge_cost, recovered_fraction, show_loss, show_recovered
 from uptrain.training.losses import LOSSES
 
 BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining: end -->"
@@ -63,16 +63,12 @@ def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    before, after = (f"{_number(e['loss'])} at step {e['step']:,}" for e in (first, last))
+    before, after = (f"{show_loss(e['loss'])} at step {e['step']:,}" for e in (first, last))
     rows = [("Held-out loss", f"{before} → {after}")]
     if "teacher_loss" in last:
-        rows.append(("Teacher's loss", _number(last["teacher_loss"])))
+        rows.append(("Teacher's loss", show_loss(last["teacher_loss"])))
         recovered = show_recovered(recovered_fraction(first, last), merge_cost(first))
         if recovered:
             rows.append(("Recovered fraction", recovered))
-        rows.append(("KL to the teacher", f"{_number(last['kl'])}; same choice at {last['agreement']:.1%} of tokens"))
+        rows.append(("KL to the teacher", f"{show_loss(last['kl'])}; same choice at {last['agreement']:.1%} of tokens"))
     return rows
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from model.common.printable import printable
 from uptrain.budget.counts import show_count
-from uptrain.report.history import History, show_recovered
+from uptrain.report.history import History, show_loss, show_recovered
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c1c1e; --muted: #6e6e73; --line: #d9d9de; --page: #ffffff;
@@ -84,12 +84,15 @@ def _summary(history: History, of_name: str) -> str:
     origin = f"Uptraining of {Path(settings.model).name}" if settings.model else "Training from nothing"
     figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", show_count(history.tokens))]
     if history.steps:
-        figures.append(("training loss", _number(history.steps[-1]["loss"])))
+        figures.append(("training loss", show_loss(history.steps[-1]["loss"])))
     if history.evaluations:
         last = history.evaluations[-1]
-        figures.append(("held-out loss", _number(last["loss"])))
+        figures.append(("held-out loss", show_loss(last["loss"])))
         if "kl" in last:
-            figures += [("teacher's loss", _number(last["teacher_loss"])), ("KL to the teacher", _number(last["kl"]))]
+            figures += [
+                ("teacher's loss", show_loss(last["teacher_loss"])),
+                ("KL to the teacher", show_loss(last["kl"])),
+            ]
         recovered = show_recovered(last["recovered_fraction"], last["merge_cost"])
         if recovered:
             figures.append(("recovered fraction", recovered))
@@ -128,10 +131,10 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
     headings += ["teacher's loss", "KL", "same choice", "recovered"] if with_teacher else []
     rows = []
     for e in evaluations:
-        row = [f"{e['step']:,}", f"{e['tokens']:,}", _number(e["loss"]), _perplexity(e["loss"])]
+        row = [f"{e['step']:,}", f"{e['tokens']:,}", show_loss(e["loss"]), _perplexity(e["loss"])]
         if "kl" in e:
             recovered = e["recovered_fraction"]
-            row += [_number(e["teacher_loss"]), _number(e["kl"]), f"{e['agreement']:.1%}"]
+            row += [show_loss(e["teacher_loss"]), show_loss(e["kl"]), f"{e['agreement']:.1%}"]
             row.append("—" if recovered is None else f"{recovered:.1%}")
         rows.append(row + ["—"] * (len(headings) - len(row)))
     return "<p class='muted'>On held-out text.</p>" + _table(headings, rows, "numbers")
@@ -149,10 +152,6 @@ def _event(event: dict[str, Any]) -> str:
     at = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M UTC")
     text = f"{event['event']}, {at}, {event['processes']} process{'es' * (event['processes'] > 1)}"
     return "; ".join([text, *(f"passed over: {problem}" for problem in event.get("passed_over", ()))])
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _perplexity(loss: float | None) -> str:

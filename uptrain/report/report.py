@@ -23,7 +23,9 @@ def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]
     for history in histories:
         if not history.steps and not history.evaluations:
             raise InputError(f"{history.folder} has no metrics yet; a report needs one step or evaluation.")
-    names = _names(folders)
+    names = [printable(folder.resolve().name) for folder in folders]
+    if len(set(names)) < len(names):
+        names = [printable(str(folder)) for folder in folders]
     picture = page.with_suffix(".png")
     replace_file(picture, draw_png(histories, names))
     replace_file(page, make_page(histories, names, draw_svgs(histories, names)).encode())
@@ -40,9 +42,3 @@ def _page_path(folders: Sequence[Path], out: Path | None) -> Path:
     if not out.parent.is_dir():
         raise InputError(f"there is no folder {out.parent} for {out.name}; create it first.")
     return out
-
-
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the runs' folders, or their paths if names are not unique."""
-    names = [folder.resolve().name for folder in folders]
-    return list(map(printable, names if len(set(names)) == len(names) else map(str, folders)))
