@@ -32,7 +32,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     run = Run.read(folder)
     longer = replace(run.settings, steps=steps)
     branch = branch_step(folder, run)
-    first_decay = decay_start(longer.make_schedule())
+    first_decay = decay_start(longer.learning_rates)
     assert first_decay is None or first_decay >= branch
     source = list_checkpoints(folder / CHECKPOINTS)[branch]
     if problem := find_damage(source):
@@ -53,7 +53,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
 
 def branch_step(folder: Path, run: Run) -> int:
     """Return the step to extend a run from: its last checkpoint that the longer run would share."""
-    schedule = run.settings.make_schedule()
+    schedule = run.settings.learning_rates
     if schedule.kind == "cosine":
         raise InputError(
             f"{folder} has a cosine schedule, whose every step depends on its length; it cannot be extended. "

@@ -258,7 +258,7 @@ def build(
         optimizer=optimizer.optimizer,
         accelerator=accelerator,
         cache=cache,
-        schedule=settings.make_schedule(),
+        schedule=settings.learning_rates,
         checkpoints=Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last),
         metrics=Metrics(folder / METRICS),
         stop_request=stop_request,

@@ -5,6 +5,7 @@ Settings are written to RUN/run.json, and read to resume, extend and export the 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise InputError for invalid values."""
-        self.make_schedule()
+        _ = self.learning_rates
         for name, choices in (
             ("loss", LOSSES), ("optimizer", OPTIMIZERS), ("trainable", TRAINABLE), ("precision", PRECISIONS),
         ):  # fmt: skip
@@ -125,8 +126,9 @@ class Settings:
         if self.spike_sigma is not None:
             checks.number(self.spike_sigma, "spike_sigma", above=0.0)
 
-    def make_schedule(self) -> Schedule:
-        """Return the learning rate schedule. Raises InputError for invalid values."""
+    @cached_property
+    def learning_rates(self) -> Schedule:
+        """The learning rate schedule. Raises InputError for invalid values, when the settings are made."""
         return Schedule(self.schedule, self.lr, self.steps, self.warmup_steps, self.decay_fraction, self.original_steps)
 
 
