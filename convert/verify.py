@@ -244,7 +244,7 @@ def _compare_refined(
     def attentions(index: int) -> list[LayerAttention]:
         merge = plan.layers[index]
         wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
-        return [attention_of(tensors, merge) for tensors in wide]
+        return [attention_of(tensors, merge, merge.target) for tensors in wide]
 
     def differs(index: int) -> bool:
         actual, expected = versions(index)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from model.checkpoint import FLOAT_DTYPES, Tensor
 from model.common.errors import CheckpointError
 from model.families import Family
@@ -44,6 +47,18 @@ class Heads:
     rows_per_block: int
     """Number of rows from the start of one such run to the start of the next."""
 
+    @property
+    def label(self) -> str:
+        """A unique name. The tensor's name is not enough where heads of several kinds share a tensor."""
+        return f"{self.tensors[0]} {self.kind}" if self.first_row else self.tensors[0]
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """The rows of all heads, in the heads' order; for heads in one tensor."""
+        assert len(self.tensors) == 1
+        starts = np.array([self.place(head)[1] for head in range(self.n)], dtype=np.intp)
+        return (starts[:, None] + np.arange(self.rows_per_head)).flatten()
+
     def place(self, head: int) -> tuple[str, int]:
         """Return the tensor that holds a head, and the head's first row in that tensor."""
         if len(self.tensors) > 1:
@@ -77,7 +92,7 @@ def _prefixed(prefix: str, heads: Heads) -> Heads:
 
 
 def _one_attention(family: Family, sizes: Sizes) -> Layout:
-    n_rows, heads = _fused(family.fused, family.fused_by, sizes) if family.fused else _separate(family, sizes)
+    n_rows, heads = _fused(family, sizes) if family.fused else _separate(family, sizes)
     shapes: dict[str, tuple[int, ...]] = {
         f"{family.output}.weight": (sizes.hidden_size, sizes.n_heads * sizes.head_dim),
         f"{family.output}.bias": (sizes.hidden_size,),
@@ -99,27 +114,51 @@ def _contiguous(kind: Kind, tensors: tuple[str, ...], rows_per_head: int, n: int
     return Heads(kind, tensors, 0, rows_per_head, n, heads_per_block=n, rows_per_block=n * rows_per_head)
 
 
+def projections(family: Family, sizes: Sizes, parameter: str, place: str) -> tuple[Heads, Heads, Heads]:
+    """Return the query, key and value heads of one attention module, in its weights or its biases.
+
+    `parameter`: `weight` or `bias`. `place`: the beginning of the module's tensor names.
+    """
+    if family.fused:
+        _, heads = _fused(family, sizes)
+        q, k, v = (_prefixed(place, each) for each in heads if each.tensors[0].endswith(parameter))
+        return q, k, v
+    q, k, v = (
+        _contiguous(kind, (f"{place}{name}.{parameter}",), sizes.head_dim, n) for kind, name, n in _kinds(family, sizes)
+    )
+    return q, k, v
+
+
+def _kinds(family: Family, sizes: Sizes) -> tuple[tuple[Kind, str, int], ...]:
+    """Return the three kinds of heads: the name of their projection, and their number."""
+    return (
+        ("q", family.query, sizes.n_heads),
+        ("k", family.key, sizes.n_kv_heads),
+        ("v", family.value, sizes.n_kv_heads),
+    )
+
+
 def _separate(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
     """Return the number of rows of each projection, and the K/V heads in weights and biases."""
-    n_q, n_kv = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
-    kinds: tuple[tuple[Kind, str], ...] = (("k", family.key), ("v", family.value))
     heads = [
-        _contiguous(kind, (f"{name}.{parameter}",), sizes.head_dim, sizes.n_kv_heads)
-        for kind, name in kinds
+        _contiguous(kind, (f"{name}.{parameter}",), sizes.head_dim, n)
+        for kind, name, n in _kinds(family, sizes)
         for parameter in ("weight", "bias")
+        if kind != "q"
     ]
-    return {family.query: n_q, family.key: n_kv, family.value: n_kv}, heads
+    return {name: n * sizes.head_dim for _, name, n in _kinds(family, sizes)}, heads
 
 
-def _fused(name: str, by: Literal["kind", "group"], sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
+def _fused(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
     """Return the same for a fused projection. Its rows are [q | k | v], of all heads or group by group."""
-    kinds: tuple[tuple[Kind, int], ...] = (("q", sizes.n_heads), ("k", sizes.n_kv_heads), ("v", sizes.n_kv_heads))
-    n_blocks = sizes.n_kv_heads if by == "group" else 1
+    name = family.fused
+    assert name is not None
+    n_blocks = sizes.n_kv_heads if family.fused_by == "group" else 1
     rows_per_block = (sizes.n_heads + 2 * sizes.n_kv_heads) // n_blocks * sizes.head_dim
     heads: list[Heads] = []
     for parameter in ("weight", "bias"):
         first_row = 0
-        for kind, n in kinds:
+        for kind, _, n in _kinds(family, sizes):
             heads.append(
                 Heads(kind, (f"{name}.{parameter}",), first_row, sizes.head_dim, n, n // n_blocks, rows_per_block)
             )

@@ -90,19 +90,21 @@ def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_
 
 
 def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
-    if family.rotary_fraction == 1.0:
-        return 1.0
-    stated = (_get(config, key) for key in ("rope_parameters.partial_rotary_factor", "partial_rotary_factor"))
-    fraction = next((value for value in stated if value is not None), family.rotary_fraction)
+    assert family.rotary_fraction is not None
+    if not family.partial_rotary:
+        return family.rotary_fraction
+    keys = ("rope_parameters.partial_rotary_factor", family.keys.partial_rotary_factor)
+    key = next((key for key in keys if _get(config, key) is not None), None)
+    fraction = family.rotary_fraction if key is None else _get(config, key)
     if not checks.is_finite(fraction) or not 0 < fraction <= 1:
-        raise CheckpointError(
-            f"config.json has partial_rotary_factor = {checks.show(fraction)}; it must be between 0 and 1."
-        )
+        raise CheckpointError(f"config.json has {key} = {checks.show(fraction)}; it must be between 0 and 1.")
     return float(fraction)
 
 
 def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:
-    """Return for each layer whether its heads are rotated, by the rule of SmolLM3's config class."""
+    """Return for each layer whether its heads are rotated, by the rules of Cohere2's and SmolLM3's config classes."""
+    if family.rotates_only is not None:
+        return [kind == family.rotates_only for kind in _layer_types(config, n_layers)]
     if family.no_rope_every is None:
         return [True] * n_layers
     listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", family.no_rope_every)
@@ -114,6 +116,19 @@ def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -
             "(rotated) or 0."
         )
     return [bool(value) for value in listed]
+
+
+def _layer_types(config: Mapping[str, Any], n_layers: int) -> list[str]:
+    """Return the kind of attention of each layer: `layer_types`, or every `sliding_window_pattern`-th layer full."""
+    kinds, every = config.get("layer_types"), config.get("sliding_window_pattern", 4)
+    if kinds is None and checks.is_whole_number(every):
+        return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(n_layers)]
+    if not isinstance(kinds, list) or len(kinds) != n_layers or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(
+            f"config.json has layer_types = {checks.show(kinds)}; it must name the attention of each of {n_layers} "
+            "layers."
+        )
+    return kinds
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:

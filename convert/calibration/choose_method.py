@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
+from convert.calibration.native_layers import NativeLayer
 from convert.calibration.refit_output import is_held_out
 from convert.calibration.solve import calibrate_layers
 from convert.calibration.text import CalibrationText
@@ -124,7 +125,7 @@ def score(
     """Return the loss of the model with its merged layers on a text, in nats per token."""
     for layer in iter_layers(checkpoint, text, scratch, progress):
         _load_merged(layer, checkpoint, merges[layer.index], merged)
-        layer.attend(lambda heads: None)
+        layer.run(lambda heads: None)
     config = read_llama_config(checkpoint.config)
     norm, head_VM = load_last_norm(checkpoint, config), load_head(checkpoint, config).float()
     return _loss(np.load(last_states(checkpoint, scratch), mmap_mode="r", allow_pickle=False), norm, head_VM, text)
@@ -132,11 +133,12 @@ def score(
 
 def _load_merged(layer: Layer, checkpoint: Checkpoint, merge: LayerMerge, merged: Path) -> None:
     """Replace the weights of a layer's attention by the merged ones."""
+    assert isinstance(layer.module, NativeLayer)
     tensors = load_layer(checkpoint, merge, merged).tensors
     for name, values in tensors.items():
         *_, part, leaf = name.split(".")
         parameter = nn.Parameter(torch.from_numpy(values.astype(np.float32)))
-        setattr(layer.block.self_attn.get_submodule(part), leaf, parameter)
+        setattr(layer.module.block.self_attn.get_submodule(part), leaf, parameter)
 
 
 def _loss(states_NTM: np.ndarray, norm: RMSNorm, head_VM: torch.Tensor, text: CalibrationText) -> float:

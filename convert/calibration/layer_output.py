@@ -5,30 +5,15 @@ inputs (the hidden size, and a constant 1 where there are biases).
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from convert.calibration.layer_module import Weights
 from convert.calibration.layer_stream import Layer
 from convert.merging.weights import LayerAttention, Real
-from model.decoder.attention import attend
-from model.decoder.rope import rotate
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A layer's attention as float32 matrices."""
-
-    q_CX: Tensor
-    k_CX: Tensor
-    v_CX: Tensor
-    o_MC: Tensor
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.q_CX, self.k_CX, self.v_CX, self.o_MC))
 
 
 def weights_of(attention: LayerAttention) -> Weights:
@@ -60,27 +45,12 @@ def with_output(attention: LayerAttention, o_MC: Real) -> LayerAttention:
     return replace(attention, o_HMD=np.ascontiguousarray(o_MC.reshape(n_outputs, n_heads, size).transpose(1, 0, 2)))
 
 
-def heads_out(layer: Layer, weights: Weights, x_BTM: Tensor) -> Tensor:
-    """Return the heads' outputs before the output projection, [B, T, H·D]."""
-    head_dim = layer.text.config.head_dim
-    rows = (weights.q_CX, weights.k_CX, weights.v_CX)
-    q_BTHD, k_BTGD, v_BTGD = (_project(x_BTM, rows_CX, head_dim) for rows_CX in rows)
-    q_BTHD, k_BTGD = (rotate(heads, *layer.text.rotation) for heads in (q_BTHD, k_BTGD))
-    return attend(q_BTHD, k_BTGD, v_BTGD, layer.text.mask(layer.index, len(x_BTM))).flatten(2)
-
-
-def _project(x_BTM: Tensor, rows_CX: Tensor, head_dim: int) -> Tensor:
-    weight_CM, bias_C = rows_CX[:, : x_BTM.shape[2]], rows_CX[:, x_BTM.shape[2] :].flatten()
-    heads_BTC: Tensor = F.linear(x_BTM, weight_CM, bias_C if len(bias_C) else None)
-    return heads_BTC.view(*x_BTM.shape[:2], -1, head_dim)
-
-
 def parents_output(layer: Layer, windows: list[int]) -> Tensor:
     """Return the original layer's attention output without the output projection's bias, [B, T, M].
 
-    Reads the file that `Layer.attend` writes, so call that first.
+    Reads the file that `Layer.run` writes, so call that first.
     """
-    whole_BTM, bias_M = torch.from_numpy(layer.attended_NTM[windows]), layer.block.self_attn.o_proj.bias
+    whole_BTM, bias_M = torch.from_numpy(layer.attended_NTM[windows]), layer.module.output_bias
     return whole_BTM if bias_M is None else whole_BTM - bias_M
 
 
@@ -88,13 +58,13 @@ def outputs(layer: Layer, merged: LayerAttention, windows: Iterable[int]) -> Ite
     """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
     weights = weights_of(merged)
     for batch in layer.text.batches(list(windows)):
-        yield from zip(heads_out(layer, weights, layer.inputs(batch)), parents_output(layer, batch), strict=True)
+        yield from zip(layer.module.heads_out(weights, layer.inputs(batch)), parents_output(layer, batch), strict=True)
 
 
 def squared_error(layer: Layer, weights: Weights, windows: Iterable[int]) -> float:
     """Return the squared output error of a merged layer, summed over windows."""
     total = 0.0
     for batch in layer.text.batches(list(windows)):
-        out_BTM = heads_out(layer, weights, layer.inputs(batch)) @ weights.o_MC.T
+        out_BTM = layer.module.heads_out(weights, layer.inputs(batch)) @ weights.o_MC.T
         total += float((parents_output(layer, batch) - out_BTM).double().square().sum())
     return total

@@ -4,9 +4,10 @@ The states between layers are files, so that memory grows neither with the text 
 
     FOLDER/states-0012.npy      the inputs of layer 12, float32 [windows, tokens, hidden]
     FOLDER/attended.npy         the output of its attention
+    FOLDER/following.npy        its output, the inputs of layer 13 once layer 12 is merged
 
 A killed run resumes at the layer whose states are in FOLDER. Letters: N windows, B windows in a batch, T tokens, M
-hidden size, H query heads, G key/value heads, D head_dim.
+hidden size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from convert.calibration.layer_module import LayerModule, ModelLayers, Watch
+from convert.calibration.native_layers import NativeLayers
 from convert.calibration.text import CalibrationText
 from convert.planning.recipe import UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.common.files import sync_file, sync_folder
-from model.decoder.attention import Mask, attend
-from model.decoder.config import LlamaConfig, read_llama_config
-from model.decoder.llama import Block, Rotation
-from model.decoder.loading import check_runnable, embedding_name, load_block, load_embedding
-from model.decoder.masks import text_mask
-from model.decoder.rope import rotate, rotations
+from model.families import NATIVE_FAMILIES
+from model.geometry import read_geometry
 
 _BATCH_TOKENS = 1024
 """Tokens per batch. Larger batches do not fit in a processor's cache."""
@@ -40,31 +39,12 @@ Progress = Callable[[int], None]
 """Called with the number of tokens that a layer has just processed."""
 
 
-@dataclass(frozen=True)
-class Heads:
-    """A batch of a layer's heads, before and after rotation."""
-
-    q_BTHD: Tensor
-    rotated_q_BTHD: Tensor
-    rotated_k_BTGD: Tensor
-    v_BTGD: Tensor
-
-
-Watch = Callable[[Heads], None]
-
-
 class CalibrationWindows:
-    """The parts that all layers share: model config, rotary angles, masks, batches of windows."""
+    """The windows of a text, in batches."""
 
-    def __init__(self, config: LlamaConfig, text: CalibrationText) -> None:
-        self.config, self.n_windows, self.length = config, text.n_windows, text.window
-        positions_1T = torch.arange(self.length)[None]
-        self.rotation: Rotation = rotations(config.rope, positions_1T, torch.tensor([[self.length]]), torch.float32)
+    def __init__(self, text: CalibrationText) -> None:
+        self.n_windows, self.length = text.n_windows, text.window
         self._batch = max(1, _BATCH_TOKENS // self.length)
-
-    def mask(self, index: int, n_rows: int) -> Mask:
-        """Return the attention mask of layer `index` for a batch of `n_rows` windows."""
-        return text_mask(n_rows, 0, self.length, self.config.windows[index], None, torch.device("cpu"))
 
     def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:
         """Yield the indices of all windows, or of `windows`, batch by batch."""
@@ -78,37 +58,32 @@ class Layer:
     """One layer and its input states."""
 
     text: CalibrationWindows
-    index: int
-    block: Block
+    module: LayerModule
     states_NTM: States
     folder: Path
+    progress: Progress
+
+    @property
+    def index(self) -> int:
+        return self.module.index
 
     def inputs(self, windows: list[int]) -> Tensor:
-        """Return the normalised inputs of the layer's attention, [B, T, M]."""
-        x_BTM: Tensor = self.block.input_layernorm(torch.from_numpy(self.states_NTM[windows]))
-        return x_BTM
+        """Return the inputs of the layer's attention, [B, T, M]."""
+        return self.module.inputs(torch.from_numpy(self.states_NTM[windows]))
 
-    def attend(self, watch: Watch) -> None:
-        """Run the layer's attention on the text, with its current weights. Calls `watch` with each batch's heads."""
-        attention, rotation = self.block.self_attn, self.text.rotation
-        with _writing(self._attended, self.states_NTM.shape, durable=False) as write:
+    def run(self, watch: Watch) -> None:
+        """Run the layer on the text, with its current weights. Calls `watch` with each batch's heads."""
+        shape = self.states_NTM.shape
+        with _writing(self._attended, shape) as write_attended, _writing(self._following, shape) as write_next:
             for windows in self.text.batches():
-                x_BTM = self.inputs(windows)
-                q_BTHD, k_BTGD, v_BTGD = (
-                    projection(x_BTM).view(*x_BTM.shape[:2], -1, attention.head_dim)
-                    for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-                )
-                for numbers in (q_BTHD, k_BTGD, v_BTGD):
-                    self._check(numbers)
-                heads = Heads(q_BTHD, rotate(q_BTHD, *rotation), rotate(k_BTGD, *rotation), v_BTGD)
-                watch(heads)
-                mask = self.text.mask(self.index, len(windows))
-                out_BTHD = attend(heads.rotated_q_BTHD, heads.rotated_k_BTGD, v_BTGD, mask)
-                write(attention.o_proj(out_BTHD.flatten(2)))
+                attended_BTM, next_BTM = self.module.run(torch.from_numpy(self.states_NTM[windows]), watch)
+                write_attended(attended_BTM)
+                write_next(next_BTM)
+                self.progress(len(windows) * self.text.length)
 
     @property
     def attended_NTM(self) -> States:
-        """The attention's output, with the output projection's bias."""
+        """The attention's output, with the output projection's bias. Call `run` first."""
         attended_NTM: States = np.load(self._attended, mmap_mode="r", allow_pickle=False)
         return attended_NTM
 
@@ -116,98 +91,111 @@ class Layer:
     def _attended(self) -> Path:
         return self.folder / "attended.npy"
 
-    def run_mlp(self, progress: Progress) -> None:
-        """Write the layer's output states, the next layer's inputs, and remove its input states."""
-        block, attended_NTM = self.block, self.attended_NTM
-        with _writing(_states(self.folder, self.index + 1), self.states_NTM.shape) as write:
-            for windows in self.text.batches():
-                x_BTM = torch.from_numpy(self.states_NTM[windows]).add_(torch.from_numpy(attended_NTM[windows]))
-                next_BTM = block.mlp(block.post_attention_layernorm(x_BTM)).add_(x_BTM)
-                self._check(next_BTM)
-                write(next_BTM)
-                progress(x_BTM.shape[0] * x_BTM.shape[1])
+    @property
+    def _following(self) -> Path:
+        return self.folder / "following.npy"
+
+    def finish(self) -> None:
+        """Make the layer's output states the next layer's inputs, durably, and remove its own."""
+        sync_file(self._following)
+        self._following.rename(_states(self.folder, self.index + 1))
+        sync_folder(self.folder)
         self._attended.unlink()
         _states(self.folder, self.index).unlink()
 
-    def _check(self, numbers: Tensor) -> None:
-        if not numbers.isfinite().all():
-            raise CheckpointError(
-                f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
-            )
+
+def open_layers(checkpoint: Checkpoint, length: int) -> ModelLayers:
+    """Return the layers of a model, for texts in windows of `length` tokens.
+
+    Raises CheckpointError if neither the project's own decoder nor transformers can run the model.
+    """
+    if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+        return NativeLayers(checkpoint, length)
+    from convert.calibration.transformers_layers import TransformersLayers  # transformers takes seconds to import
+
+    return TransformersLayers(checkpoint, length)
 
 
 def iter_layers(
     checkpoint: Checkpoint, text: CalibrationText, folder: Path, progress: Progress, more_tokens: int = 0
 ) -> Iterator[Layer]:
-    """Yield each layer. The caller runs `attend`, then `iter_layers` runs the MLP.
+    """Yield each layer. The caller must call its `run`.
 
     `more_tokens`: tokens of a layer that the caller reports to `progress` itself; those of finished layers count too.
 
     Use it without gradients. The states after the last layer stay in the folder (`last_states`).
     """
-    config = read_llama_config(checkpoint.config)
-    windows = CalibrationWindows(config, text)
-    first = _begin(checkpoint, text, folder)
+    windows, layers = CalibrationWindows(text), open_layers(checkpoint, text.window)
+    first = _begin(layers, text, windows, folder)
     progress(first * (text.n_tokens + more_tokens))
-    for index in range(first, config.n_layers):
+    for index in range(first, layers.n_layers):
         states_NTM = np.load(_states(folder, index), mmap_mode="r", allow_pickle=False)
-        layer = Layer(windows, index, load_block(checkpoint, config, index), states_NTM, folder)
+        layer = Layer(windows, layers.load(index), states_NTM, folder, progress)
         yield layer
-        layer.run_mlp(progress)
+        layer.finish()
 
 
-def check_can_walk(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedMethodError if the project's own decoder cannot run the model."""
+def check_can_run(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedMethodError if no code can run the model layer by layer."""
     try:
-        read_llama_config(checkpoint.config)
-        check_runnable(checkpoint)
+        open_layers(checkpoint, 1)
     except CheckpointError as error:
         raise UnsupportedMethodError(str(error)) from error
 
 
+def check_native(checkpoint: Checkpoint, option: str) -> None:
+    """Raise UnsupportedMethodError unless the project's own decoder runs the model, which `option` needs."""
+    model_type = checkpoint.config.get("model_type")
+    if model_type not in NATIVE_FAMILIES:
+        raise UnsupportedMethodError(
+            f"{option} is implemented for {', '.join(NATIVE_FAMILIES)}, not for model_type {model_type!r}; "
+            "leave it out."
+        )
+
+
 def check_tokens(checkpoint: Checkpoint, text: CalibrationText) -> None:
     """Raise CheckpointError if the text has token ids that are no rows of the embedding."""
-    embedding = checkpoint.tensors.get(embedding_name(checkpoint))
-    if embedding is None:
-        raise CheckpointError(f"{checkpoint.path} lacks the tensor {embedding_name(checkpoint)}.")
+    n_embeddings = open_layers(checkpoint, 1).n_embeddings
     ids = [ids_NT for ids_NT in (text.ids_NT, text.read_NT) if ids_NT is not None and ids_NT.size]
-    wrong = [
-        number for each in ids for number in (int(each.min()), int(each.max())) if not 0 <= number < embedding.shape[0]
-    ]
+    wrong = [number for each in ids for number in (int(each.min()), int(each.max())) if not 0 <= number < n_embeddings]
     if wrong:
         raise CheckpointError(
-            f"the calibration text has the token id {wrong[0]}, but the model has {embedding.shape[0]} tokens; "
+            f"the calibration text has the token id {wrong[0]}, but the model has {n_embeddings} tokens; "
             "tokenizer.json, or a text of token ids, belongs to another model."
         )
 
 
 def last_states(checkpoint: Checkpoint, folder: Path) -> Path:
     """Return the file of the last layer's output states."""
-    return _states(folder, read_llama_config(checkpoint.config).n_layers)
+    return _states(folder, read_geometry(checkpoint).n_layers)
 
 
 def _states(folder: Path, index: int) -> Path:
     return folder / f"states-{index:04}.npy"
 
 
-def _begin(checkpoint: Checkpoint, text: CalibrationText, folder: Path) -> int:
+def _begin(layers: ModelLayers, text: CalibrationText, windows: CalibrationWindows, folder: Path) -> int:
     """Return the layer to resume at; write the embeddings on a fresh start."""
     states = sorted(folder.glob("states-*.npy"))
     for old in states[:-1]:
         old.unlink()
     if states:
         return int(states[-1].stem.removeprefix("states-"))
-    embedding_VM = load_embedding(checkpoint)
     assert text.ids_NT is not None
-    shape = (text.n_windows, text.window, embedding_VM.shape[1])
-    with _writing(_states(folder, 0), shape) as write:
-        for ids_T in text.ids_NT:
-            write(embedding_VM[torch.from_numpy(ids_T)])
+    batches = (layers.embed(torch.from_numpy(text.ids_NT[batch])) for batch in windows.batches())
+    first_BTM = next(batches)
+    path = _states(folder, 0)
+    with _writing(path, (text.n_windows, text.window, first_BTM.shape[2])) as write:
+        write(first_BTM)
+        for states_BTM in batches:
+            write(states_BTM)
+    sync_file(path)
+    sync_folder(folder)
     return 0
 
 
 @contextmanager
-def _writing(path: Path, shape: tuple[int, ...], durable: bool = True) -> Iterator[Callable[[Tensor], None]]:
+def _writing(path: Path, shape: tuple[int, ...]) -> Iterator[Callable[[Tensor], None]]:
     """Yield a function that appends windows to an array file. The file gets its name when it is complete."""
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -217,8 +205,4 @@ def _writing(path: Path, shape: tuple[int, ...], durable: bool = True) -> Iterat
             file.write(windows_BTM.float().contiguous().numpy().data)
 
         yield write
-    if durable:
-        sync_file(partial)
     partial.rename(path)
-    if durable:
-        sync_folder(path.parent)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_stream import Heads, Layer
+from convert.calibration.layer_module import Heads
+from convert.calibration.layer_stream import Layer
 from convert.merging.moments import Moments
-from model.decoder.rope import rotate
+from model.decoder.rope import rotate_first
 
 KEY_QUERIES = 4096
 """Queries sampled per group for the key moments, over the whole text."""
@@ -26,14 +27,14 @@ class MomentSums:
     """The second moments of a layer's heads, summed over windows in float64."""
 
     def __init__(self, layer: Layer, n_kv_heads: int, order: list[int]) -> None:
-        config = layer.text.config
+        module = layer.module
         self._layer, self._n_groups = layer, n_kv_heads
-        self._size, self._n_heads = config.head_dim, config.n_heads
-        self._per_key, self._per_group = config.n_heads // config.n_kv_heads, config.n_heads // n_kv_heads
-        width = config.n_kv_heads // n_kv_heads * config.head_dim
+        self._size, self._n_heads = module.head_dim, module.n_heads
+        self._per_key, self._per_group = module.n_heads // module.n_kv_heads, module.n_heads // n_kv_heads
+        width = module.n_kv_heads // n_kv_heads * module.head_dim
         zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64)
         self._keys_GFF, self._values_GFF = zeros, zeros.clone()
-        self._queries_HDD = torch.zeros(config.n_heads, config.head_dim, config.head_dim, dtype=torch.float64)
+        self._queries_HDD = torch.zeros(module.n_heads, module.head_dim, module.head_dim, dtype=torch.float64)
         self._order = order
         self._rng = np.random.default_rng(layer.index)
         self._draws = torch.Generator().manual_seed(layer.index)
@@ -53,22 +54,11 @@ class MomentSums:
         for window in range(len(q_BTHD)):
             at_S = torch.from_numpy(self._rng.permutation(q_BTHD.shape[1])[: self._queries])
             k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
-            weights_HST = self._weights(rotated_q_BTHD[window, at_S].transpose(0, 1), k_KTD, at_S)
+            q_HSD = rotated_q_BTHD[window, at_S].transpose(0, 1)
+            weights_HST = self._layer.module.attention_weights(q_HSD, k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)
             at_S = at_S[: self._key_queries]
             self._add_keys(weights_HST[:, : len(at_S)], k_KTD, at_S)
-
-    def _weights(self, q_HSD: Tensor, k_KTD: Tensor, at_S: Tensor) -> Tensor:
-        """Return the attention weights of the sampled queries, [H, S, T]."""
-        length = k_KTD.shape[1]
-        q_KND = q_HSD.reshape(len(k_KTD), -1, self._size)
-        logits_HST: Tensor = (q_KND @ k_KTD.mT).view(self._n_heads, -1, length) * self._size**-0.5
-        distance_ST = at_S[:, None] - torch.arange(length)
-        seen_ST = distance_ST >= 0
-        window = self._layer.text.config.windows[self._layer.index]
-        if window is not None:
-            seen_ST &= distance_ST < window
-        return logits_HST.masked_fill(~seen_ST, float("-inf")).softmax(dim=-1)
 
     def _grouped(self, heads_KTD: Tensor) -> Tensor:
         """Return the keys or values of each group side by side, [G, T, F]."""
@@ -93,9 +83,11 @@ class MomentSums:
 
     def _rotated_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
         """Rotate keys from their own positions to their distances from the query."""
-        cos_TD, sin_TD = (x[0, :, 0] for x in self._layer.text.rotation)
+        if self._layer.module.rotation is None:
+            return keys_NCF
+        cos_TR, sin_TR = self._layer.module.rotation
         heads_NCKD = keys_NCF.reshape(*keys_NCF.shape[:2], -1, self._size)
-        return rotate(heads_NCKD, cos_TD[at_N][:, None, None], -sin_TD[at_N][:, None, None]).flatten(2)
+        return rotate_first(heads_NCKD, cos_TR[at_N][:, None, None], -sin_TR[at_N][:, None, None]).flatten(2)
 
     def moments(self, outputs_HDD: np.ndarray, n_rotary_pairs: int) -> list[Moments]:
         """Return the moments of each group: the sums divided by the number of windows. Call once, after all `add`s."""

@@ -13,7 +13,8 @@ from itertools import islice
 
 import torch
 
-from convert.calibration.layer_output import Weights, heads_out, parents_output, squared_error, weights_of, with_weights
+from convert.calibration.layer_module import Weights
+from convert.calibration.layer_output import parents_output, squared_error, weights_of, with_weights
 from convert.calibration.layer_stream import Layer, Progress
 from convert.calibration.refit_output import is_held_out
 from convert.merging.weights import LayerAttention
@@ -38,7 +39,7 @@ def refine(layer: Layer, merged: LayerAttention, n_tokens: int, progress: Progre
 
     `progress` counts `n_tokens` in all, step by step.
 
-    Reads the file that `Layer.attend` writes, so call that first.
+    Reads the file that `Layer.run` writes, so call that first.
     """
     held = [n for n in range(layer.text.n_windows) if is_held_out(n)]
     batch = max(1, BATCH_TOKENS // layer.text.length)
@@ -86,7 +87,7 @@ class _Training:
     def step(self, windows: list[int]) -> None:
         with torch.no_grad():
             x_BTM, target_BTM = self._layer.inputs(windows), parents_output(self._layer, windows)
-        out_BTM = heads_out(self._layer, self._weights, x_BTM) @ self._weights.o_MC.T
+        out_BTM = self._layer.module.heads_out(self._weights, x_BTM) @ self._weights.o_MC.T
         loss = (out_BTM - target_BTM).square().mean() / target_BTM.square().mean()
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)

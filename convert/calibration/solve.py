@@ -44,7 +44,7 @@ def calibrate_layers(
         return
     for layer in iter_layers(checkpoint, text, folder, progress, merges[0].recipe.refine):
         merge = merges[layer.index]
-        assert f"layers.{layer.index}." in merge.weights[0]
+        assert f".{layer.index}." in merge.weights[0]
         _merge(checkpoint, merge, layer, folder, progress)
     sync_folder(folder)
     (folder / "finished").touch()
@@ -66,7 +66,7 @@ def held_out_errors(
     folder.mkdir(parents=True)
     errors = {}
     for layer in iter_layers(checkpoint, text, folder, lambda n: None):
-        layer.attend(lambda heads: None)
+        layer.run(lambda heads: None)
         if layer.index in indices:
             windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
             attentions = versions(layer.index)
@@ -81,7 +81,7 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
         order = similar_order(moments_from_weights(before, _root(layer, before)), merge.n_kv_heads)
         before = reorder(before, order)
     sums = MomentSums(layer, merge.n_kv_heads, order)
-    layer.attend(sums.add)
+    layer.run(sums.add)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
     after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe)
     if merge.recipe.refit:

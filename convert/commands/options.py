@@ -43,9 +43,9 @@ def merge_options(command: Command) -> Command:
         click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)),
                      help="How heads are merged: their mean (the paper's method), the first, or random ones. With "
                      "queries and output projections changed to fit: the mean of aligned heads, or shared "
-                     "principal components (pca), both for 17 families; or these fitted to what attention computes "
-                     "(fit: llama, mistral, qwen2). auto tries these three on some of the text, fit with --refit, "
-                     "and with similar heads grouped too.  "
+                     "principal components (pca), or these fitted to what attention computes (fit); not for "
+                     "families that normalise queries and keys. auto tries these three on some of the text, fit with "
+                     "--refit, and with similar heads grouped too.  "
                      "[default: fit with --refit; where the model does not allow it, mean]"),
         click.option("--renorm", type=click.Choice(RENORMS),
                      help="Rescale merged heads to the mean norm of their group (norm), or queries to the spread of "

@@ -26,7 +26,6 @@ from convert.merging.moments import (
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
-from convert.planning.tensors import ROTATING
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import read_geometry
@@ -112,8 +111,8 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
         raise CheckpointError(f"{checkpoint.path} has one K/V head in each layer; --heads has nothing to compare.")
     if geometry.n_rotary_pairs is None:
         raise CheckpointError(
-            "--heads rotates heads to compare them, which is known to keep the model's output for "
-            f"{', '.join(ROTATING)}, not for model_type {geometry.attention.family.model_type!r}; leave --heads out."
+            "--heads rotates heads to compare them, which is not implemented for the attention of "
+            f"model_type {geometry.attention.family.model_type!r}; leave --heads out."
         )
     return make_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
 
@@ -130,7 +129,7 @@ def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Pro
 
 
 def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int]) -> LayerHeads:
-    number = re.search(r"\.(\d+)\.", merge.weights[1])
+    number = re.search(r"\.(\d+)\.", merge.weights[0])
     assert number is not None
     whole = moments_from_weights(attention)
     return LayerHeads(

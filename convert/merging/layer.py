@@ -6,9 +6,10 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from convert.merging.grouping import reorder, similar_order
 from convert.merging.heads import GroupReport, compare_heads
@@ -18,7 +19,7 @@ from convert.merging.rescale import renorm
 from convert.merging.rounding import round_once, widen
 from convert.merging.weights import LayerAttention, Real, join
 from convert.planning.recipe import Recipe
-from model.attention_layout import Sizes
+from model.attention_layout import Heads, Sizes
 from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError
 from model.common.files import sync_file
@@ -30,12 +31,26 @@ class LayerMerge:
 
     recipe: Recipe
     n_rotary_pairs: int
+    pairing: Literal["half", "interleaved"]
+    """See `Family.rotary_pairing`."""
     sizes: Sizes
     n_kv_heads: int
-    weights: tuple[str, str, str, str]
-    """Tensors of queries, keys, values and output projection."""
-    biases: tuple[str, ...]
-    """Tensors of the biases of queries, keys and values, or empty. The output projection's bias never changes."""
+    source: tuple[Heads, ...]
+    """The query, key and value heads in the source's weights, and again in its biases if it has any."""
+    target: tuple[Heads, ...]
+    """The same in the output."""
+    output: str
+    """The weight of the output projection. Its bias never changes."""
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The tensors of the weights, each once: three projections, or a fused one, and the output projection."""
+        return (*dict.fromkeys(heads.tensors[0] for heads in self.source[:3]), self.output)
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """The tensors of the biases, each once."""
+        return tuple(dict.fromkeys(heads.tensors[0] for heads in self.source[3:]))
 
     @property
     def file(self) -> str:
@@ -43,9 +58,9 @@ class LayerMerge:
         return f"{self.weights[0].removesuffix('.weight')}.npz"
 
     @property
-    def kv_tensors(self) -> tuple[tuple[str, str], ...]:
-        """The tensors with reported heads, and the kind of the heads."""
-        return (self.weights[1], "k"), (self.weights[2], "v")
+    def reported(self) -> tuple[Heads, Heads]:
+        """The key and the value heads, which have a report."""
+        return self.target[1], self.target[2]
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +102,8 @@ def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Map
 
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
     """Read a layer's attention. A bias becomes a column beside its weight, for a constant input of 1."""
-    return attention_of({name: _read(checkpoint, name) for name in (*merge.weights, *merge.biases)}, merge)
+    tensors = {name: _read(checkpoint, name) for name in (*merge.weights, *merge.biases)}
+    return attention_of(tensors, merge, merge.source)
 
 
 def finish_layer(
@@ -97,11 +113,10 @@ def finish_layer(
     exact = _tensors(after, merge)
     dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in exact}
     tensors = {name: _rounded(name, values, dtypes[name]) for name, values in exact.items()}
+    keys, values = merge.reported
     reports = {
-        name: _reports(name, *heads)
-        for (name, _), heads in zip(
-            merge.kv_tensors, ((before.k_KDX, after.k_KDX), (before.v_KDX, after.v_KDX)), strict=True
-        )
+        keys.label: _reports(keys.label, before.k_KDX, after.k_KDX),
+        values.label: _reports(values.label, before.v_KDX, after.v_KDX),
     }
     return MergedLayer(tensors, reports)
 
@@ -169,27 +184,59 @@ def _read(checkpoint: Checkpoint, name: str) -> Real:
     return values
 
 
-def attention_of(source: dict[str, Real], merge: LayerMerge) -> LayerAttention:
-    """Return the attention with these tensors, by name."""
-    sizes = merge.sizes
-    rows = [source[name] for name in merge.weights[:3]]
-    if merge.biases:
-        rows = [np.column_stack([weight, source[name]]) for weight, name in zip(rows, merge.biases, strict=True)]
+def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads, ...]) -> LayerAttention:
+    """Return the attention with these tensors, by name. `heads`: `merge.source`, or `merge.target`."""
+    sizes, order = merge.sizes, half_split_order(merge)
+    rows = [_rows(tensors, each) for each in heads[:3]]
+    if len(heads) > 3:
+        rows = [np.column_stack([row, _rows(tensors, bias)]) for row, bias in zip(rows, heads[3:], strict=True)]
     q_HDX, k_KDX, v_KDX = (weight.reshape(-1, sizes.head_dim, weight.shape[1]) for weight in rows)
-    o_HMD = source[merge.weights[3]].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
+    if order is not None:
+        q_HDX, k_KDX = q_HDX[:, order], k_KDX[:, order]
+    o_HMD = tensors[merge.output].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
     return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs)
 
 
+def half_split_order(merge: LayerMerge) -> NDArray[np.intp] | None:
+    """Return the dimensions of a query or key head in the half-split order of LayerAttention; None if they are."""
+    if merge.pairing == "half":
+        return None
+    n_rotated = 2 * merge.n_rotary_pairs
+    rotated = np.arange(n_rotated).reshape(-1, 2).T.flatten()
+    return np.concatenate([rotated, np.arange(n_rotated, merge.sizes.head_dim)])
+
+
+def _rows(tensors: dict[str, Real], heads: Heads) -> Real:
+    """Return the rows of heads in their tensor, which is not copied if they fill it."""
+    tensor, rows = tensors[heads.tensors[0]], heads.rows
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
 def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:
-    hidden_size = merge.sizes.hidden_size
+    """Return the output's tensors of a merged layer, by name."""
+    hidden_size, order = merge.sizes.hidden_size, half_split_order(merge)
     tensors: dict[str, Real] = {}
-    for i, heads in enumerate((attention.q_HDX, attention.k_KDX, attention.v_KDX)):
+    for i, heads_DX in enumerate((attention.q_HDX, attention.k_KDX, attention.v_KDX)):
+        heads = heads_DX if order is None or i == 2 else heads_DX[:, np.argsort(order)]
         rows = heads.reshape(-1, heads.shape[2])
-        tensors[merge.weights[i]] = rows[:, :hidden_size]
+        _put_rows(tensors, merge.target, i, rows[:, :hidden_size])
         if merge.biases:
-            tensors[merge.biases[i]] = rows[:, hidden_size]
-    tensors[merge.weights[3]] = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
+            _put_rows(tensors, merge.target, 3 + i, rows[:, hidden_size])
+    tensors[merge.output] = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
     return tensors
+
+
+def _put_rows(tensors: dict[str, Real], target: tuple[Heads, ...], i: int, rows: Real) -> None:
+    """Put the rows of heads `target[i]` into their tensor, which other heads may share."""
+    name = target[i].tensors[0]
+    sharing = [heads for heads in target if heads.tensors[0] == name]
+    if len(sharing) == 1:
+        tensors[name] = rows
+        return
+    if name not in tensors:
+        n_rows = sum(heads.n * heads.rows_per_head for heads in sharing)
+        tensors[name] = np.empty((n_rows, *rows.shape[1:]))
+    tensors[name][target[i].rows] = rows
 
 
 def _rounded(name: str, values: Real, dtype: np.dtype[Any]) -> Array:

@@ -168,8 +168,8 @@ class _ShardJob:
         values = layer.tensors[name]
         self._output().write_rows(name, 0, values)
         self._digests[name] = digest(values)
-        if name in layer.reports:
-            self._reports[name] = [asdict(report) for report in layer.reports[name]]
+        for heads in self._plan.regrouped[name].reported:
+            self._reports[heads.label] = [asdict(report) for report in layer.reports[heads.label]]
         return values.nbytes
 
     def _copy_rows(self, name: str, rows: Rows, row_nbytes: int) -> None:

@@ -19,12 +19,13 @@ from convert.planning.tensors import OutputTensor, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.writer import divide, header_bytes, name_shards
 from model.common.errors import CheckpointError
+from model.families import NATIVE_FAMILIES
 from model.geometry import Geometry, read_geometry
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
-_INTERPRETER, _TORCH = 44_000_000, 450_000_000
+_INTERPRETER, _TORCH, _TRANSFORMERS = 44_000_000, 450_000_000, 200_000_000
 _SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
 """Bytes a worker needs beside its group; the latter where source tensors must be rewritten (`Plan.rewrites`)."""
 
@@ -108,7 +109,11 @@ class Plan:
         copies = 6 if refits else 4  # of attention and moments: original, merged candidates, sums for least squares
         copies += 3 if self.recipe.refine else 0  # gradients, Adam's moments, the best weights, all in float32
         running = 2 * layer + copies * (self.largest_group // 2 + moments)
-        return _TORCH + self.reader_bytes + max(running, self._embedding_memory())
+        program = _TORCH
+        if self.geometry.model_type not in NATIVE_FAMILIES:
+            program += _TRANSFORMERS
+            running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32
+        return program + self.reader_bytes + max(running, self._embedding_memory())
 
     def _embedding_memory(self) -> int:
         """Estimate the bytes of the embedding and, for `auto`, of the output head in float32 too."""

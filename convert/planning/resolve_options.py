@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, SHIPPED, read_calibration_text
+from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, SELF, SHIPPED, read_calibration_text, split_name
 from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS
 from convert.planning.options import MergeOptions
 from convert.planning.plan import check_n_kv_heads
@@ -82,11 +82,15 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -
     """Return the recipe with its calibration text. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
         from convert.calibration.generated_text import OwnText
-        from convert.calibration.layer_stream import check_can_walk, check_tokens
+        from convert.calibration.layer_stream import check_can_run, check_native, check_tokens
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
-    check_can_walk(checkpoint)
+    check_can_run(checkpoint)
     name, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
+    if SELF in split_name(name):
+        check_native(checkpoint, "--calibration self")
+    if options.method == AUTO:
+        check_native(checkpoint, "--method auto")
     text = read_calibration_text(checkpoint, name, n_tokens)
     check_tokens(checkpoint, text)
     if text.own:

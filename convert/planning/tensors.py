@@ -8,15 +8,9 @@ from convert.merging.heads import Merge
 from convert.merging.layer import LayerMerge
 from convert.merging.methods import METHODS
 from convert.planning.recipe import Recipe, UnsupportedMethodError
-from model.attention_layout import Heads
+from model.attention_layout import Heads, projections
 from model.checkpoint import Tensor
 from model.geometry import Geometry
-
-ROTATING = (
-    "arcee", "gemma", "gemma2", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "nemotron", "phi",
-    "qwen2", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
-"""The families with a known `Family.rotary_fraction`, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,8 @@ class OutputTensor:
         """The merged heads in this tensor that have a report."""
         if self.layer is None:
             return tuple(Reported(merge.label, merge.tensor, merge.kind) for merge in self.merges)
-        return tuple(Reported(name, name, kind) for name, kind in self.layer.kv_tensors if name == self.tensor.name)
+        heads = (heads for heads in self.layer.reported if heads.tensors[0] == self.tensor.name)
+        return tuple(Reported(each.label, each.tensors[0], each.kind) for each in heads)
 
 
 def regroup(
@@ -80,29 +75,24 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method:
     family = geometry.attention.family
     if geometry.n_rotary_pairs is None:
         raise UnsupportedMethodError(
-            f"--method {method} rotates heads before it merges them, which leaves the model unchanged for "
-            f"{', '.join(ROTATING)}, but may not for model_type {family.model_type!r}; choose {', '.join(METHODS)}."
+            f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
+            f"model_type {family.model_type!r}; choose {', '.join(METHODS)}."
         )
     for stem in _stems(geometry):
         place = f"{stem}{family.attention[0]}."
-        if len(_biases(geometry, tensors, place)) not in (0, 3):
+        biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", place)}
+        if len(biases & tensors.keys()) not in (0, len(biases)):
             raise UnsupportedMethodError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
         if norms := [name for name in tensors if name.startswith(place) and "norm" in name]:
             raise UnsupportedMethodError(
-                f"--method {method} rotates heads before it merges them, but {norms[0]} scales each dimension "
-                f"of queries or keys; choose {', '.join(METHODS)}."
+                f"--method {method} maps heads before it merges them, but {norms[0]} normalises "
+                f"queries or keys afterwards; choose {', '.join(METHODS)}."
             )
 
 
 def _stems(geometry: Geometry) -> list[str]:
     """Return the beginnings of the layers' tensor names, in order."""
     return list(dict.fromkeys(stem for stem, _ in geometry.attention.present))
-
-
-def _biases(geometry: Geometry, tensors: Mapping[str, Tensor], place: str) -> tuple[str, ...]:
-    family = geometry.attention.family
-    names = (f"{place}{part}.bias" for part in (family.query, family.key, family.value))
-    return tuple(name for name in names if name in tensors)
 
 
 def _regroup_layers(
@@ -112,16 +102,25 @@ def _regroup_layers(
     assert geometry.n_rotary_pairs is not None
     family, sizes = geometry.attention.family, geometry.attention.sizes
     regrouped: dict[str, OutputTensor] = {}
-    n_rows = {family.key: n_kv_heads * sizes.head_dim, family.value: n_kv_heads * sizes.head_dim}
     for stem, n_rotary_pairs in zip(_stems(geometry), geometry.n_rotary_pairs, strict=True):
         place = f"{stem}{family.attention[0]}."
-        q, k, v, o = (f"{place}{part}.weight" for part in (family.query, family.key, family.value, family.output))
-        biases = _biases(geometry, tensors, place)
-        merge = LayerMerge(recipe, n_rotary_pairs, sizes, n_kv_heads, (q, k, v, o), biases)
-        for name in (*merge.weights, *biases):
-            part = name.removeprefix(place).rpartition(".")[0]
+        source, target = (
+            tuple(
+                heads
+                for parameter in ("weight", "bias")
+                for heads in projections(family, replace(sizes, n_kv_heads=n), parameter, place)
+                if heads.tensors[0] in tensors
+            )
+            for n in (sizes.n_kv_heads, n_kv_heads)
+        )
+        merge = LayerMerge(
+            recipe, n_rotary_pairs, family.rotary_pairing, sizes, n_kv_heads, source, target,
+            f"{place}{family.output}.weight",
+        )  # fmt: skip
+        for name in (*merge.weights, *merge.biases):
+            n_rows = sum(heads.n * heads.rows_per_head for heads in target if heads.tensors[0] == name)
             tensor = tensors[name]
-            shape = (n_rows.get(part, tensor.shape[0]), *tensor.shape[1:])
+            shape = (n_rows or tensor.shape[0], *tensor.shape[1:])
             regrouped[name] = OutputTensor(replace(tensor, shape=shape), (), (), merge)
     return regrouped
 

@@ -7,10 +7,9 @@ from typing import Any
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.rope import Rope, read_rope
-from model.families import FAMILIES
+from model.families import FAMILIES, NATIVE_FAMILIES
 from model.families.family import Family
 
-NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
 MAX_LAYERS = 10_000
 """Limit of the number of layers. Every layer is built before a weight is read, so a wrong number would take hours."""
 DEFAULT_WINDOW = 4096

@@ -18,9 +18,10 @@ from model.common import checks
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import parse_object
-from model.decoder.config import NATIVE_FAMILIES, LlamaConfig, read_llama_config
+from model.decoder.config import LlamaConfig, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM, RMSNorm
 from model.decoder.transformers_model import TransformersModel, load_hf_model
+from model.families import NATIVE_FAMILIES
 from model.geometry import read_geometry
 
 
@@ -88,10 +89,10 @@ def check_runnable(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a tensor, buffers aside, has a dtype in which the model cannot run."""
     for name in checkpoint.tensors:
         if not name.endswith("rotary_emb.inv_freq"):
-            _check_readable(checkpoint, name)
+            check_readable(checkpoint, name)
 
 
-def _check_readable(checkpoint: Checkpoint, name: str) -> Stored:
+def check_readable(checkpoint: Checkpoint, name: str) -> Stored:
     """Return a tensor's description. Raises CheckpointError if it is missing, a scalar, or not of floats."""
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
@@ -110,7 +111,7 @@ def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype 
     one_of_each = {checkpoint.tensors[name].dtype: name for name in matrices}
     if len(one_of_each) == 1:
         return None
-    dtypes = (_read(checkpoint, name, None, "cpu").dtype for name in one_of_each.values())
+    dtypes = (read_tensor(checkpoint, name, None, "cpu").dtype for name in one_of_each.values())
     return functools.reduce(torch.promote_types, dtypes)
 
 
@@ -126,7 +127,7 @@ def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block
 
 def load_embedding(checkpoint: Checkpoint) -> Tensor:
     """Load the embedding of an open checkpoint in the tensor's dtype, [V, M]."""
-    return _read(checkpoint, embedding_name(checkpoint), None, "cpu")
+    return read_tensor(checkpoint, embedding_name(checkpoint), None, "cpu")
 
 
 def embedding_name(checkpoint: Checkpoint) -> str:
@@ -144,7 +145,7 @@ def load_last_norm(checkpoint: Checkpoint, config: LlamaConfig) -> RMSNorm:
 
 def load_head(checkpoint: Checkpoint, config: LlamaConfig) -> Tensor:
     """Load the head's matrix of an open checkpoint in the tensor's dtype, [V, M]; the embedding if they are tied."""
-    return load_embedding(checkpoint) if config.tied else _read(checkpoint, HEAD, None, "cpu")
+    return load_embedding(checkpoint) if config.tied else read_tensor(checkpoint, HEAD, None, "cpu")
 
 
 def _prefix(checkpoint: Checkpoint) -> str:
@@ -183,7 +184,7 @@ def _and_more(names: list[str]) -> str:
 
 def _check_tied(checkpoint: Checkpoint, embedding: str) -> None:
     """Raise CheckpointError unless a tied head, which old files hold, equals the embedding."""
-    head, embedded = (_check_readable(checkpoint, name) for name in (HEAD, embedding))
+    head, embedded = (check_readable(checkpoint, name) for name in (HEAD, embedding))
     rows = embedded.shape[0]
     if head.shape != embedded.shape or not np.array_equal(
         checkpoint.rows(HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)
@@ -200,7 +201,7 @@ def _read_checked(
     checkpoint: Checkpoint, name: str, parameter: Tensor, dtype: torch.dtype | None, device: str
 ) -> Tensor:  # fmt: skip
     """Read a parameter's tensor. Raises CheckpointError if it is missing or of another shape."""
-    tensor = _read(checkpoint, name, dtype, device)
+    tensor = read_tensor(checkpoint, name, dtype, device)
     if tensor.shape != parameter.shape:
         raise CheckpointError(
             f"{checkpoint.path}: the tensor {name} has shape {tuple(tensor.shape)}, but config.json "
@@ -209,8 +210,9 @@ def _read_checked(
     return tensor
 
 
-def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str) -> Tensor:
-    n_rows = _check_readable(checkpoint, name).shape[0]
+def read_tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str = "cpu") -> Tensor:
+    """Read a whole tensor. Raises CheckpointError if it is missing, a scalar, or not of floats."""
+    n_rows = check_readable(checkpoint, name).shape[0]
     # A view of a mapped file would not be writable, so it could not be trained.
     rows = np.require(checkpoint.rows(name, 0, n_rows), requirements=["C", "W"])
     if rows.dtype.name == "bfloat16":  # numpy and torch have separate bfloat16 types with the same bits

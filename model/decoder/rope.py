@@ -225,3 +225,11 @@ def rotate(x_BTHD: Tensor, cos_BT1D: Tensor, sin_BT1D: Tensor) -> Tensor:
     half = x_BTHD.shape[-1] // 2
     rotated_BTHD = torch.cat((-x_BTHD[..., half:], x_BTHD[..., :half]), dim=-1)  # by 90°
     return (x_BTHD * cos_BT1D + rotated_BTHD * sin_BT1D).to(x_BTHD.dtype)
+
+
+def rotate_first(heads_D: Tensor, cos_R: Tensor, sin_R: Tensor) -> Tensor:
+    """Rotate the first R dimensions of heads [..., D]."""
+    size = cos_R.shape[-1]
+    if size == heads_D.shape[-1]:
+        return rotate(heads_D, cos_R, sin_R)
+    return torch.cat([rotate(heads_D[..., :size], cos_R, sin_R), heads_D[..., size:]], dim=-1)

@@ -4,7 +4,7 @@ Code that needs only logits and losses (calibration, evaluation, a teacher) work
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
         )
     if (folder / "generation_config.json").exists():
         check_size(folder / "generation_config.json", CONFIG_BYTES)
-    with _refusing(folder):
+    with _refusing(folder / "config.json"):
         opened: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             trust_remote_code=False,
@@ -155,9 +155,117 @@ def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = _read_config(folder)
-    with _refusing(folder):
+    with _refusing(folder / "config.json"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
+
+
+def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -> Any:
+    """Return transformers' model of a language model's config, its parameters without memory (on the meta device).
+
+    Its attention is `_observed_attention`. `source` names the config in errors. Raises CheckpointError if transformers
+    has no such model, cannot build it, or the class does not take an attention function.
+    """
+    from accelerate import init_empty_weights
+    from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers.masking_utils import eager_mask
+
+    from model.remote_code.register import register
+
+    register()
+    AttentionInterface.register(_OBSERVED, _observed_attention)
+    AttentionMaskInterface.register(_OBSERVED, eager_mask)
+    _refuse_kernels(Path(source), config)
+    _check_layers(Path(source), config)
+    with _refusing(source):
+        hf_config = CONFIG_MAPPING[model_type].from_dict(dict(config))
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                hf_config, trust_remote_code=False, dtype=torch.float32, attn_implementation=_OBSERVED
+            )
+    return model.eval()
+
+
+def load_state(model: Any, state: dict[str, Tensor], prefix: str, source: str) -> None:
+    """Load tensors, by their names in a checkpoint, into the parameters of an empty model that begin with `prefix`.
+
+    Applies the conversions of transformers 5, which joins the experts of a layer, for example. Raises CheckpointError
+    if a tensor is missing, left over or misshapen.
+    """
+    with _refusing(source):
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import convert_and_load_state_dict_in_model
+            from transformers.modeling_utils import LoadStateDictConfig
+        except ImportError:  # transformers 4 converts nothing
+            own = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+            model.get_submodule(prefix.removesuffix(".")).load_state_dict(own, assign=True)
+            return
+        mapping: Any = get_model_conversion_mapping(model)
+        how = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32)
+        loading, _ = convert_and_load_state_dict_in_model(model, state, how)
+    missing = [name for name, parameter in model.named_parameters() if name.startswith(prefix) and parameter.is_meta]
+    for problem, names in (
+        ("lacks the tensor", missing),
+        ("holds a tensor unknown to its config.json:", loading.unexpected_keys),
+        ("has another shape than config.json means in", loading.mismatched_keys),
+    ):
+        if names:
+            raise CheckpointError(f"{source} {problem} {sorted(map(str, names))[0]}.")
+
+
+_OBSERVED = "groupwise_observed"
+"""Our attention function's name in transformers."""
+
+
+@contextmanager
+def use_attention(attention: nn.Module, see: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Call `see` whenever this attention module runs, with what its attention function received.
+
+    That is `q`, `k` and `v` [B, heads, T, D] after rotation, the `mask` [B, 1, T, T] that is added to the logits, and
+    `softmax(products, mask)`, which turns the products of queries and keys into weights as the class does.
+    """
+    attention.observer = see  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del attention.observer
+
+
+def _observed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers' eager functions do, with caps on logits (`softcap`) and sinks (`s_aux`)."""
+    heads_per_group = query.shape[1] // key.shape[1]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+
+    def softmax(products: Tensor, mask: Tensor) -> Tensor:
+        logits = products * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits + mask
+        if s_aux is None:
+            return logits.softmax(dim=-1)
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+
+    see = getattr(module, "observer", None)
+    if see is not None:
+        see({"q": query, "k": key, "v": value, "mask": attention_mask, "softmax": softmax})
+    key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
+    else:
+        out = softmax(query @ key.mT, attention_mask) @ value
+    return out.transpose(1, 2).contiguous(), None
 
 
 def layer_class_names(folder: Path) -> tuple[str, ...]:
@@ -181,7 +289,7 @@ def _read_config(folder: Path) -> Any:
     register()
     _refuse_kernels(folder, read_config(folder)[1])
     _check_layers(folder, read_config(folder)[1])
-    with _refusing(folder):
+    with _refusing(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise CheckpointError(
@@ -222,8 +330,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _refusing(folder: Path) -> Iterator[None]:
-    """Turn transformers' errors about a folder into a CheckpointError of one line.
+def _refusing(source: Path | str) -> Iterator[None]:
+    """Turn transformers' errors about a config file into a CheckpointError of one line.
 
     Many classes of errors are caught, because a value of a wrong type or size can raise any of them inside
     transformers. The only inputs are config.json and the weights.
@@ -238,7 +346,7 @@ def _refusing(folder: Path) -> Iterator[None]:
         MemoryError, OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"transformers can build no model from {folder}/config.json: {message[:400]}") from error
+        raise CheckpointError(f"transformers can build no model from {source}: {message[:400]}") from error
 
 
 @contextmanager

@@ -11,7 +11,10 @@ from model.families.standard import STANDARD
 from model.families.unsupported import unsupported_reason
 from model.families.wrappers import WRAPPERS
 
-__all__ = ["FAMILIES", "Family", "FamilyMatch", "find_family"]
+__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family"]
+
+NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
+"""The families that `model.decoder` implements. transformers' classes run the others."""
 
 _OWN_LAYOUT = (falcon.FAMILY, gpt_neox.FAMILY, gpt_neox.GQA_FAMILY, mpt.FAMILY, t5.FAMILY, t5.GQA_FAMILY)
 _KNOWN: tuple[Family | Wrapper, ...] = (*STANDARD, *WRAPPERS, *_OWN_LAYOUT)

@@ -112,8 +112,14 @@ class Family:
     head_norms: HeadNorms | None = None
     rotary_fraction: float | None = None
     """Rotary fraction of head_dim; None if queries or keys are transformed otherwise, optional norms aside. Methods
-    that align heads before merging need it. The first dimensions of a head are rotated, i paired with i + half of
-    them. A value below 1 is the class's default for an absent `partial_rotary_factor`."""
+    that map heads before merging need it. The first dimensions of a head are rotated."""
+    partial_rotary: bool = False
+    """Whether the class reads `partial_rotary_factor`. Then `rotary_fraction` is its default."""
+    rotary_pairing: Literal["half", "interleaved"] = "half"
+    """The dimensions that are rotated together. `half`: i and i + half of the rotated ones; `interleaved`: 2i and
+    2i + 1."""
+    rotates_only: str | None = None
+    """The one entry of `layer_types` whose layers are rotated; None if that does not depend on `layer_types`."""
     no_rope_every: int | None = None
     """Every n-th layer has no rotary embedding, if the config has neither `no_rope_layers` (per layer 1 with rotary
     embedding, 0 without) nor `no_rope_layer_interval`."""

@@ -30,6 +30,8 @@ FAMILY = Family(
     fused_by="group",
     not_per_head=("bias", "masked_bias"),  # the causal mask, in old checkpoints
     custom_code=CODE,
+    rotary_fraction=0.25,
+    partial_rotary=True,
 )
 GQA_FAMILY = replace(FAMILY, model_type="gpt_neox_gqa")
 """The family with grouped heads, as `convert` writes it."""

@@ -17,17 +17,26 @@ STANDARD = (
     # Arcee (AFM): Llama's layout, with another activation.
     Family("arcee", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # Command R and Aya: optionally a norm for each head of queries and keys, all in one matrix.
-    Family("cohere", default_n_kv_heads="n_heads", head_norms=HeadNorms("q_norm", "k_norm", "matrix")),
-    # Command R7B, Command A and newer Aya: Llama's layout; windows have no weights.
+    Family(
+        "cohere",
+        default_n_kv_heads="n_heads",
+        head_norms=HeadNorms("q_norm", "k_norm", "matrix"),
+        rotary_fraction=1.0,
+        rotary_pairing="interleaved",
+    ),
+    # Command R7B, Command A and newer Aya: Llama's layout. Layers without a sliding window are not rotated.
     Family(
         "cohere2",
         default_n_kv_heads="n_heads",
         default_sizes={"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 40},
+        rotary_fraction=1.0,
+        rotary_pairing="interleaved",
+        rotates_only="sliding_attention",
     ),
     # dots.llm1: Qwen 3's layout, with experts, which are copied.
     Family("dots1", default_n_kv_heads=32, not_per_head=SHARED_NORMS),
     # ERNIE 4.5, the dense ones: Llama's layout.
-    Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128),
+    Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128, rotary_fraction=1.0, rotary_pairing="interleaved"),
     # EXAONE 4: Qwen 3's layout; windows have no weights.
     Family("exaone4", default_n_kv_heads=32, null_n_kv_heads="refused", not_per_head=SHARED_NORMS),
     # FlexOlmo: as OLMo 2, with experts, which are copied.
@@ -60,17 +69,47 @@ STANDARD = (
         default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
     ),
     # GLM-4 9B and GLM-Edge in transformers' own format: Llama's layout with q, k and v biases.
-    Family("glm", default_n_kv_heads=2, null_n_kv_heads="refused", default_head_dim=128),
+    Family(
+        "glm",
+        default_n_kv_heads=2,
+        null_n_kv_heads="refused",
+        default_head_dim=128,
+        rotary_fraction=0.5,
+        partial_rotary=True,
+        rotary_pairing="interleaved",
+    ),
     # GLM-4-0414: as GLM.
-    Family("glm4", default_n_kv_heads=2, null_n_kv_heads="refused", default_head_dim=128),
+    Family(
+        "glm4",
+        default_n_kv_heads=2,
+        null_n_kv_heads="refused",
+        default_head_dim=128,
+        rotary_fraction=0.5,
+        partial_rotary=True,
+        rotary_pairing="interleaved",
+    ),
     # gpt-oss: Llama's layout with biases, and a sink for each query head, which is copied.
-    Family("gpt_oss", default_n_kv_heads=8, null_n_kv_heads="refused", default_head_dim=64, not_per_head=("sinks",)),
+    Family(
+        "gpt_oss",
+        default_n_kv_heads=8,
+        null_n_kv_heads="refused",
+        default_head_dim=64,
+        not_per_head=("sinks",),
+        rotary_fraction=1.0,
+    ),
     # Granite: Llama's layout; its multipliers are in the config.
     Family("granite", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # Granite 3 with experts, and PowerMoE: Llama's layout; the experts are copied.
     Family("granitemoe", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # Helium: Llama's layout.
-    Family("helium", default_n_kv_heads=20, null_n_kv_heads="refused", default_head_dim=128),
+    Family(
+        "helium",
+        default_n_kv_heads=20,
+        null_n_kv_heads="refused",
+        default_head_dim=128,
+        rotary_fraction=1.0,
+        rotary_pairing="interleaved",
+    ),
     # Hunyuan, the dense ones: Llama's layout and norms that all heads share.
     Family(
         "hunyuan_v1_dense",
@@ -78,7 +117,7 @@ STANDARD = (
         not_per_head=("query_layernorm.weight", "key_layernorm.weight"),
     ),
     # Jais 2: Llama's layout with biases everywhere.
-    Family("jais2", default_n_kv_heads="n_heads"),
+    Family("jais2", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # Llama 1 to 3, Vicuna, CodeLlama, OpenLLaMA, SmolLM, and everything else that says `"model_type": "llama"`.
     Family(
         "llama",
@@ -118,9 +157,15 @@ STANDARD = (
     # nanochat: Llama's layout; its norms have no weights.
     Family("nanochat", default_n_kv_heads="n_heads"),
     # Nemotron 3 and 4, Minitron: Llama's layout; the class raises an error if the number of K/V heads is missing.
-    Family("nemotron", default_n_kv_heads="refused", null_n_kv_heads="refused", rotary_fraction=0.5),
+    Family(
+        "nemotron",
+        default_n_kv_heads="refused",
+        null_n_kv_heads="refused",
+        rotary_fraction=0.5,
+        partial_rotary=True,
+    ),
     # OLMo: Llama's layout, norms without weights; `clip_qkv` clips the output of merged heads as before.
-    Family("olmo", default_n_kv_heads="n_heads"),
+    Family("olmo", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # OLMo 2: queries and keys are normalised over all heads together.
     Family("olmo2", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
     # OLMo 3: as OLMo 2, with sliding windows.
@@ -134,11 +179,12 @@ STANDARD = (
         output="dense",
         not_per_head=tuple(f"{name}_layernorm.{kind}" for name in "qk" for kind in ("weight", "bias")),
         rotary_fraction=0.5,
+        partial_rotary=True,
     ),
     # Phi 3: queries, keys and values in one projection.
-    Family("phi3", default_n_kv_heads="n_heads", fused="qkv_proj"),
+    Family("phi3", default_n_kv_heads="n_heads", fused="qkv_proj", rotary_fraction=1.0, partial_rotary=True),
     # Phi 3.5 MoE: Mixtral's layout; the experts are copied.
-    Family("phimoe", default_n_kv_heads=8, null_n_kv_heads="refused"),
+    Family("phimoe", default_n_kv_heads=8, null_n_kv_heads="refused", rotary_fraction=1.0),
     # Qwen 1.5 and 2: Llama's layout with q, k and v biases.
     Family(
         "qwen2",
@@ -168,6 +214,7 @@ STANDARD = (
         null_n_kv_heads="refused",
         head_norms=HeadNorms("q_layernorm", "k_layernorm", "list"),
         rotary_fraction=0.25,
+        partial_rotary=True,
     ),
     # StarCoder 2: Llama's layout with biases everywhere.
     Family("starcoder2", default_n_kv_heads=2, null_n_kv_heads="refused", rotary_fraction=1.0),

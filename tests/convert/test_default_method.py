@@ -54,9 +54,8 @@ def test_without_calibration_the_default_is_mean(convert, source, tmp_path):
     ("family", "changes", "expected", "why"),
     [
         ("llama", {}, MEAN, "has no tokenizer.json"),
-        ("gemma", {}, MEAN, "'gemma' has no native code"),
-        ("gpt_neox", {}, MEAN, "not for model_type 'gpt_neox'"),
-        ("qwen3", {}, MEAN, "qwen3"),
+        ("olmo2", {}, MEAN, "'olmo2'"),
+        ("qwen3", {}, MEAN, "'qwen3'"),
     ],
 )
 def test_default_method_of_models_without_calibration(convert, tmp_path, family, changes, expected, why):

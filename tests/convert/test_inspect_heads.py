@@ -150,7 +150,7 @@ def test_refused_families_say_why(convert, tmp_path):
     for family in ("qwen3", "olmo2"):
         source = tiny.save(tiny.build(family), tmp_path / family)
         convert("inspect", source, "--heads").refused(
-            "--heads rotates heads", "starcoder2, not for model_type", f"{family!r}; leave --heads out."
+            "--heads rotates heads", "is not implemented", f"model_type {family!r}; leave --heads out."
         )
 
 

@@ -19,8 +19,7 @@ from convert.planning.recipe import Recipe
 from model import load_model
 from model.checkpoint import Tensor, open_checkpoint
 from model.common.errors import CheckpointError
-from model.decoder.config import NATIVE_FAMILIES
-from model.families import FAMILIES, find_family
+from model.families import FAMILIES, NATIVE_FAMILIES, find_family
 from model.geometry import read_geometry
 
 # Layouts beside the plain one.

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import tiny
 
+from convert.calibration.layer_stream import check_can_run
+from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError, InputError
-from model.decoder.config import NATIVE_FAMILIES
-from model.families import FAMILIES
+from model.families import FAMILIES, NATIVE_FAMILIES
 from uptrain.runs.checks import check_exportable, check_packing
 from uptrain.training.models import load_student, parameter_names
 
@@ -23,13 +24,17 @@ def test_every_family_has_a_row():
 
 @pytest.mark.parametrize("family", sorted(set(tiny.STOCK) & set(ROWS)))
 def test_row(convert, tmp_path, family):
-    default, pca, trained, opens = ROWS[family]
+    default, trained, opens = ROWS[family]
     folder = tiny.save(tiny.build(family), tmp_path / "source")
     merged = convert(
         "mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "pca", "--calibration", "none", "--dry-run"
     )
-    assert merged.code == (0 if pca == "yes" else 2)
-    assert default == ("fit" if family in NATIVE_FAMILIES else "mean")
+    assert merged.code == (0 if default == "fit" else 2)
+    if default == "fit":
+        with open_checkpoint(folder) as checkpoint:
+            check_can_run(checkpoint)
+    else:
+        assert default == "mean: norms"
     assert trained == how_trained(family, folder)
     assert opens == ("the stock class" + f" (the `{tiny.inner(family)}` inside is merged)" * (family in tiny.WRAPPERS))
 
@@ -47,4 +52,4 @@ def how_trained(family: str, folder: Path) -> str:
 def test_rows_of_families_with_tests_of_their_own(family):
     """See tests/numerics/test_other_families.py and test_custom_code.py."""
     assert family not in tiny.STOCK
-    assert ROWS[family][1] == "–"
+    assert ROWS[family][0].startswith("fit" if family == "gpt_neox" else "mean")

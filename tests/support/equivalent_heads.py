@@ -8,52 +8,106 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 IDS = torch.randint(0, 66, (3, 17), generator=torch.Generator().manual_seed(0))
+INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "glm", "glm4", "helium")
+"""Families that rotate neighbouring dimensions together; the others rotate i with i + half."""
+SHARES = {"glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25, "nemotron": 0.5, "phi": 0.5, "stablelm": 0.25}
+"""Share of a head's dimensions that have rotary embeddings, where that is not all."""
+OUTPUTS = {"gpt_neox": "dense", "phi": "dense"}
 
 
-def logits(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+def logits(folder, **how):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **how).eval()
     with torch.inference_mode():
         return model(input_ids=IDS).logits
 
 
-def equivalent_mha(source, folder, n_kv_heads, share=1.0, output="o_proj", unrotated=()):
-    """Write the model `source` with one K/V head per query head, each rotated differently; the logits stay.
+def equivalent_mha(source, folder, n_kv_heads, unrotated=()):
+    """Write the model `source` with one K/V head per query head, each mapped differently; the logits stay.
 
-    Uses torch and complex numbers, not the tested code. `share` of a head's coordinates have rotary embeddings, and
-    none in the layers `unrotated`. The other coordinates of a key get a random orthogonal map.
+    Uses torch and complex numbers, not the tested code. The layers `unrotated` have no rotary embedding. Coordinates of
+    a key without rotary embedding get a random orthogonal map. A family whose stock class holds no fewer heads
+    (gpt_neox) starts from heads that are equal already.
     """
+    config = json.loads((source / "config.json").read_text())
+    family = config["model_type"]
     tensors, generator = tiny.tensors(source), torch.Generator().manual_seed(0)
-    for stem in {name.rpartition("k_proj")[0] for name in tensors if name.endswith("k_proj.weight")}:
-        heads_per_group = tiny.N_HEADS // n_kv_heads
-        head_dim = len(tensors[f"{stem}q_proj.weight"]) // tiny.N_HEADS
-        n_rotated = 0 if int(stem.split(".")[2]) in unrotated else int(head_dim * share)
+    output = OUTPUTS.get(family, "o_proj")
+    for stem in sorted({name.rpartition(output)[0] for name in tensors if name.endswith(f".{output}.weight")}):
+        read = tensors[f"{stem}{output}.weight"]
+        head_dim = read.shape[1] // tiny.N_HEADS
+        n_rotated = 0 if _layer(stem) in unrotated else int(head_dim * SHARES.get(family, 1.0))
         angles = torch.rand(tiny.N_HEADS, n_rotated // 2, 1, generator=generator, dtype=torch.float64) * 6.28
         rotation = torch.polar(torch.ones_like(angles), angles)
         value_maps = torch.linalg.qr(torch.randn(tiny.N_HEADS, head_dim, head_dim, generator=generator).double())[0]
         n_unrotated = head_dim - n_rotated
         key_maps = torch.linalg.qr(torch.randn(tiny.N_HEADS, n_unrotated, n_unrotated, generator=generator).double())[0]
-        for part in ("q_proj", "k_proj", "v_proj"):
-            for kind in ("weight", "bias"):
-                name = f"{stem}{part}.{kind}"
-                if name not in tensors:
+        first, second = slice(0, n_rotated // 2), slice(n_rotated // 2, n_rotated)
+        if family in INTERLEAVED:
+            first, second = slice(0, n_rotated, 2), slice(1, n_rotated, 2)
+        for kind in ("weight", "bias"):
+            parts = _parts(tensors, stem, kind, head_dim, n_kv_heads)
+            for part, rows in parts.items():
+                heads = rows.double().reshape(-1, head_dim, rows[0].numel())
+                heads = heads.repeat_interleave(tiny.N_HEADS // len(heads), 0)
+                if part == "v":
+                    parts[part] = value_maps @ heads
                     continue
-                heads = tensors[name].double().reshape(-1, head_dim, tensors[name][0].numel())
-                if part != "q_proj":
-                    heads = heads.repeat_interleave(heads_per_group, 0)
-                if part == "v_proj":
-                    heads = value_maps @ heads
-                else:
-                    rotated = torch.complex(heads[:, : n_rotated // 2], heads[:, n_rotated // 2 : n_rotated]) * rotation
-                    heads = torch.cat([rotated.real, rotated.imag, key_maps @ heads[:, n_rotated:]], dim=1)
-                shape = (-1, *tensors[name].shape[1:])
-                tensors[name] = heads.flatten(0, 1).reshape(shape).float().contiguous()
-        name = f"{stem}{output}.weight"
-        read = tensors[name].double().unflatten(1, (tiny.N_HEADS, head_dim))
-        tensors[name] = torch.einsum("mhd,hed->mhe", read, value_maps).flatten(1).float().contiguous()
+                rotated = torch.complex(heads[:, first], heads[:, second]) * rotation
+                parts[part] = heads.clone()
+                parts[part][:, first], parts[part][:, second] = rotated.real, rotated.imag
+                parts[part][:, n_rotated:] = key_maps @ heads[:, n_rotated:]
+            _put(tensors, stem, kind, parts)
+        per_head = read.double().unflatten(1, (tiny.N_HEADS, head_dim))
+        tensors[f"{stem}{output}.weight"] = torch.einsum("mhd,hed->mhe", per_head, value_maps).flatten(1).float()
     folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for file in source.glob("generation_config.json"):
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in (*source.glob("generation_config.json"), *source.glob("tokenizer*")):
         (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": tiny.N_HEADS}))
+    if family != "gpt_neox":
+        config["num_key_value_heads"] = tiny.N_HEADS
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def share_heads(source, n_kv_heads):
+    """Give neighbouring heads of a gpt_neox model one key and one value, in place."""
+    tensors = tiny.tensors(source)
+    for name in [name for name in tensors if "query_key_value" in name]:
+        heads = tensors[name].unflatten(0, (tiny.N_HEADS, 3, -1)).clone()
+        size = tiny.N_HEADS // n_kv_heads
+        heads[:, 1:] = heads[::size, 1:].repeat_interleave(size, 0)
+        tensors[name] = heads.flatten(0, 2).contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+def _layer(stem):
+    return next(int(part) for part in stem.split(".") if part.isdigit())
+
+
+def _parts(tensors, stem, kind, head_dim, n_kv_heads):
+    """Return the rows of queries, keys and values, from three tensors or from a fused one; empty if there are none."""
+    if f"{stem}query_key_value.{kind}" in tensors:  # query, key and value of each head
+        heads = tensors[f"{stem}query_key_value.{kind}"].unflatten(0, (tiny.N_HEADS, 3, head_dim))
+        return {part: heads[:, i].flatten(0, 1) for i, part in enumerate("qkv")}
+    if f"{stem}qkv_proj.{kind}" in tensors:  # all queries, all keys, all values
+        sizes = [tiny.N_HEADS * head_dim, n_kv_heads * head_dim, n_kv_heads * head_dim]
+        return dict(zip("qkv", tensors[f"{stem}qkv_proj.{kind}"].split(sizes), strict=True))
+    names = {part: f"{stem}{part}_proj.{kind}" for part in "qkv"}
+    return {part: tensors[name] for part, name in names.items() if name in tensors}
+
+
+def _put(tensors, stem, kind, parts):
+    """Replace the tensors of `_parts` by heads [heads, head_dim, inputs]."""
+    if not parts:
+        return
+    for name, joined in (
+        (f"{stem}query_key_value.{kind}", lambda: torch.stack([parts[part] for part in "qkv"], 1).flatten(0, 2)),
+        (f"{stem}qkv_proj.{kind}", lambda: torch.cat([parts[part] for part in "qkv"]).flatten(0, 1)),
+    ):
+        if name in tensors:
+            tensors[name] = joined().reshape(-1, *tensors[name].shape[1:]).float()
+            return
+    for part, heads in parts.items():
+        name = f"{stem}{part}_proj.{kind}"
+        tensors[name] = heads.flatten(0, 1).reshape(-1, *tensors[name].shape[1:]).float()

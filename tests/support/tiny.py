@@ -36,6 +36,12 @@ LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 STOCK = tuple(
     name for name in FAMILIES if isinstance(entry := FAMILIES[name], Wrapper) or entry.stock_class_supports_gqa
 )
+# The families that `fit`, `pca` and `aligned` merge.
+FITTED = tuple(
+    name
+    for name, entry in FAMILIES.items()
+    if not isinstance(entry, Wrapper) and entry.rotary_fraction is not None and not name.endswith("_gqa")
+)
 # What keeps a family tiny, or its special tokens inside the vocabulary.
 SETTINGS: dict[str, dict[str, Any]] = {
     "dots1": {

@@ -13,10 +13,11 @@ from model.common import checks, console
 from model.common.errors import InputError
 from model.decoder import loading
 from model.decoder.attention import exclude_segments_from_compilation
-from model.decoder.config import NATIVE_FAMILIES, read_llama_config
+from model.decoder.config import read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.decoder.transformers_model import TransformersModel, build_hf_model, layer_class_names
+from model.families import NATIVE_FAMILIES
 from uptrain.training.language_model import LanguageModel
 
 

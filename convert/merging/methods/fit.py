@@ -63,12 +63,32 @@ def _queries(moments: Moments, maps: Maps) -> Real:
 
 
 def _keys(moments: Moments, maps: Maps) -> Real:
-    """Return the map [D, F] to the best shared key for the queries' maps: a complex factor for each key and plane."""
-    rows_N2, columns_N2, signs_2N = _basis(moments)
+    """Return the map [D, F] to a better shared key for the queries' maps."""
     queried_HDD = maps.queries_HDD @ moments.queries_HDD
     metric_DD = (queried_HDD @ maps.queries_HDD.transpose(0, 2, 1)).sum(axis=0)
     target_DF = sum(queried_DD @ head_selector(moments, h) for h, queried_DD in enumerate(queried_HDD))
-    slope_DF = (target_DF - metric_DD @ maps.keys_DF) @ moments.keys_FF
+    keys_DF = maps.keys_DF
+    if moments.n_rotary_pairs:
+        keys_DF = _rotated_keys(moments, keys_DF, metric_DD, (target_DF - metric_DD @ keys_DF) @ moments.keys_FF)
+    if 2 * moments.n_rotary_pairs < moments.head_dim:
+        keys_DF = _unrotated_keys(moments, keys_DF, metric_DD, (target_DF - metric_DD @ keys_DF) @ moments.keys_FF)
+    return keys_DF
+
+
+def _unrotated_keys(moments: Moments, keys_DF: Real, metric_DD: Real, slope_DF: Real) -> Real:
+    """Return the map with the best linear map of the unrotated dimensions of all keys."""
+    unrotated = np.arange(2 * moments.n_rotary_pairs, moments.head_dim)
+    columns = (np.arange(moments.n_keys)[:, None] * moments.head_dim + unrotated).flatten()
+    slope = np.linalg.solve(_with_ridge(metric_DD[np.ix_(unrotated, unrotated)]), slope_DF[np.ix_(unrotated, columns)])
+    step = np.linalg.solve(_with_ridge(moments.keys_FF[np.ix_(columns, columns)]), slope.T).T
+    keys_DF = keys_DF.copy()
+    keys_DF[np.ix_(unrotated, columns)] += step
+    return keys_DF
+
+
+def _rotated_keys(moments: Moments, old_DF: Real, metric_DD: Real, slope_DF: Real) -> Real:
+    """Return the map with the best complex factor for each key and rotated pair."""
+    rows_N2, columns_N2, signs_2N = _basis(moments)
     slope_N, curvature_NN = np.zeros(len(rows_N2)), np.zeros((len(rows_N2), len(rows_N2)))
     for i in range(2):
         slope_N += signs_2N[i] * slope_DF[rows_N2[:, i], columns_N2[:, i]]
@@ -77,7 +97,7 @@ def _keys(moments: Moments, maps: Maps) -> Real:
             products_NN = products_NN * moments.keys_FF[np.ix_(columns_N2[:, i], columns_N2[:, j])]
             curvature_NN += signs_2N[i][:, None] * signs_2N[j] * products_NN
     step_N = np.linalg.solve(_with_ridge(curvature_NN), slope_N)
-    keys_DF = maps.keys_DF.copy()
+    keys_DF = old_DF.copy()
     for i in range(2):
         np.add.at(keys_DF, (rows_N2[:, i], columns_N2[:, i]), signs_2N[i] * step_N)
     return keys_DF

@@ -91,7 +91,18 @@ def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
 
 
 def _root(heads_FF: Real) -> Real:
-    """Return the Cholesky factor with a small ridge."""
-    ridged_FF: Real = heads_FF.copy()
-    ridged_FF[np.diag_indices_from(ridged_FF)] += float(_TINY * np.trace(heads_FF) / len(heads_FF)) or 1.0
-    return np.asarray(np.linalg.cholesky(ridged_FF))
+    """Return the Cholesky factor with a small ridge.
+
+    Key moments are sums of float32 products. Where keys have fewer independent dimensions than numbers, rounding can
+    make an eigenvalue slightly negative; then the ridge is larger.
+    """
+    mean = float(np.trace(heads_FF) / len(heads_FF))
+    for share in (_TINY, 1e3 * _TINY):
+        ridged_FF: Real = heads_FF.copy()
+        ridged_FF[np.diag_indices_from(ridged_FF)] += share * mean or 1.0
+        try:
+            return np.asarray(np.linalg.cholesky(ridged_FF))
+        except np.linalg.LinAlgError:
+            if share != _TINY:
+                raise
+    raise AssertionError

@@ -1,0 +1,108 @@
+"""Define one interface for running a model layer by layer, whatever code runs it.
+
+`native_layers.py` runs the project's own decoder, `transformers_layers.py` the model's class in transformers. Methods
+and moments do not know which one runs. Letters: N windows, B windows in a batch, T tokens, M hidden size, H query
+heads, G key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X inputs (the hidden size,
+and a constant 1 where there are biases).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A batch of a layer's heads, before and after rotation, in the half-split order of LayerAttention."""
+
+    q_BTHD: Tensor
+    rotated_q_BTHD: Tensor
+    rotated_k_BTGD: Tensor
+    v_BTGD: Tensor
+
+
+Watch = Callable[[Heads], None]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A layer's attention as float32 matrices, its heads in the half-split order of LayerAttention."""
+
+    q_CX: Tensor
+    k_CX: Tensor
+    v_CX: Tensor
+    o_MC: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.q_CX, self.k_CX, self.v_CX, self.o_MC))
+
+
+class LayerModule(ABC):
+    """One layer in memory, in float32."""
+
+    index: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rotation: tuple[Tensor, Tensor] | None
+    """Cosines and sines [T, R] of the first R dimensions of a head, dimension i with i + R/2; None for no rotation."""
+    output_bias: Tensor | None
+    """The bias of the output projection, [M]."""
+
+    @abstractmethod
+    def inputs(self, states_BTM: Tensor) -> Tensor:
+        """Return the inputs of the layer's attention, [B, T, M], for the layer's input states."""
+
+    @abstractmethod
+    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+        """Return the attention's output, with its bias, and the layer's output states, both [B, T, M].
+
+        `watch` is called with the heads. Raises CheckpointError for NaN and infinity.
+        """
+
+    @abstractmethod
+    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+        """Return the attention weights, [H, S, T], of rotated queries at the positions `at_S`. Call after `run`."""
+
+    @abstractmethod
+    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+        """Return the heads' outputs before the output projection, [B, T, H·D], with other weights.
+
+        `weights` may have fewer K/V heads than the layer. Gradients flow to them.
+        """
+
+    def check_finite(self, *tensors: Tensor) -> None:
+        """Raise CheckpointError if a tensor holds NaN or infinity."""
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            raise CheckpointError(
+                f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
+            )
+
+
+class ModelLayers(ABC):
+    """A model whose layers are loaded one at a time, for texts in windows of one length."""
+
+    checkpoint: Checkpoint
+    n_layers: int
+    embedding_name: str
+    """The embedding's tensor in the checkpoint."""
+
+    @property
+    def n_embeddings(self) -> int:
+        """Number of rows of the embedding. Raises CheckpointError if the checkpoint lacks it."""
+        if self.embedding_name not in self.checkpoint.tensors:
+            raise CheckpointError(f"{self.checkpoint.path} lacks the tensor {self.embedding_name}.")
+        return self.checkpoint.tensors[self.embedding_name].shape[0]
+
+    @abstractmethod
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Return the input states of the first layer, [B, T, M], in float32."""
+
+    @abstractmethod
+    def load(self, index: int) -> LayerModule:
+        """Return one layer. The layer before it is not needed any more."""

@@ -1,0 +1,101 @@
+"""Run the layers of the project's own decoder: Llama, Mistral, Qwen 2. The letters are those of `layer_module`."""
+
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
+from model.checkpoint import Checkpoint
+from model.decoder.attention import Mask, attend
+from model.decoder.config import LlamaConfig, read_llama_config
+from model.decoder.llama import Block, Rotation
+from model.decoder.loading import check_runnable, embedding_name, load_block, load_embedding
+from model.decoder.masks import text_mask
+from model.decoder.rope import rotate, rotations
+
+
+class NativeLayers(ModelLayers):
+    """The layers of a model of NATIVE_FAMILIES. Raises CheckpointError for one that the decoder cannot run."""
+
+    def __init__(self, checkpoint: Checkpoint, length: int) -> None:
+        self.checkpoint, self._length = checkpoint, length
+        self.config = read_llama_config(checkpoint.config)
+        check_runnable(checkpoint)
+        self.n_layers = self.config.n_layers
+        self.embedding_name = embedding_name(checkpoint)
+
+    @cached_property
+    def _rotation(self) -> Rotation:
+        positions_1T = torch.arange(self._length)[None]
+        return rotations(self.config.rope, positions_1T, torch.tensor([[self._length]]), torch.float32)
+
+    @cached_property
+    def _embedding_VM(self) -> Tensor:
+        return load_embedding(self.checkpoint)
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        return self._embedding_VM[ids_BT].float()
+
+    def load(self, index: int) -> "NativeLayer":
+        self.__dict__.pop("_embedding_VM", None)  # its memory is the layers' now
+        return NativeLayer(self.config, index, load_block(self.checkpoint, self.config, index), self._rotation)
+
+
+class NativeLayer(LayerModule):
+    """One block of the decoder."""
+
+    def __init__(self, config: LlamaConfig, index: int, block: Block, rotation: Rotation) -> None:
+        self.index, self.block = index, block
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self._rotation, self._window = rotation, config.windows[index]
+        cos_TD, sin_TD = (x[0, :, 0] for x in rotation)
+        self.rotation = cos_TD, sin_TD
+        self.output_bias = block.self_attn.o_proj.bias
+
+    def inputs(self, states_BTM: Tensor) -> Tensor:
+        x_BTM: Tensor = self.block.input_layernorm(states_BTM)
+        return x_BTM
+
+    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+        attention, block = self.block.self_attn, self.block
+        x_BTM = self.inputs(states_BTM)
+        q_BTHD, k_BTGD, v_BTGD = (
+            projection(x_BTM).view(*x_BTM.shape[:2], -1, attention.head_dim)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        self.check_finite(q_BTHD, k_BTGD, v_BTGD)
+        heads = Heads(q_BTHD, rotate(q_BTHD, *self._rotation), rotate(k_BTGD, *self._rotation), v_BTGD)
+        watch(heads)
+        out_BTHD = attend(heads.rotated_q_BTHD, heads.rotated_k_BTGD, v_BTGD, self._mask(*x_BTM.shape[:2]))
+        attended_BTM: Tensor = attention.o_proj(out_BTHD.flatten(2))
+        middle_BTM = states_BTM + attended_BTM
+        next_BTM = block.mlp(block.post_attention_layernorm(middle_BTM)).add_(middle_BTM)
+        self.check_finite(next_BTM)
+        return attended_BTM, next_BTM
+
+    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+        length = k_GTD.shape[1]
+        q_GND = q_HSD.reshape(len(k_GTD), -1, self.head_dim)
+        logits_HST: Tensor = (q_GND @ k_GTD.mT).view(self.n_heads, -1, length) * self.head_dim**-0.5
+        distance_ST = at_S[:, None] - torch.arange(length)
+        seen_ST = distance_ST >= 0
+        if self._window is not None:
+            seen_ST &= distance_ST < self._window
+        return logits_HST.masked_fill(~seen_ST, float("-inf")).softmax(dim=-1)
+
+    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+        rows = (weights.q_CX, weights.k_CX, weights.v_CX)
+        q_BTHD, k_BTGD, v_BTGD = (_project(x_BTM, rows_CX, self.head_dim) for rows_CX in rows)
+        q_BTHD, k_BTGD = (rotate(heads, *self._rotation) for heads in (q_BTHD, k_BTGD))
+        return attend(q_BTHD, k_BTGD, v_BTGD, self._mask(*x_BTM.shape[:2])).flatten(2)
+
+    def _mask(self, n_rows: int, length: int) -> Mask:
+        return text_mask(n_rows, 0, length, self._window, None, torch.device("cpu"))
+
+
+def _project(x_BTM: Tensor, rows_CX: Tensor, head_dim: int) -> Tensor:
+    weight_CM, bias_C = rows_CX[:, : x_BTM.shape[2]], rows_CX[:, x_BTM.shape[2] :].flatten()
+    heads_BTC: Tensor = F.linear(x_BTM, weight_CM, bias_C if len(bias_C) else None)
+    return heads_BTC.view(*x_BTM.shape[:2], -1, head_dim)

@@ -1,0 +1,294 @@
+"""Run the layers of any family by the model's own class in transformers, one layer in memory at a time.
+
+The model is built without memory for its weights. Calling its decoder with layers that only record gives the arguments
+that each layer receives: masks, rotary embeddings, whatever the class passes. Then each layer is loaded and run alone.
+An attention function of our own, registered with transformers, sees the rotated queries and keys and the values.
+The letters are those of `layer_module`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
+from model.attention_layout import BUFFERS, projections
+from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
+from model.decoder.loading import check_readable, read_tensor
+from model.decoder.rope import rotate_first
+from model.decoder.transformers_model import build_empty_model, load_state, use_attention
+from model.families import Family, find_family
+from model.geometry import Geometry, read_geometry
+
+_ROTATION_ERROR = 1e-4
+"""Maximum relative difference between the class's rotated heads and ours."""
+
+Call = dict[str, Any]
+"""The arguments of a layer, or of its attention, by name, but for the states."""
+
+
+class _ReachedAttentionError(Exception):
+    """Raised to stop a layer once it has called its attention."""
+
+
+class TransformersLayers(ModelLayers):
+    """The layers of a model, run by its class. Raises CheckpointError for one that cannot be run so."""
+
+    def __init__(self, checkpoint: Checkpoint, length: int) -> None:
+        self.checkpoint, self._length = checkpoint, length
+        self._geometry = read_geometry(checkpoint)
+        match = find_family(checkpoint.config)
+        family = match.family
+        self._model: Any = build_empty_model(family.model_type, match.config, str(checkpoint.path))
+        self._decoder = self._model.base_model
+        self._layers: nn.ModuleList = getattr(self._decoder, family.layers)
+        stem = self._geometry.attention.present[0][0]
+        self._prefix = stem.removesuffix(f"{family.layers}.0.")
+        """The beginning of the decoder's tensor names in the checkpoint."""
+        self._own_prefix = next(f"{n}." for n, module in self._model.named_modules() if module is self._decoder)
+        """The beginning of the decoder's parameter names in the model."""
+        self._calls: dict[int, list[Call]] = {}
+        self.n_layers = self._geometry.n_layers
+        self._embedding = self._decoder.get_input_embeddings()
+        name = next(n for n, module in self._decoder.named_modules() if module is self._embedding)
+        self.embedding_name = f"{self._prefix}{name}.weight"
+        self._parameters = self._find_parameters(family)
+        for name in self._parameters:
+            check_readable(checkpoint, name)
+
+    def _own_name(self, name: str) -> str:
+        """Return the model's name of a tensor of the checkpoint."""
+        return self._own_prefix + name.removeprefix(self._prefix)
+
+    def _find_parameters(self, family: Family) -> list[str]:
+        """Return the decoder's tensors in the checkpoint, without the buffers of old checkpoints."""
+        own = self._model.state_dict().keys()
+        buffers = tuple(f".{part}" for part in (*family.not_per_head, *BUFFERS))
+        names = (name for name in self.checkpoint.tensors if name.startswith(self._prefix))
+        return [name for name in names if self._own_name(name) in own or not name.endswith(buffers)]
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        return self._record(ids_BT)[0]
+
+    def load(self, index: int) -> "TransformersLayer":
+        if index:
+            self._layers[index - 1].to_empty(device="meta")
+        stem = f"{self._geometry.attention.family.layers}.{index}."
+        state = {
+            self._own_name(name): read_tensor(self.checkpoint, name, torch.float32)
+            for name in self._parameters
+            if name.startswith(self._prefix + stem)
+        }
+        load_state(self._model, state, self._own_prefix + stem, str(self.checkpoint.path))
+        return TransformersLayer(
+            self._layers[index], index, self._geometry, self._length, lambda n_rows: self._arguments(n_rows)[index]
+        )
+
+    def _arguments(self, n_rows: int) -> list[Call]:
+        """Return the arguments that each layer receives for a batch of `n_rows` windows."""
+        if n_rows not in self._calls:
+            self._calls[n_rows] = self._record(torch.zeros(n_rows, self._length, dtype=torch.long))[1]
+        return self._calls[n_rows]
+
+    def _record(self, ids_BT: Tensor) -> tuple[Tensor, list[Call]]:
+        """Return the input states of the first layer and the arguments of each layer, for a batch of token ids."""
+        ids_V, rows_BT = torch.unique(ids_BT, return_inverse=True)
+        rows = [self.checkpoint.rows(self.embedding_name, i, i + 1) for i in ids_V.tolist()]
+        weight_VM = torch.from_numpy(np.concatenate(rows).astype(np.float32))
+        self._embedding.weight = nn.Parameter(weight_VM, requires_grad=False)  # the rows of this text only
+        received: list[tuple[Tensor, Call]] = []
+        with _recording(list(self._layers), received), torch.no_grad(), suppress(_ReachedAttentionError):
+            self._decoder(rows_BT, use_cache=False)
+        return received[0][0], [call for _, call in received]
+
+
+@contextmanager
+def _recording(layers: list[nn.Module], received: list[tuple[Tensor, Call]]) -> Iterator[None]:
+    """Let layers record their states and other arguments instead of running. The last one stops the model."""
+
+    def recorder(forward: Callable[..., Any]) -> Callable[..., Tensor]:
+        signature = inspect.signature(forward)
+
+        def record(*args: Any, **kwargs: Any) -> Tensor:
+            states_BTM: Tensor
+            states_BTM, *others = args if args else (kwargs.pop("hidden_states"),)
+            names = [name for name in signature.parameters if name != "hidden_states"]
+            received.append((states_BTM, {**dict(zip(names, others, strict=False)), **kwargs}))
+            if len(received) == len(layers):
+                raise _ReachedAttentionError
+            return states_BTM
+
+        return record
+
+    for layer in layers:
+        layer.forward = recorder(layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+class TransformersLayer(LayerModule):
+    """One layer of the class."""
+
+    def __init__(
+        self, layer: Any, index: int, geometry: Geometry, length: int, arguments: Callable[[int], Call]
+    ) -> None:
+        assert geometry.n_rotary_pairs is not None
+        self.index, self._layer, self._length, self._arguments = index, layer, length, arguments
+        self._hidden_size = geometry.hidden_size
+        self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
+        family, sizes = geometry.attention.family, geometry.attention.sizes
+        self._attention: Any = layer.get_submodule(family.attention[0])
+        self._output: Any = self._attention.get_submodule(family.output)
+        self.output_bias = self._output.bias
+        self._n_rotated = 2 * geometry.n_rotary_pairs[index]
+        self._interleaved = family.rotary_pairing == "interleaved"
+        self._order = self._half_split_order()
+        self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
+        self._calls: dict[int, Call] = {}
+        self._seen: Call = {}
+        """What the class's attention function received last."""
+        self.rotation = self._rotation()
+        self._check_rotation()
+
+    def inputs(self, states_BTM: Tensor) -> Tensor:
+        return self._until_attention(states_BTM)[0]
+
+    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+        attended: list[Tensor] = []
+
+        def see(call: Call) -> None:
+            self._seen = call
+            rotated_q_BTHD, rotated_k_BTGD = self._half_split(call["q"]), self._half_split(call["k"])
+            v_BTGD = call["v"].transpose(1, 2)
+            self.check_finite(rotated_q_BTHD, rotated_k_BTGD, v_BTGD)
+            watch(Heads(self._unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD))
+
+        hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
+        try:
+            with use_attention(self._attention, see):
+                result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
+        finally:
+            hook.remove()
+        next_BTM: Tensor = result[0] if isinstance(result, tuple) else result
+        self.check_finite(next_BTM)
+        return attended[0], next_BTM
+
+    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+        call = self._seen
+        q_GND = q_HSD.reshape(len(k_GTD), -1, self.head_dim)
+        logits_HST: Tensor = (q_GND @ k_GTD.mT).view(self.n_heads, -1, k_GTD.shape[1])
+        weights_1HST = call["softmax"](logits_HST[None], call["mask"][:1, :, at_S])
+        return weights_1HST[0]  # type: ignore[no-any-return]
+
+    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+        out: list[Tensor] = []
+
+        def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            out.append(args[0])
+            raise _ReachedAttentionError
+
+        call = self._attention_call(len(x_BTM))
+        hook = self._output.register_forward_pre_hook(stop)
+        try:
+            functional_call(self._attention, self._parameters(weights), (), {**call, "hidden_states": x_BTM})
+        except _ReachedAttentionError:
+            pass
+        finally:
+            hook.remove()
+        return out[0]
+
+    def _parameters(self, weights: Weights) -> dict[str, Tensor]:
+        """Return the class's parameters for these weights. Shared K/V heads are repeated to the class's number."""
+        n_inputs = self._hidden_size
+        rows = [weights.q_CX, self._repeated(weights.k_CX), self._repeated(weights.v_CX)]
+        back = torch.argsort(self._order)
+        for i in range(2):
+            rows[i] = rows[i].view(-1, self.head_dim, rows[i].shape[1])[:, back].flatten(0, 1)
+        parameters = {}
+        for parameter, heads in self._heads.items():
+            columns = slice(0, n_inputs) if parameter == "weight" else n_inputs
+            if parameter == "bias" and rows[0].shape[1] == n_inputs:
+                continue
+            for name in dict.fromkeys(each.tensors[0] for each in heads):
+                sharing = [i for i, each in enumerate(heads) if each.tensors[0] == name]
+                joined = torch.cat([rows[i] for i in sharing])
+                places = torch.from_numpy(np.concatenate([heads[i].rows for i in sharing]))
+                parameters[name] = joined[torch.argsort(places)][:, columns]
+        return parameters
+
+    def _repeated(self, rows_CX: Tensor) -> Tensor:
+        heads_GDX = rows_CX.view(-1, self.head_dim, rows_CX.shape[1])
+        return heads_GDX.repeat_interleave(self.n_kv_heads // len(heads_GDX), dim=0).flatten(0, 1)
+
+    def _until_attention(self, states_BTM: Tensor) -> tuple[Tensor, Call]:
+        """Run the layer until it calls its attention; return the attention's input states and other arguments."""
+        received: list[tuple[Tensor, Call]] = []
+        with _recording([self._attention], received), suppress(_ReachedAttentionError):
+            self._layer(states_BTM, **self._arguments(len(states_BTM)))
+        return received[0]
+
+    def _attention_call(self, n_rows: int) -> Call:
+        """Return the attention's arguments, but for the states, for a batch of `n_rows` windows."""
+        if n_rows not in self._calls:
+            zeros_BTM = torch.zeros(n_rows, self._length, self._hidden_size)
+            self._calls[n_rows] = self._until_attention(zeros_BTM)[1]
+        return self._calls[n_rows]
+
+    def _half_split_order(self) -> Tensor:
+        rotated = torch.arange(self._n_rotated)
+        if self._interleaved:
+            rotated = rotated.view(-1, 2).T.flatten()
+        return torch.cat([rotated, torch.arange(self._n_rotated, self.head_dim)])
+
+    def _half_split(self, heads_BHTD: Tensor) -> Tensor:
+        """Return heads with their dimensions in half-split order, [B, T, H, D]."""
+        return heads_BHTD[..., self._order].transpose(1, 2)
+
+    def _rotation(self) -> tuple[Tensor, Tensor] | None:
+        """Return the cosines and sines of the class's rotary embedding, [T, R], of length 1 (`attention_scaling`)."""
+        if not self._n_rotated:
+            return None
+        n_pairs = self._n_rotated // 2
+        cos_TR, sin_TR = (x[0].float() for x in self._attention_call(1)["position_embeddings"])
+        if cos_TR.shape[1] == self._n_rotated:  # each pair's angle twice: side by side, or in the two halves
+            step = 2 if torch.equal(cos_TR[:, 0::2], cos_TR[:, 1::2]) and n_pairs > 1 else 1
+            cos_TR, sin_TR = (x[:, ::step][:, :n_pairs] for x in (cos_TR, sin_TR))
+        length_TR = torch.hypot(cos_TR, sin_TR)
+        return (cos_TR / length_TR).repeat(1, 2), (sin_TR / length_TR).repeat(1, 2)
+
+    def _unrotated(self, heads_BTHD: Tensor) -> Tensor:
+        if self.rotation is None:
+            return heads_BTHD
+        cos_TR, sin_TR = self.rotation
+        return rotate_first(heads_BTHD, cos_TR[:, None], -sin_TR[:, None])
+
+    def _check_rotation(self) -> None:
+        """Raise CheckpointError unless the class rotates as `rotation` says, by trying it on random states."""
+        call = self._attention_call(1)
+        seen: list[Call] = []
+        generator = torch.Generator().manual_seed(0)
+        x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator)
+        cos, sin = call["position_embeddings"]
+        for arguments in (call, {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}):
+            with use_attention(self._attention, seen.append):
+                self._attention(**{**arguments, "hidden_states": x_1TM})
+        for name in ("q", "k"):
+            rotated, plain = (self._half_split(each[name]) for each in seen)
+            ours, length = self._unrotated(rotated), plain.norm()
+            scaled, first = plain.clone(), slice(0, self._n_rotated)
+            # A rotary embedding may also scale what it rotates (`attention_scaling`).
+            scaled[..., first] *= (ours * plain)[..., first].sum() / plain[..., first].square().sum().clamp(min=1e-30)
+            if (ours - scaled).norm() > _ROTATION_ERROR * length:
+                raise CheckpointError(
+                    f"layer {self.index}: transformers' class rotates queries and keys differently from what Groupwise "
+                    "knows of this model_type; use --method mean."
+                )

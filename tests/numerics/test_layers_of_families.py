@@ -1,0 +1,198 @@
+"""What calibration sees of every family's layers, against a plain forward pass of the whole model in transformers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from equivalent_heads import INTERLEAVED, SHARES
+from safetensors.torch import save_file
+from tiny_tokenizers import make_tokenizer
+
+from convert.calibration import layer_stream, solve, transformers_layers
+from convert.calibration.layer_output import weights_of
+from convert.calibration.text import read_calibration_text
+from convert.calibration.transformers_layers import TransformersLayers
+from convert.merging.layer import load_layer, read_attention
+from convert.planning.plan import make_plan
+from convert.planning.recipe import Recipe
+from model.checkpoint import open_checkpoint
+from model.common.errors import CheckpointError
+from model.decoder.rope import rotate_first
+from model.families import FAMILIES
+
+CHANGES = {
+    "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 3.0},
+    "cohere2": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"sliding_window": 5},
+    "olmo": {"clip_qkv": 0.05},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+LENGTH = 16
+IDS = torch.randint(0, 60, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def build(family, folder, **changes):
+    size = {} if family in ("gpt_neox", "olmo") else {"head_dim": 16}
+    model = tiny.build(family, hidden_size=128, initializer_range=0.2, **size, **CHANGES.get(family, {}), **changes)
+    return model, tiny.save(model, folder)
+
+
+class Plain:
+    """A plain forward pass: per layer its output, and what its attention's parts gave and returned."""
+
+    def __init__(self, model, family):
+        self.outputs, self.given, self.attended = [], [], []
+        layers = getattr(model.base_model, FAMILIES[family].layers)
+        for layer in layers:
+            attention = layer.get_submodule(FAMILIES[family].attention[0])
+            layer.register_forward_hook(lambda module, args, out: self.outputs.append(out))
+            names = [FAMILIES[family].fused] if FAMILIES[family].fused else ["q_proj", "k_proj", "v_proj"]
+            parts = {}
+            self.given.append(parts)
+            for name in names:
+                hook = lambda module, args, out, name=name, parts=parts: parts.__setitem__(name, out)  # noqa: E731
+                attention.get_submodule(name).register_forward_hook(hook)
+            output = attention.get_submodule(FAMILIES[family].output)
+            output.register_forward_hook(lambda module, args, out: self.attended.append(out))
+        with torch.no_grad():
+            self.weights = model(IDS, use_cache=False, output_attentions=True).attentions
+
+    def heads(self, index, head_dim):
+        """Return queries, keys and values before rotation, [B, T, heads, D]."""
+        parts = self.given[index]
+        if "query_key_value" in parts:
+            whole = parts["query_key_value"].unflatten(2, (tiny.N_HEADS, 3, head_dim))
+            return [whole[:, :, :, i] for i in range(3)]
+        whole = torch.cat([parts[name] for name in parts], dim=2)
+        return whole.unflatten(2, (3, -1, head_dim)).unbind(2)  # as many of each kind: the models are MHA
+
+
+def half_split(heads, family, n_rotated):
+    if family not in INTERLEAVED:
+        return heads
+    rotated = [*range(0, n_rotated, 2), *range(1, n_rotated, 2)]
+    return heads[..., [*rotated, *range(n_rotated, heads.shape[-1])]]
+
+
+def assert_close(ours, theirs, limit=1e-5):
+    assert float((ours - theirs).norm()) <= limit * float(theirs.norm())
+
+
+@pytest.mark.parametrize("family", tiny.FITTED)
+def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family):
+    model, folder = build(family, tmp_path / "source")
+    plain = Plain(model, family)
+    with open_checkpoint(folder) as checkpoint, torch.no_grad():
+        layers = TransformersLayers(checkpoint, LENGTH)
+        plan = make_plan(checkpoint, 2, Recipe("pca"), None)
+        states_BTM = layers.embed(IDS)
+        for index in range(layers.n_layers):
+            layer, seen = layers.load(index), []
+            x_BTM = layer.inputs(states_BTM)
+            attended_BTM, states_BTM = layer.run(states_BTM, seen.append)
+            assert_close(states_BTM, plain.outputs[index])
+            assert_close(attended_BTM, plain.attended[index])
+            n_rotated = 2 * plan.layers[index].n_rotary_pairs
+            assert n_rotated == (0 if layer.rotation is None else layer.rotation[0].shape[1])
+            q, k, v = plain.heads(index, layer.head_dim)
+            if family == "olmo":
+                q, k, v = (x.clamp(-0.05, 0.05) for x in (q, k, v))
+            seen_k = seen[0].rotated_k_BTGD
+            if layer.rotation is not None:
+                cos_TR, sin_TR = layer.rotation
+                seen_k = rotate_first(seen_k, cos_TR[:, None], -sin_TR[:, None])
+            # gpt-oss uses YaRN, which makes queries and keys longer as it rotates them.
+            longer = float(seen_k.norm() / k.norm())
+            assert longer == pytest.approx(1.0, abs=1e-5) or family == "gpt_oss"
+            assert_close(seen[0].q_BTHD, longer * half_split(q, family, n_rotated))
+            assert_close(seen_k, longer * half_split(k, family, n_rotated))
+            assert_close(seen[0].v_BTGD, v)
+            q_HTD, k_GTD = (x[0].transpose(0, 1) for x in (seen[0].rotated_q_BTHD, seen[0].rotated_k_BTGD))
+            weights_HST = layer.attention_weights(q_HTD, k_GTD, torch.arange(LENGTH))
+            assert_close(weights_HST, plain.weights[index][0])
+            weights = weights_of(read_attention(checkpoint, plan.layers[index]))
+            bias_M = 0 if layer.output_bias is None else layer.output_bias
+            assert_close(layer.heads_out(weights, x_BTM) @ weights.o_MC.T + bias_M, attended_BTM)
+
+
+def test_shares_of_rotated_dimensions_are_the_classes(tmp_path):
+    for family in tiny.FITTED:
+        with open_checkpoint(build(family, tmp_path / family)[1]) as checkpoint:
+            plan = make_plan(checkpoint, 2, Recipe("pca"), None)
+            share = 2 * plan.layers[0].n_rotary_pairs / plan.geometry.head_dim
+            assert share == SHARES.get(family, 1.0), family
+
+
+def merged(tmp_path, monkeypatch, use_class):
+    if use_class:
+        monkeypatch.setattr(layer_stream, "open_layers", TransformersLayers)
+    folder, place = tmp_path / "source", tmp_path / f"merged-{use_class}"
+    with open_checkpoint(folder) as checkpoint:
+        text = read_calibration_text(checkpoint, "shipped", 1024)
+        recipe = Recipe("fit", renorm="spread", refit=True, refine=256, text=text)
+        plan = make_plan(checkpoint, 2, recipe, None)
+        solve.calibrate_layers(checkpoint, plan.layers, text, place, lambda n: None)
+        return [load_layer(checkpoint, layer, place).tensors for layer in plan.layers]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_own_decoder_and_the_class_merge_alike(tmp_path, monkeypatch, family):
+    """Not byte for byte: our kernel is told that attention is causal, theirs gets a mask."""
+    model = tiny.build(family, vocab_size=300, hidden_size=64, initializer_range=0.2)
+    make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
+    own, theirs = (merged(tmp_path, monkeypatch, use_class) for use_class in (False, True))
+    for mine, other in zip(own, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name in mine:
+            assert np.linalg.norm(mine[name] - other[name]) <= 1e-3 * np.linalg.norm(other[name]), name
+
+
+def test_a_class_that_rotates_otherwise_is_refused(tmp_path, monkeypatch):
+    _, folder = build("glm", tmp_path / "source")
+    with open_checkpoint(folder) as checkpoint:
+        geometry = transformers_layers.read_geometry(checkpoint)
+        wrong = replace(geometry.attention, family=replace(geometry.attention.family, rotary_pairing="half"))
+        monkeypatch.setattr(transformers_layers, "read_geometry", lambda checkpoint: replace(geometry, attention=wrong))
+        with pytest.raises(CheckpointError, match="rotates queries and keys differently"):
+            TransformersLayers(checkpoint, LENGTH).load(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", lambda t: t * float("nan"), "layer 1 makes NaN or infinite values"),
+        ("model.layers.1.mlp.up_proj.weight", lambda t: None, "lacks the tensor model.layers.1.mlp.up_proj.weight."),
+        ("model.layers.1.mlp.up_proj.weight", lambda t: t[:-1].clone(), "model.layers.1.mlp.up_proj.weight"),
+        ("model.layers.1.mlp.left.weight", lambda t: torch.ones(2, 2), "model.layers.1.mlp.left.weight"),
+        ("model.embed_tokens.weight", lambda t: None, "lacks the tensor model.embed_tokens.weight."),
+        ("model.embed_tokens.weight", lambda t: t[:100].clone(), "but the model has 100 tokens"),
+    ],
+)
+def test_damaged_models_are_refused_in_one_line(convert, tmp_path, name, change, words):
+    source, out = tmp_path / "source", tmp_path / "out"
+    make_tokenizer(tiny.save(tiny.build("gemma", vocab_size=300, tie_word_embeddings=True), source), 300)
+    tensors = tiny.tensors(source)
+    tensors[name] = change(tensors.get(name))
+    save_file({n: t for n, t in tensors.items() if t is not None}, source / "model.safetensors", {"format": "pt"})
+    convert("mha-to-gqa", source, out, "--groups", 2, "--calibration-tokens", 1024).refused(words)
+    assert not out.exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_buffers_of_old_checkpoints_are_ignored(convert, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    make_tokenizer(tiny.save(tiny.build("gpt_neox", vocab_size=300, hidden_size=64), source), 300)
+    tensors = tiny.tensors(source)
+    for layer in range(tiny.N_LAYERS):
+        place = f"gpt_neox.layers.{layer}.attention"
+        tensors[f"{place}.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+        tensors[f"{place}.masked_bias"] = torch.tensor(-1e9)
+        tensors[f"{place}.rotary_emb.inv_freq"] = torch.ones(1)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    result = convert("mha-to-gqa", source, out, "--groups", 2, "--calibration-tokens", 1024)
+    assert result.code == 0, result.err
+    assert '"method": "fit"' in (out / "groupwise.json").read_text()
