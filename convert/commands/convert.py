@@ -23,7 +23,7 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
     size = parse_size(output.max_shard_size) if output.max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         staging = conversion.open_target(checkpoint, out, output.overwrite)
-        recipe, remarks = resolve_options(checkpoint, n_kv_heads, merge)
+        recipe = resolve_options(checkpoint, n_kv_heads, merge)
         plan = requested = make_plan(checkpoint, n_kv_heads, recipe, size)
         estimate = _estimate(plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
@@ -33,7 +33,7 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
             plan = make_plan(checkpoint, n_kv_heads, chosen.recipe, size)
             estimate["auto"] = chosen.losses
         summary = {"source": str(source), "out": str(out), **plan.summary(output.workers)}
-        summary |= {"notes": (*remarks, *plan.notes), "left_out": checkpoint.skipped_files, **estimate}
+        summary |= {"left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:
             (console.print_json if output.as_json else tables.plan)(summary)
             return

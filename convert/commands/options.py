@@ -46,7 +46,7 @@ def merge_options(command: Command) -> Command:
                      "principal components (pca), or these fitted to what attention computes (fit); not for "
                      "families that normalise queries and keys. auto tries these three on some of the text, fit with "
                      "--refit, and with similar heads grouped too.  "
-                     "[default: fit with --refit; where the model does not allow it, mean]"),
+                     "[default: fit with --refit]"),
         click.option("--renorm", type=click.Choice(RENORMS),
                      help="Rescale merged heads to the mean norm of their group (norm), or queries to the spread of "
                      "their logits (spread).  [default: spread for aligned, pca and fit, else none]"),

@@ -12,19 +12,15 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import Geometry, read_geometry
 
-DEFAULT_METHODS = (("fit", True), ("mean", False))
-"""Method and refit without a requested method: the first that the model supports. Best first, by docs/study.md.
-
-`pca` by the weights alone is not among them: it starts better than mean on small models, and worse on SmolLM2.
-"""
+DEFAULT_METHOD = "fit"
+"""The method, with refit, if none is requested: the best by docs/study.md."""
 
 
-def resolve_options(
-    checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions
-) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe of a conversion to `n_kv_heads` (None keeps their number), and remarks for the user.
+def resolve_options(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> Recipe:
+    """Return the recipe of a conversion to `n_kv_heads`; None keeps their number.
 
-    Raises CheckpointError if the model does not support the options, or the options are incompatible.
+    Raises CheckpointError if the model does not support the options, or the options are incompatible. If it does not
+    support the default method, another one must be requested: the others cost far more quality.
     """
     if options.calibration == NONE and options.calibration_tokens is not None:
         raise CheckpointError("--calibration-tokens needs a calibration text, but --calibration none was given.")
@@ -33,25 +29,18 @@ def resolve_options(
     check_n_kv_heads(geometry, n_kv_heads, options.method)
     if options.method is not None:
         recipe = _recipe(checkpoint, geometry, options)
-        return (Recipe("mean") if n_kv_heads == geometry.n_kv_heads else recipe), ()
+        return Recipe("mean") if n_kv_heads == geometry.n_kv_heads else recipe
     if n_kv_heads == geometry.n_kv_heads:
-        return Recipe("mean"), ()
-    refused: list[UnsupportedMethodError] = []
-    for method, refit in DEFAULT_METHODS:
-        if refit and options.calibration == NONE:
-            continue
-        try:
-            recipe = _recipe(checkpoint, geometry, replace(options, method=method, refit=options.refit or refit))
-        except UnsupportedMethodError as error:
-            refused.append(error)
-        else:
-            return recipe, tuple(
-                f"Merged by {recipe.method}; the default method is not possible: {error}" for error in refused[:1]
-            )
-    raise UnsupportedMethodError(
-        f"These options need the default method (fit), which is not possible for this model: {refused[0]} "
-        "Without these options, heads are merged by their mean."
-    )
+        return Recipe("mean")
+    if options.calibration == NONE:
+        return _recipe(checkpoint, geometry, replace(options, method="mean"))
+    try:
+        return _recipe(checkpoint, geometry, replace(options, method=DEFAULT_METHOD, refit=True))
+    except UnsupportedMethodError as error:
+        raise UnsupportedMethodError(
+            f"The default merge is not possible: {error} --method mean is the paper's merge; its loss starts much "
+            "higher, so it needs more uptraining."
+        ) from error
 
 
 def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -> Recipe:

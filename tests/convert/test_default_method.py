@@ -51,30 +51,22 @@ def test_without_calibration_the_default_is_mean(convert, source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "expected", "why"),
+    ("family", "why"),
     [
-        ("llama", {}, MEAN, "has no tokenizer.json"),
-        ("olmo2", {}, MEAN, "'olmo2'"),
-        ("qwen3", {}, MEAN, "'qwen3'"),
+        ("llama", "has no tokenizer.json"),
+        ("gemma", "has no tokenizer.json"),
+        ("qwen3", "is not implemented for the attention of model_type 'qwen3'"),
     ],
 )
-def test_default_method_of_models_without_calibration(convert, tmp_path, family, changes, expected, why):
-    source = tiny.save(tiny.build(family, **changes), tmp_path / "source")
+@pytest.mark.parametrize("options", [(), ("--refit",), TOKENS, ("--calibration", "shipped")])
+def test_without_the_default_method_another_must_be_requested(convert, tmp_path, family, why, options):
+    source, out = tiny.save(tiny.build(family), tmp_path / "source"), tmp_path / "out"
     (source / "tokenizer.json").unlink()
-    plan, notes = chosen(convert, source, tmp_path / "out")
-    assert plan.items() >= expected.items()
-    assert notes[0].startswith(f"Merged by {expected['method']}; the default method is not possible: ")
-    assert why in notes[0]
-    plain = convert("mha-to-gqa", source, tmp_path / "plain", "--groups", 2, "--dry-run").out
-    assert f"Merged by {expected['method']}; the default method is not possible" in plain
-
-
-@pytest.mark.parametrize("wish", [("--refit",), TOKENS, ("--calibration", "shipped")])
-def test_impossible_requests_are_refused(convert, source, tmp_path, wish):
-    (source / "tokenizer.json").unlink()
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *wish).refused(
-        "the default method (fit)", "has no tokenizer.json", "Without these options, heads are merged by their mean."
+    convert("mha-to-gqa", source, out, "--groups", 2, *options).refused(
+        "The default merge is not possible: ", why, "--method mean is the paper's merge"
     )
+    assert not out.exists()
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").code == 0
 
 
 def test_contradictory_options(convert, source, tmp_path):
@@ -95,7 +87,10 @@ def test_nothing_to_merge_needs_no_method(convert, source, tmp_path):
 
 def test_without_torch(source, tmp_path):
     code = "import sys; sys.modules['torch'] = None; from convert.cli import main; main()"
-    command = [sys.executable, "-c", code, "mha-to-mqa", str(source), str(tmp_path / "out"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, "mha-to-mqa", str(source), str(tmp_path / "out")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "calibrating runs the model, which needs torch" in refused.stderr
+    assert "--method mean" in refused.stderr
+    subprocess.run([*command, "--method", "mean"], capture_output=True, check=True)
     assert record(tmp_path / "out").items() >= MEAN.items()
-    assert "the default method is not possible: calibrating runs the model, which needs torch" in done.stdout
