@@ -29,7 +29,7 @@ from convert.output.groupwise_json import RECORD_FILE, read_record
 from convert.output.model_card import model_card
 from convert.output.write_shards import digest
 from convert.planning.plan import Plan, make_plan
-from convert.planning.recipe import GROUPINGS, MAX_TOKENS, NONE, RENORMS, Recipe
+from convert.planning.recipe import GROUPINGS, MAX_TOKENS, NONE, RENORMS, Recipe, UnsupportedMethodError
 from model.checkpoint import Array, Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.writer import index_text
@@ -127,7 +127,12 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
         raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
     recorded = record.get("calibration")
     text = None if recorded is None else _stored_text(source, out_path, recorded, findings)
-    return Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, text)
+    recipe = Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, text)
+    try:
+        recipe.check()
+    except UnsupportedMethodError as error:
+        raise CheckpointError(f"{out_path / RECORD_FILE} records a recipe that is not possible: {error}") from error
+    return recipe
 
 
 def _stored_text(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findings: Findings) -> CalibrationText:

@@ -132,7 +132,7 @@ def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
     unknown = "records no method and seed"
     for change, words in (
         ({"seed": -1}, unknown), ({"method": "median"}, unknown), ({"seed": "0"}, "damaged: seed = '0'"),
-        ({"method": []}, "damaged: method = []"),
+        ({"method": []}, "damaged: method = []"), ({"refine": 2}, "a recipe that is not possible: --refine needs"),
     ):  # fmt: skip
         (out / "groupwise.json").write_text(json.dumps({**record, **change}))
         convert("verify", source, out).refused("groupwise.json", words)

@@ -59,6 +59,7 @@ class TestAtAMomentOfASave:
     @pytest.mark.parametrize(
         ("layout", "action"),
         [((1, False), "kill")] + [((2, sharded), action) for sharded in (False, True) for action in ("kill", "kill 1")],
+        ids=["one-process", "DDP-kill", "DDP-kill-1", "FSDP2-kill", "FSDP2-kill-1"],
     )
     def test_every_moment(self, runs, tmp_path, layout, action):
         """`kill 1` is the other process, killed when the main one comes to the moment."""

@@ -24,6 +24,7 @@ PASSAGES = 12
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> Path:
+    interop.need("lm_eval")
     texts, out = (tmp_path_factory.mktemp("harness") / name for name in ("texts", "tasks"))
     texts.mkdir()
     lines = lzma.decompress(SAMPLE.read_bytes()).decode().splitlines()
@@ -36,6 +37,7 @@ def tasks(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     """Return a parent, its conversions, and one that was uptrained and exported."""
+    interop.need("lm_eval")
     place = tmp_path_factory.mktemp("models")
     folders = {"parent": DEMO} | {f"GQA-{n}": out for n, out in interop.convert_to_all(DEMO, place).items() if n < 8}
     (place / "text").mkdir()

@@ -335,6 +335,7 @@ def test_other_families_with_missing_tensors_are_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about its own doings
 @pytest.mark.parametrize("n_kv_heads", [8, 2])
 def test_blocks_compile_to_one_graph_for_training_and_decoding(tmp_path, n_kv_heads):

@@ -33,7 +33,7 @@ def need(program: str) -> Path:
     failed = environment / "failed"
     if failed.exists():
         pytest.skip(f"scripts/interop could not install {program}: {failed.read_text().strip()}")
-    pytest.skip(f"scripts/interop {program} installs it")
+    pytest.skip(f"needs {program} in an environment of its own (`scripts/interop {program}` installs it)")
 
 
 def ask(

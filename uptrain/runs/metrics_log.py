@@ -128,6 +128,8 @@ def _check(record: Record) -> None:
     elif record["event"] in ("started", "resumed"):
         check_types(record, BEGINNING)
         checks.whole_number(int(record["time"]), "time", least=0, most=LATEST)
+        if "passed_over" in record:
+            check_types(record, {"passed_over": tuple[str, ...]})
     elif "why" in record:
         check_types(record, {"why": str})
 
