@@ -13,6 +13,7 @@ hidden size.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from convert.calibration.layer_module import LayerModule, ModelLayers, Watch
 from convert.calibration.native_layers import NativeLayers
-from convert.calibration.text import CalibrationText
+from convert.calibration.text import NO_TORCH, CalibrationText
 from convert.planning.recipe import UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
@@ -111,6 +112,8 @@ def open_layers(checkpoint: Checkpoint, length: int) -> ModelLayers:
     """
     if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
         return NativeLayers(checkpoint, length)
+    if any(find_spec(package) is None for package in ("transformers", "accelerate")):
+        raise UnsupportedMethodError(NO_TORCH)
     from convert.calibration.transformers_layers import TransformersLayers  # transformers takes seconds to import
 
     return TransformersLayers(checkpoint, length)

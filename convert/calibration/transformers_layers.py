@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
+from convert.merging.weights import half_split_order
 from model.attention_layout import BUFFERS, projections
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
@@ -150,8 +151,8 @@ class TransformersLayer(LayerModule):
         self._output: Any = self._attention.get_submodule(family.output)
         self.output_bias = self._output.bias
         self._n_rotated = 2 * geometry.n_rotary_pairs[index]
-        self._interleaved = family.rotary_pairing == "interleaved"
-        self._order = self._half_split_order()
+        order = half_split_order(self.head_dim, self._n_rotated // 2, family.rotary_pairing)
+        self._order = torch.from_numpy(order)
         self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
         self._calls: dict[int, Call] = {}
         self._seen: Call = {}
@@ -242,12 +243,6 @@ class TransformersLayer(LayerModule):
             zeros_BTM = torch.zeros(n_rows, self._length, self._hidden_size)
             self._calls[n_rows] = self._until_attention(zeros_BTM)[1]
         return self._calls[n_rows]
-
-    def _half_split_order(self) -> Tensor:
-        rotated = torch.arange(self._n_rotated)
-        if self._interleaved:
-            rotated = rotated.view(-1, 2).T.flatten()
-        return torch.cat([rotated, torch.arange(self._n_rotated, self.head_dim)])
 
     def _half_split(self, heads_BHTD: Tensor) -> Tensor:
         """Return heads with their dimensions in half-split order, [B, T, H, D]."""

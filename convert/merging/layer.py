@@ -17,7 +17,7 @@ from convert.merging.methods import find_group_method
 from convert.merging.moments import Maps, Moments, apply, moments_from_weights
 from convert.merging.rescale import renorm
 from convert.merging.rounding import round_once, widen
-from convert.merging.weights import LayerAttention, Real, join
+from convert.merging.weights import LayerAttention, Real, half_split_order, join
 from convert.planning.recipe import Recipe
 from model.attention_layout import Heads, Sizes
 from model.checkpoint import Array, Checkpoint
@@ -61,6 +61,13 @@ class LayerMerge:
     def reported(self) -> tuple[Heads, Heads]:
         """The key and the value heads, which have a report."""
         return self.target[1], self.target[2]
+
+    @property
+    def half_split_order(self) -> NDArray[np.intp] | None:
+        """The dimensions of a query or key head in the order of LayerAttention; None if they are in it."""
+        if self.pairing == "half":
+            return None
+        return half_split_order(self.sizes.head_dim, self.n_rotary_pairs, self.pairing)
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +193,7 @@ def _read(checkpoint: Checkpoint, name: str) -> Real:
 
 def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads, ...]) -> LayerAttention:
     """Return the attention with these tensors, by name. `heads`: `merge.source`, or `merge.target`."""
-    sizes, order = merge.sizes, half_split_order(merge)
+    sizes, order = merge.sizes, merge.half_split_order
     rows = [_rows(tensors, each) for each in heads[:3]]
     if len(heads) > 3:
         rows = [np.column_stack([row, _rows(tensors, bias)]) for row, bias in zip(rows, heads[3:], strict=True)]
@@ -197,15 +204,6 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
     return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs)
 
 
-def half_split_order(merge: LayerMerge) -> NDArray[np.intp] | None:
-    """Return the dimensions of a query or key head in the half-split order of LayerAttention; None if they are."""
-    if merge.pairing == "half":
-        return None
-    n_rotated = 2 * merge.n_rotary_pairs
-    rotated = np.arange(n_rotated).reshape(-1, 2).T.flatten()
-    return np.concatenate([rotated, np.arange(n_rotated, merge.sizes.head_dim)])
-
-
 def _rows(tensors: dict[str, Real], heads: Heads) -> Real:
     """Return the rows of heads in their tensor, which is not copied if they fill it."""
     tensor, rows = tensors[heads.tensors[0]], heads.rows
@@ -214,7 +212,7 @@ def _rows(tensors: dict[str, Real], heads: Heads) -> Real:
 
 def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:
     """Return the output's tensors of a merged layer, by name."""
-    hidden_size, order = merge.sizes.hidden_size, half_split_order(merge)
+    hidden_size, order = merge.sizes.hidden_size, merge.half_split_order
     tensors: dict[str, Real] = {}
     for i, heads_DX in enumerate((attention.q_HDX, attention.k_KDX, attention.v_KDX)):
         heads = heads_DX if order is None or i == 2 else heads_DX[:, np.argsort(order)]

@@ -5,6 +5,7 @@ biases), M outputs.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,18 @@ class LayerAttention:
             )
             for g in range(n_kv_heads)
         ]
+
+
+def half_split_order(head_dim: int, n_rotary_pairs: int, pairing: Literal["half", "interleaved"]) -> NDArray[np.intp]:
+    """Return a checkpoint's dimensions of a query or key head in the order of LayerAttention.
+
+    `pairing`: which dimensions the model rotates together (`Family.rotary_pairing`).
+    """
+    order = np.arange(head_dim)
+    if pairing == "interleaved":
+        rotated = slice(0, 2 * n_rotary_pairs)
+        order[rotated] = order[rotated].reshape(-1, 2).T.flatten()
+    return order
 
 
 def join(groups: list[LayerAttention]) -> LayerAttention:
