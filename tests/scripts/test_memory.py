@@ -1,9 +1,10 @@
 """How much anonymous memory converting takes, whatever the format of the source."""
 
 import json
-import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ BYTES_PER_VALUE = {"safetensors": 2, "bin": 2, "meta": 2, "dcp": 2, "torchtitan"
 
 
 @pytest.fixture
-def place(tmp_path):
-    """Return a folder for large files, which pytest would keep for three runs."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
+def place():
+    """Return a folder on the disk, for up to 12 GB. `scripts/test` keeps other tests' files in memory."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 def large_model(gigabytes):
