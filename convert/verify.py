@@ -140,10 +140,10 @@ def _stored_text(source: Checkpoint, out_path: Path, recorded: dict[str, Any], f
     try:
         if find_spec("torch") is None:
             raise CheckpointError(NO_TORCH)
-        from convert.calibration.layer_stream import check_tokens
+        from convert.calibration.layer_stream import check_tokens, open_layers
 
         text = read_stored(out_path, recorded)
-        check_tokens(source, text)
+        check_tokens(open_layers(source, text.window), text)
         return text
     except CheckpointError as error:
         findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")

@@ -85,7 +85,9 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
 def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:
     if family.rotary_fraction is None:
         return None
-    n_pairs = int(head_dim * _rotary_fraction(config, family)) // 2
+    n_pairs, odd = divmod(int(head_dim * _rotary_fraction(config, family)), 2)
+    if odd:
+        return None  # the classes pair the last dimension in ways of their own
     return tuple(n_pairs if rotates else 0 for rotates in _rotating_layers(config, family, n_layers))
 
 

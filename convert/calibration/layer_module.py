@@ -104,5 +104,9 @@ class ModelLayers(ABC):
         """Return the input states of the first layer, [B, T, M], in float32."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Raise CheckpointError if the first layer shows that the model cannot be run layer by layer."""
+
+    @abstractmethod
     def load(self, index: int) -> LayerModule:
         """Return one layer. The layer before it is not needed any more."""

@@ -34,6 +34,9 @@ from model.geometry import read_geometry
 _BATCH_TOKENS = 1024
 """Tokens per batch. Larger batches do not fit in a processor's cache."""
 
+_CHECKED_LENGTH = 8
+"""Tokens of the text that a model is tried on."""
+
 States = NDArray[np.float32]
 
 Progress = Callable[[int], None]
@@ -138,12 +141,14 @@ def iter_layers(
         layer.finish()
 
 
-def check_can_run(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedMethodError if no code can run the model layer by layer."""
+def open_checked(checkpoint: Checkpoint) -> ModelLayers:
+    """Return the layers of a model, for short texts. Raises UnsupportedMethodError if no code can run them."""
     try:
-        open_layers(checkpoint, 1)
+        layers = open_layers(checkpoint, _CHECKED_LENGTH)
+        layers.check()
     except CheckpointError as error:
         raise UnsupportedMethodError(str(error)) from error
+    return layers
 
 
 def check_native(checkpoint: Checkpoint, option: str) -> None:
@@ -156,9 +161,9 @@ def check_native(checkpoint: Checkpoint, option: str) -> None:
         )
 
 
-def check_tokens(checkpoint: Checkpoint, text: CalibrationText) -> None:
+def check_tokens(layers: ModelLayers, text: CalibrationText) -> None:
     """Raise CheckpointError if the text has token ids that are no rows of the embedding."""
-    n_embeddings = open_layers(checkpoint, 1).n_embeddings
+    n_embeddings = layers.n_embeddings
     ids = [ids_NT for ids_NT in (text.ids_NT, text.read_NT) if ids_NT is not None and ids_NT.size]
     wrong = [number for each in ids for number in (int(each.min()), int(each.max())) if not 0 <= number < n_embeddings]
     if wrong:

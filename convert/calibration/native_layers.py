@@ -38,6 +38,9 @@ class NativeLayers(ModelLayers):
     def embed(self, ids_BT: Tensor) -> Tensor:
         return self._embedding_VM[ids_BT].float()
 
+    def check(self) -> None:
+        pass  # the constructor has checked the config and all tensors
+
     def load(self, index: int) -> "NativeLayer":
         self.__dict__.pop("_embedding_VM", None)  # its memory is the layers' now
         return NativeLayer(self.config, index, load_block(self.checkpoint, self.config, index), self._rotation)

@@ -261,7 +261,10 @@ def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: 
     return ids
 
 
-NO_TORCH = "calibrating runs the model, which needs torch and transformers: pip install 'groupwise[torch]'."
+NO_TORCH = (
+    "calibrating runs the model, which needs torch, transformers, accelerate and tokenizers: pip install "
+    "'groupwise[torch]'."
+)
 
 
 def _documents(name: str) -> Iterator[str | NDArray[np.int64]]:

@@ -8,7 +8,7 @@ The letters are those of `layer_module`.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -23,19 +23,26 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.loading import check_readable, read_tensor
 from model.decoder.rope import rotate_first
-from model.decoder.transformers_model import build_empty_model, load_state, use_attention
+from model.decoder.transformers_model import (
+    build_empty_model,
+    load_state,
+    no_attention_function,
+    observe_attention,
+    refusing,
+)
 from model.families import Family, find_family
 from model.geometry import Geometry, read_geometry
 
-_ROTATION_ERROR = 1e-4
-"""Maximum relative difference between the class's rotated heads and ours."""
+_ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
+"""Maximum relative difference between the class's heads and ours: by their rotation, and before it. OLMo clips its
+heads, which may not change more than few of them."""
 
 Call = dict[str, Any]
 """The arguments of a layer, or of its attention, by name, but for the states."""
 
 
-class _ReachedAttentionError(Exception):
-    """Raised to stop a layer once it has called its attention."""
+class _StopForwardError(Exception):
+    """Raised to end a forward pass where the rest is not needed."""
 
 
 class TransformersLayers(ModelLayers):
@@ -52,27 +59,28 @@ class TransformersLayers(ModelLayers):
         stem = self._geometry.attention.present[0][0]
         self._prefix = stem.removesuffix(f"{family.layers}.0.")
         """The beginning of the decoder's tensor names in the checkpoint."""
-        self._own_prefix = next(f"{n}." for n, module in self._model.named_modules() if module is self._decoder)
+        self._model_prefix = next(f"{n}." for n, module in self._model.named_modules() if module is self._decoder)
         """The beginning of the decoder's parameter names in the model."""
         self._calls: dict[int, list[Call]] = {}
         self.n_layers = self._geometry.n_layers
         self._embedding = self._decoder.get_input_embeddings()
+        self._embedding.padding_idx = None  # it would not be a row of the smaller embeddings of `_record`
         name = next(n for n, module in self._decoder.named_modules() if module is self._embedding)
         self.embedding_name = f"{self._prefix}{name}.weight"
         self._parameters = self._find_parameters(family)
         for name in self._parameters:
             check_readable(checkpoint, name)
 
-    def _own_name(self, name: str) -> str:
+    def _parameter_name(self, name: str) -> str:
         """Return the model's name of a tensor of the checkpoint."""
-        return self._own_prefix + name.removeprefix(self._prefix)
+        return self._model_prefix + name.removeprefix(self._prefix)
 
     def _find_parameters(self, family: Family) -> list[str]:
         """Return the decoder's tensors in the checkpoint, without the buffers of old checkpoints."""
         own = self._model.state_dict().keys()
         buffers = tuple(f".{part}" for part in (*family.not_per_head, *BUFFERS))
         names = (name for name in self.checkpoint.tensors if name.startswith(self._prefix))
-        return [name for name in names if self._own_name(name) in own or not name.endswith(buffers)]
+        return [name for name in names if self._parameter_name(name) in own or not name.endswith(buffers)]
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         return self._record(ids_BT)[0]
@@ -82,14 +90,22 @@ class TransformersLayers(ModelLayers):
             self._layers[index - 1].to_empty(device="meta")
         stem = f"{self._geometry.attention.family.layers}.{index}."
         state = {
-            self._own_name(name): read_tensor(self.checkpoint, name, torch.float32)
+            self._parameter_name(name): read_tensor(self.checkpoint, name, torch.float32)
             for name in self._parameters
             if name.startswith(self._prefix + stem)
         }
-        load_state(self._model, state, self._own_prefix + stem, str(self.checkpoint.path))
-        return TransformersLayer(
-            self._layers[index], index, self._geometry, self._length, lambda n_rows: self._arguments(n_rows)[index]
-        )
+        load_state(self._model, state, self._model_prefix + stem, str(self.checkpoint.path))
+        with self._refusing(), torch.no_grad():
+            return TransformersLayer(
+                self._layers[index], index, self._geometry, self._length, lambda n_rows: self._arguments(n_rows)[index]
+            )
+
+    def check(self) -> None:
+        if self.n_embeddings:
+            self.load(0)
+
+    def _refusing(self) -> AbstractContextManager[None]:
+        return refusing(f"transformers cannot run the model of {self.checkpoint.path}")
 
     def _arguments(self, n_rows: int) -> list[Call]:
         """Return the arguments that each layer receives for a batch of `n_rows` windows."""
@@ -104,7 +120,8 @@ class TransformersLayers(ModelLayers):
         weight_VM = torch.from_numpy(np.concatenate(rows).astype(np.float32))
         self._embedding.weight = nn.Parameter(weight_VM, requires_grad=False)  # the rows of this text only
         received: list[tuple[Tensor, Call]] = []
-        with _recording(list(self._layers), received), torch.no_grad(), suppress(_ReachedAttentionError):
+        recording = _recording(list(self._layers), received)
+        with self._refusing(), recording, torch.no_grad(), suppress(_StopForwardError):
             self._decoder(rows_BT, use_cache=False)
         return received[0][0], [call for _, call in received]
 
@@ -122,7 +139,7 @@ def _recording(layers: list[nn.Module], received: list[tuple[Tensor, Call]]) -> 
             names = [name for name in signature.parameters if name != "hidden_states"]
             received.append((states_BTM, {**dict(zip(names, others, strict=False)), **kwargs}))
             if len(received) == len(layers):
-                raise _ReachedAttentionError
+                raise _StopForwardError
             return states_BTM
 
         return record
@@ -144,7 +161,7 @@ class TransformersLayer(LayerModule):
     ) -> None:
         assert geometry.n_rotary_pairs is not None
         self.index, self._layer, self._length, self._arguments = index, layer, length, arguments
-        self._hidden_size = geometry.hidden_size
+        self._hidden_size, self._model_type = geometry.hidden_size, geometry.model_type
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
         family, sizes = geometry.attention.family, geometry.attention.sizes
         self._attention: Any = layer.get_submodule(family.attention[0])
@@ -155,10 +172,12 @@ class TransformersLayer(LayerModule):
         self._order = torch.from_numpy(order)
         self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
         self._calls: dict[int, Call] = {}
-        self._seen: Call = {}
+        self._last_call: Call = {}
         """What the class's attention function received last."""
+        if self._attention_call(1).get("attention_mask") is None:
+            raise CheckpointError(f"layer {index} has no causal mask (is_causal), which calibrating needs.")
         self.rotation = self._rotation()
-        self._check_rotation()
+        self._check_heads()
 
     def inputs(self, states_BTM: Tensor) -> Tensor:
         return self._until_attention(states_BTM)[0]
@@ -166,8 +185,8 @@ class TransformersLayer(LayerModule):
     def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
         attended: list[Tensor] = []
 
-        def see(call: Call) -> None:
-            self._seen = call
+        def observe(call: Call) -> None:
+            self._last_call = call
             rotated_q_BTHD, rotated_k_BTGD = self._half_split(call["q"]), self._half_split(call["k"])
             v_BTGD = call["v"].transpose(1, 2)
             self.check_finite(rotated_q_BTHD, rotated_k_BTGD, v_BTGD)
@@ -175,7 +194,7 @@ class TransformersLayer(LayerModule):
 
         hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
         try:
-            with use_attention(self._attention, see):
+            with observe_attention(self._attention, observe):
                 result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
         finally:
             hook.remove()
@@ -184,7 +203,7 @@ class TransformersLayer(LayerModule):
         return attended[0], next_BTM
 
     def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
-        call = self._seen
+        call = self._last_call
         q_GND = q_HSD.reshape(len(k_GTD), -1, self.head_dim)
         logits_HST: Tensor = (q_GND @ k_GTD.mT).view(self.n_heads, -1, k_GTD.shape[1])
         weights_1HST = call["softmax"](logits_HST[None], call["mask"][:1, :, at_S])
@@ -195,13 +214,13 @@ class TransformersLayer(LayerModule):
 
         def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             out.append(args[0])
-            raise _ReachedAttentionError
+            raise _StopForwardError
 
         call = self._attention_call(len(x_BTM))
         hook = self._output.register_forward_pre_hook(stop)
         try:
             functional_call(self._attention, self._parameters(weights), (), {**call, "hidden_states": x_BTM})
-        except _ReachedAttentionError:
+        except _StopForwardError:
             pass
         finally:
             hook.remove()
@@ -212,7 +231,7 @@ class TransformersLayer(LayerModule):
         n_inputs = self._hidden_size
         rows = [weights.q_CX, self._repeated(weights.k_CX), self._repeated(weights.v_CX)]
         back = torch.argsort(self._order)
-        for i in range(2):
+        for i in range(2):  # queries and keys; values are not rotated
             rows[i] = rows[i].view(-1, self.head_dim, rows[i].shape[1])[:, back].flatten(0, 1)
         parameters = {}
         for parameter, heads in self._heads.items():
@@ -233,7 +252,7 @@ class TransformersLayer(LayerModule):
     def _until_attention(self, states_BTM: Tensor) -> tuple[Tensor, Call]:
         """Run the layer until it calls its attention; return the attention's input states and other arguments."""
         received: list[tuple[Tensor, Call]] = []
-        with _recording([self._attention], received), suppress(_ReachedAttentionError):
+        with _recording([self._attention], received), suppress(_StopForwardError):
             self._layer(states_BTM, **self._arguments(len(states_BTM)))
         return received[0]
 
@@ -266,24 +285,51 @@ class TransformersLayer(LayerModule):
         cos_TR, sin_TR = self.rotation
         return rotate_first(heads_BTHD, cos_TR[:, None], -sin_TR[:, None])
 
-    def _check_rotation(self) -> None:
-        """Raise CheckpointError unless the class rotates as `rotation` says, by trying it on random states."""
+    def _check_heads(self) -> None:
+        """Raise CheckpointError unless the class's heads are linear in its inputs, and rotated as `rotation` says.
+
+        Tried on random inputs, once with the class's rotary embedding, and once with one that rotates nothing.
+        """
         call = self._attention_call(1)
-        seen: list[Call] = []
+        received: list[Call] = []
         generator = torch.Generator().manual_seed(0)
         x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator)
         cos, sin = call["position_embeddings"]
         for arguments in (call, {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}):
-            with use_attention(self._attention, seen.append):
+            with observe_attention(self._attention, received.append):
                 self._attention(**{**arguments, "hidden_states": x_1TM})
-        for name in ("q", "k"):
-            rotated, plain = (self._half_split(each[name]) for each in seen)
-            ours, length = self._unrotated(rotated), plain.norm()
-            scaled, first = plain.clone(), slice(0, self._n_rotated)
+        if len(received) < 2:
+            raise no_attention_function(self._model_type)
+        rotated, plain = received
+        for name, ours in zip("qkv", self._projected(x_1TM), strict=True):
+            if _relative_error(ours, plain[name]) > _LINEAR_ERROR:
+                raise CheckpointError(
+                    f"layer {self.index}: transformers' class changes queries, keys or values after their projections "
+                    "(clip_qkv, norms); use --method mean."
+                )
+        for name in "qk":
+            ours, theirs = self._unrotated(self._half_split(rotated[name])), self._half_split(plain[name])
+            first = slice(0, self._n_rotated)
             # A rotary embedding may also scale what it rotates (`attention_scaling`).
-            scaled[..., first] *= (ours * plain)[..., first].sum() / plain[..., first].square().sum().clamp(min=1e-30)
-            if (ours - scaled).norm() > _ROTATION_ERROR * length:
+            power = theirs[..., first].square().sum().clamp(min=1e-30)
+            scaled = theirs.clone()
+            scaled[..., first] *= (ours * theirs)[..., first].sum() / power
+            if _relative_error(ours, scaled) > _ROTATION_ERROR:
                 raise CheckpointError(
                     f"layer {self.index}: transformers' class rotates queries and keys differently from what Groupwise "
                     "knows of this model_type; use --method mean."
                 )
+
+    def _projected(self, x_1TM: Tensor) -> Iterator[Tensor]:
+        """Yield queries, keys and values by the class's weights alone, [1, heads, T, D]."""
+        for weights, biases in zip(self._heads["weight"], self._heads["bias"], strict=True):
+            name, rows = weights.tensors[0], torch.from_numpy(weights.rows)
+            module = self._attention.get_submodule(name.removesuffix(".weight"))
+            heads_1TC = x_1TM @ module.weight[rows].T
+            if module.bias is not None:
+                heads_1TC = heads_1TC + module.bias[torch.from_numpy(biases.rows)]
+            yield heads_1TC.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))

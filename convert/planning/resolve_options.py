@@ -37,8 +37,9 @@ def resolve_options(checkpoint: Checkpoint, n_kv_heads: int | None, options: Mer
     try:
         return _recipe(checkpoint, geometry, replace(options, method=DEFAULT_METHOD, refit=True))
     except UnsupportedMethodError as error:
+        reason = str(error).rstrip(".")
         raise UnsupportedMethodError(
-            f"The default merge is not possible: {error} --method mean is the paper's merge; its loss starts much "
+            f"The default merge is not possible: {reason}. --method mean is the paper's merge; its loss starts much "
             "higher, so it needs more uptraining."
         ) from error
 
@@ -55,7 +56,7 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
     renorm = options.renorm or ("spread" if by_layer else "none")
     recipe = Recipe(options.method, options.seed, renorm, options.refit, options.refine, options.grouping)
     if by_layer:
-        check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
+        check_layer_merge(geometry, checkpoint.tensors, recipe)  # before a text is read, or downloaded
     if by_layer and options.calibration != NONE:
         try:
             recipe = _calibrated(checkpoint, recipe, options)
@@ -71,17 +72,17 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -
     """Return the recipe with its calibration text. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
         from convert.calibration.generated_text import OwnText
-        from convert.calibration.layer_stream import check_can_run, check_native, check_tokens
+        from convert.calibration.layer_stream import check_native, check_tokens, open_checked
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
-    check_can_run(checkpoint)
+    layers = open_checked(checkpoint)
     name, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
     if SELF in split_name(name):
         check_native(checkpoint, "--calibration self")
     if options.method == AUTO:
         check_native(checkpoint, "--method auto")
     text = read_calibration_text(checkpoint, name, n_tokens)
-    check_tokens(checkpoint, text)
+    check_tokens(layers, text)
     if text.own:
         own = OwnText(checkpoint, text.first, len(text.own), text.window, options.seed)
         own.check_memory()

@@ -70,9 +70,14 @@ def regroup(
     return {name: _regrouped(name, heads, tensors) for name, heads in pairs.items()}
 
 
-def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method: str) -> None:
+def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], recipe: Recipe) -> None:
     """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
-    family = geometry.attention.family
+    family, method = geometry.attention.family, recipe.method
+    if recipe.grouping == "similar" and "sinks" in family.not_per_head:
+        raise UnsupportedMethodError(
+            f"--group-heads similar moves queries, but model_type {family.model_type!r} has an attention sink for each "
+            "of them, which stays; leave it out."
+        )
     if geometry.n_rotary_pairs is None:
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
@@ -98,7 +103,7 @@ def _stems(geometry: Geometry) -> list[str]:
 def _regroup_layers(
     geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
 ) -> dict[str, OutputTensor]:  # fmt: skip
-    check_layer_merge(geometry, tensors, recipe.method)
+    check_layer_merge(geometry, tensors, recipe)
     assert geometry.n_rotary_pairs is not None
     family, sizes = geometry.attention.family, geometry.attention.sizes
     regrouped: dict[str, OutputTensor] = {}

@@ -3,9 +3,11 @@
 Code that needs only logits and losses (calibration, evaluation, a teacher) works with both.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.hf_folder import read_config
 from model.common import checks
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, check_size
 from model.decoder.config import MAX_LAYERS
 from model.decoder.losses import IGNORED
@@ -132,7 +134,7 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
         )
     if (folder / "generation_config.json").exists():
         check_size(folder / "generation_config.json", CONFIG_BYTES)
-    with _refusing(folder / "config.json"):
+    with refusing(f"transformers can build no model from {folder}/config.json"):
         opened: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             trust_remote_code=False,
@@ -155,7 +157,7 @@ def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = _read_config(folder)
-    with _refusing(folder / "config.json"):
+    with refusing(f"transformers can build no model from {folder}/config.json"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
 
@@ -177,13 +179,40 @@ def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -
     AttentionMaskInterface.register(_OBSERVED, eager_mask)
     _refuse_kernels(Path(source), config)
     _check_layers(Path(source), config)
-    with _refusing(source):
-        hf_config = CONFIG_MAPPING[model_type].from_dict(dict(config))
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                hf_config, trust_remote_code=False, dtype=torch.float32, attn_implementation=_OBSERVED
-            )
+    _check_version()
+    try:
+        with refusing(f"transformers can build no model from the config of {source}"):
+            hf_config = CONFIG_MAPPING[model_type].from_dict(dict(config))
+            with init_empty_weights(include_buffers=False):
+                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    hf_config, trust_remote_code=False, dtype=torch.float32, attn_implementation=_OBSERVED
+                )
+    except CheckpointError as error:
+        if _OBSERVED in str(error):
+            raise no_attention_function(model_type) from error
+        raise
     return model.eval()
+
+
+def no_attention_function(model_type: str) -> CheckpointError:
+    """Return the error for a class that does not call the attention function of its config."""
+    return CheckpointError(
+        f"transformers {version('transformers')} has a class for model_type {model_type!r} that takes no attention "
+        f"function, which calibrating needs; install {_KNOWN_VERSION} or newer."
+    )
+
+
+def _check_version() -> None:
+    """Raise CheckpointError for a version of transformers 5 that loads weights by other arguments."""
+    try:
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    except ImportError:
+        return  # transformers 4
+    if "load_config" not in inspect.signature(convert_and_load_state_dict_in_model).parameters:
+        raise CheckpointError(
+            f"transformers {version('transformers')} loads weights in a way that calibrating does not know; install "
+            f"{_KNOWN_VERSION}."
+        )
 
 
 def load_state(model: Any, state: dict[str, Tensor], prefix: str, source: str) -> None:
@@ -192,12 +221,12 @@ def load_state(model: Any, state: dict[str, Tensor], prefix: str, source: str) -
     Applies the conversions of transformers 5, which joins the experts of a layer, for example. Raises CheckpointError
     if a tensor is missing, left over or misshapen.
     """
-    with _refusing(source):
+    with refusing(f"transformers cannot load the weights of {source}"):
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import convert_and_load_state_dict_in_model
             from transformers.modeling_utils import LoadStateDictConfig
-        except ImportError:  # transformers 4 converts nothing
+        except ImportError:  # transformers 4, which converts nothing
             own = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
             model.get_submodule(prefix.removesuffix(".")).load_state_dict(own, assign=True)
             return
@@ -206,9 +235,9 @@ def load_state(model: Any, state: dict[str, Tensor], prefix: str, source: str) -
         loading, _ = convert_and_load_state_dict_in_model(model, state, how)
     missing = [name for name, parameter in model.named_parameters() if name.startswith(prefix) and parameter.is_meta]
     for problem, names in (
-        ("lacks the tensor", missing),
         ("holds a tensor unknown to its config.json:", loading.unexpected_keys),
         ("has another shape than config.json means in", loading.mismatched_keys),
+        ("lacks the tensor", missing),
     ):
         if names:
             raise CheckpointError(f"{source} {problem} {sorted(map(str, names))[0]}.")
@@ -216,16 +245,18 @@ def load_state(model: Any, state: dict[str, Tensor], prefix: str, source: str) -
 
 _OBSERVED = "groupwise_observed"
 """Our attention function's name in transformers."""
+_KNOWN_VERSION = "transformers 5.23"
+"""The version of transformers that the tests use."""
 
 
 @contextmanager
-def use_attention(attention: nn.Module, see: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Call `see` whenever this attention module runs, with what its attention function received.
+def observe_attention(attention: nn.Module, observer: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Call `observer` whenever this attention module runs, with what its attention function received.
 
     That is `q`, `k` and `v` [B, heads, T, D] after rotation, the `mask` [B, 1, T, T] that is added to the logits, and
     `softmax(products, mask)`, which turns the products of queries and keys into weights as the class does.
     """
-    attention.observer = see  # type: ignore[assignment]
+    attention.observer = observer  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -244,6 +275,7 @@ def _observed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' eager functions do, with caps on logits (`softcap`) and sinks (`s_aux`)."""
+    attention_mask = attention_mask[..., : key.shape[2]]  # transformers 4 adds a column for some classes
     heads_per_group = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
 
@@ -257,9 +289,9 @@ def _observed_attention(
         sinks = s_aux.reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
-    see = getattr(module, "observer", None)
-    if see is not None:
-        see({"q": query, "k": key, "v": value, "mask": attention_mask, "softmax": softmax})
+    observer = getattr(module, "observer", None)
+    if observer is not None:
+        observer({"q": query, "k": key, "v": value, "mask": attention_mask, "softmax": softmax})
     key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
@@ -289,7 +321,7 @@ def _read_config(folder: Path) -> Any:
     register()
     _refuse_kernels(folder, read_config(folder)[1])
     _check_layers(folder, read_config(folder)[1])
-    with _refusing(folder / "config.json"):
+    with refusing(f"transformers can build no model from {folder}/config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise CheckpointError(
@@ -330,8 +362,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _refusing(source: Path | str) -> Iterator[None]:
-    """Turn transformers' errors about a config file into a CheckpointError of one line.
+def refusing(problem: str) -> Iterator[None]:
+    """Turn transformers' errors into a CheckpointError of one line, which begins with `problem`.
 
     Many classes of errors are caught, because a value of a wrong type or size can raise any of them inside
     transformers. The only inputs are config.json and the weights.
@@ -341,17 +373,19 @@ def _refusing(source: Path | str) -> Iterator[None]:
     try:
         with _without_warnings():
             yield
+    except InputError:  # our own
+        raise
     except (
         StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
         MemoryError, OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"transformers can build no model from {source}: {message[:400]}") from error
+        raise CheckpointError(f"{problem}: {message[:400]}") from error
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence transformers' warnings and progress bars; errors are reported by `_refusing`."""
+    """Silence transformers' warnings and progress bars; errors are reported by `refusing`."""
     from transformers.utils import logging as hf_logging
 
     verbosity, had_bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()

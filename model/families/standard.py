@@ -164,7 +164,7 @@ STANDARD = (
         rotary_fraction=0.5,
         partial_rotary=True,
     ),
-    # OLMo: Llama's layout, norms without weights; `clip_qkv` clips the output of merged heads as before.
+    # OLMo: Llama's layout, norms without weights; `clip_qkv` clips merged heads too.
     Family("olmo", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # OLMo 2: queries and keys are normalised over all heads together.
     Family("olmo2", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),

@@ -158,7 +158,7 @@ def test_families_whose_heads_cannot_be_mapped(convert, tmp_path, family):
 
 @pytest.mark.parametrize(("family", "changes"), [("phi", {"qk_layernorm": True}), ("stablelm", {"qk_layernorm": True})])
 def test_norms_on_queries_and_keys(convert, tmp_path, family, changes):
-    source = tiny.save(tiny.build(family, **changes), tmp_path / "source")
+    source = tiny.save(tiny.build(family, hidden_size=64, **changes), tmp_path / "source")
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
         "normalises queries or keys afterwards; choose mean, first, random."
     )

@@ -16,7 +16,6 @@ TEXT = Path(__file__).parents[2] / "convert/calibration/sample_texts/mixture.jso
 LENGTH, BATCH, STEPS = 64, 16, 250
 CHANGES = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
-    "olmo": {"clip_qkv": 8.0},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 

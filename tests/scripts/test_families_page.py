@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from convert.calibration.layer_stream import check_can_run
+from convert.calibration.layer_stream import open_checked
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError, InputError
 from model.families import FAMILIES, NATIVE_FAMILIES
@@ -25,14 +25,15 @@ def test_every_family_has_a_row():
 @pytest.mark.parametrize("family", sorted(set(tiny.STOCK) & set(ROWS)))
 def test_row(convert, tmp_path, family):
     default, trained, opens = ROWS[family]
-    folder = tiny.save(tiny.build(family), tmp_path / "source")
+    size = {"hidden_size": 64} if family == "stablelm" else {}  # a quarter of a head is rotated, which must be even
+    folder = tiny.save(tiny.build(family, **size), tmp_path / "source")
     merged = convert(
         "mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "pca", "--calibration", "none", "--dry-run"
     )
     assert merged.code == (0 if default == "fit" else 2)
     if default == "fit":
         with open_checkpoint(folder) as checkpoint:
-            check_can_run(checkpoint)
+            open_checked(checkpoint)
     else:
         assert default == "mean: norms"
     assert trained == how_trained(family, folder)

@@ -97,12 +97,11 @@ def _root(heads_FF: Real) -> Real:
     make an eigenvalue slightly negative; then the ridge is larger.
     """
     mean = float(np.trace(heads_FF) / len(heads_FF))
-    for share in (_TINY, 1e3 * _TINY):
-        ridged_FF: Real = heads_FF.copy()
-        ridged_FF[np.diag_indices_from(ridged_FF)] += share * mean or 1.0
-        try:
-            return np.asarray(np.linalg.cholesky(ridged_FF))
-        except np.linalg.LinAlgError:
-            if share != _TINY:
-                raise
-    raise AssertionError
+    ridged_FF: Real = heads_FF.copy()
+    diagonal = np.diag_indices_from(ridged_FF)
+    ridged_FF[diagonal] += _TINY * mean or 1.0
+    try:
+        return np.asarray(np.linalg.cholesky(ridged_FF))
+    except np.linalg.LinAlgError:
+        ridged_FF[diagonal] += 1e3 * _TINY * mean
+        return np.asarray(np.linalg.cholesky(ridged_FF))
