@@ -78,7 +78,7 @@ class Layer:
     def run(self, watch: Watch) -> None:
         """Run the layer on the text, with its current weights. Calls `watch` with each batch's heads."""
         shape = self.states_NTM.shape
-        with _writing(self._attended, shape) as write_attended, _writing(self._following, shape) as write_next:
+        with _writing(self._attended, shape) as write_attended, _writing(_following(self.folder), shape) as write_next:
             for windows in self.text.batches():
                 attended_BTM, next_BTM = self.module.run(torch.from_numpy(self.states_NTM[windows]), watch)
                 write_attended(attended_BTM)
@@ -95,15 +95,9 @@ class Layer:
     def _attended(self) -> Path:
         return self.folder / "attended.npy"
 
-    @property
-    def _following(self) -> Path:
-        return self.folder / "following.npy"
-
     def finish(self) -> None:
-        """Make the layer's output states the next layer's inputs, durably, and remove its own."""
-        sync_file(self._following)
-        self._following.rename(_states(self.folder, self.index + 1))
-        sync_folder(self.folder)
+        """Make the layer's output states the next layer's inputs, and remove its own."""
+        _make_inputs(self.folder, self.index + 1)
         self._attended.unlink()
         _states(self.folder, self.index).unlink()
 
@@ -192,14 +186,23 @@ def _begin(layers: ModelLayers, text: CalibrationText, windows: CalibrationWindo
     assert text.ids_NT is not None
     batches = (layers.embed(torch.from_numpy(text.ids_NT[batch])) for batch in windows.batches())
     first_BTM = next(batches)
-    path = _states(folder, 0)
-    with _writing(path, (text.n_windows, text.window, first_BTM.shape[2])) as write:
+    with _writing(_following(folder), (text.n_windows, text.window, first_BTM.shape[2])) as write:
         write(first_BTM)
         for states_BTM in batches:
             write(states_BTM)
-    sync_file(path)
-    sync_folder(folder)
+    _make_inputs(folder, 0)
     return 0
+
+
+def _following(folder: Path) -> Path:
+    return folder / "following.npy"
+
+
+def _make_inputs(folder: Path, index: int) -> None:
+    """Make the states in `following.npy` the inputs of layer `index`. They are on the disk before they get the name."""
+    sync_file(_following(folder))
+    _following(folder).rename(_states(folder, index))
+    sync_folder(folder)
 
 
 @contextmanager

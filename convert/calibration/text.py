@@ -20,6 +20,7 @@ from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.common import checks
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
+from model.families import find_family
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.hub import HUB
@@ -217,7 +218,7 @@ def _read_windows(
 
 def _context(checkpoint: Checkpoint) -> int:
     """Return the model's maximum context; LONGEST_WINDOW if its config has none."""
-    context = checkpoint.config.get("max_position_embeddings")
+    context = find_family(checkpoint.config).config.get("max_position_embeddings")  # of a wrapper: its language model's
     if context is None:
         return LONGEST_WINDOW
     return checks.whole_number(context, "config.json has max_position_embeddings", least=2)

@@ -34,8 +34,8 @@ from model.families import Family, find_family
 from model.geometry import Geometry, read_geometry
 
 _ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
-"""Maximum relative difference between the class's heads and ours: by their rotation, and before it. OLMo clips its
-heads, which may not change more than few of them."""
+"""Maximum relative differences between the class's heads and ours, after and before rotation. The latter allows for
+OLMo's clipping (`clip_qkv`) as long as it changes few numbers."""
 
 Call = dict[str, Any]
 """The arguments of a layer, or of its attention, by name, but for the states."""
@@ -101,8 +101,8 @@ class TransformersLayers(ModelLayers):
             )
 
     def check(self) -> None:
-        if self.n_embeddings:
-            self.load(0)
+        _ = self.n_embeddings  # raises CheckpointError if the embedding is missing
+        self.load(0)
 
     def _refusing(self) -> AbstractContextManager[None]:
         return refusing(f"transformers cannot run the model of {self.checkpoint.path}")
@@ -219,9 +219,8 @@ class TransformersLayer(LayerModule):
         call = self._attention_call(len(x_BTM))
         hook = self._output.register_forward_pre_hook(stop)
         try:
-            functional_call(self._attention, self._parameters(weights), (), {**call, "hidden_states": x_BTM})
-        except _StopForwardError:
-            pass
+            with suppress(_StopForwardError):
+                functional_call(self._attention, self._parameters(weights), (), {**call, "hidden_states": x_BTM})
         finally:
             hook.remove()
         return out[0]

@@ -68,25 +68,18 @@ STANDARD = (
         not_per_head=SHARED_NORMS,
         default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
     ),
-    # GLM-4 9B and GLM-Edge in transformers' own format: Llama's layout with q, k and v biases.
-    Family(
-        "glm",
-        default_n_kv_heads=2,
-        null_n_kv_heads="refused",
-        default_head_dim=128,
-        rotary_fraction=0.5,
-        partial_rotary=True,
-        rotary_pairing="interleaved",
-    ),
-    # GLM-4-0414: as GLM.
-    Family(
-        "glm4",
-        default_n_kv_heads=2,
-        null_n_kv_heads="refused",
-        default_head_dim=128,
-        rotary_fraction=0.5,
-        partial_rotary=True,
-        rotary_pairing="interleaved",
+    # GLM-4 9B and GLM-Edge in transformers' own format, and GLM-4-0414: Llama's layout with q, k and v biases.
+    *(
+        Family(
+            model_type,
+            default_n_kv_heads=2,
+            null_n_kv_heads="refused",
+            default_head_dim=128,
+            rotary_fraction=0.5,
+            partial_rotary=True,
+            rotary_pairing="interleaved",
+        )
+        for model_type in ("glm", "glm4")
     ),
     # gpt-oss: Llama's layout with biases, and a sink for each query head, which is copied.
     Family(

@@ -1,5 +1,6 @@
 """What calibration sees of every family's layers, against a plain forward pass of the whole model in transformers."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -232,3 +233,11 @@ def test_a_padding_token_changes_nothing(tmp_path, family):
             layers.check()
             seen.append(layers.embed(IDS))
     assert torch.equal(*seen)
+
+
+def test_windows_are_no_longer_than_a_wrapped_models_context(convert, tmp_path):
+    source = make_tokenizer(tiny.save(tiny.build("llava", vocab_size=300), tmp_path / "source"), 300)
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    assert result.code == 0, result.err
+    calibration = json.loads((tmp_path / "out/groupwise.json").read_text())["calibration"]
+    assert (calibration["windows"], calibration["window"]) == (16, 64)
