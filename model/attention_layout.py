@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from model.checkpoint import FLOAT_DTYPES, Tensor
 from model.common.errors import CheckpointError
 from model.families import Family
+from model.families.family import HeadNorms
 
 # Buffers of attention in old checkpoints.
 BUFFERS = ("rotary_emb.inv_freq",)
@@ -100,12 +101,13 @@ def _one_attention(family: Family, sizes: Sizes) -> Layout:
     for name, n in n_rows.items():
         shapes |= {f"{name}.weight": (n, sizes.hidden_size), f"{name}.bias": (n,)}
     required = frozenset(part for part in shapes if part.endswith(".weight"))
-    if family.head_norms is not None:
-        norms = family.head_norms
-        key_norms = _norm_shapes(norms.key, norms.layout, sizes.n_kv_heads, sizes.head_dim)
-        shapes |= key_norms | _norm_shapes(norms.query, norms.layout, sizes.n_heads, sizes.head_dim)
-        rows = 1 if norms.layout == "matrix" else sizes.head_dim
-        heads.append(_contiguous("k", tuple(key_norms), rows, sizes.n_kv_heads))
+    norms = family.head_norms
+    if norms is not None:
+        key_norms = _norm_shapes(norms.key, norms, sizes.n_kv_heads, sizes.head_dim)
+        shapes |= key_norms | _norm_shapes(norms.query, norms, sizes.n_heads, sizes.head_dim)
+        if norms.differs_by_head:
+            rows = 1 if norms.layout == "matrix" else sizes.head_dim
+            heads.append(_contiguous("k", tuple(key_norms), rows, sizes.n_kv_heads))
     return Layout(shapes, required, tuple(heads))
 
 
@@ -166,10 +168,14 @@ def _fused(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
     return {name: n_blocks * rows_per_block}, heads
 
 
-def _norm_shapes(name: str, layout: str, n_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-    if layout == "list":
+def _norm_shapes(name: str, norms: HeadNorms, n_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+    if norms.layout == "none":
+        return {}
+    if norms.layout == "shared":
+        return {f"{name}.{parameter}": (head_dim,) for parameter in ("weight", "bias")}
+    if norms.layout == "list":
         return {f"{name}.norms.{head}.weight": (head_dim,) for head in range(n_heads)}
-    return {f"{name}.weight": (n_heads, head_dim) if layout == "matrix" else (n_heads * head_dim,)}
+    return {f"{name}.weight": (n_heads, head_dim) if norms.layout == "matrix" else (n_heads * head_dim,)}
 
 
 def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

@@ -105,6 +105,8 @@ def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
 
 def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:
     """Return for each layer whether its heads are rotated, by the rules of Cohere2's and SmolLM3's config classes."""
+    if family.null_window_rotates and config.get("sliding_window", 0) is None:
+        return [True] * n_layers
     if family.rotates_only is not None:
         return [kind == family.rotates_only for kind in _layer_types(config, n_layers)]
     if family.no_rope_every is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
+from model.decoder.rope import rotate_first
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Heads:
     rotated_q_BTHD: Tensor
     rotated_k_BTGD: Tensor
     v_BTGD: Tensor
+    key_scales_BTG: Tensor | None = None
+    """What norms of each head multiply the keys by, relative to a norm of all heads together; None without them."""
 
 
 Watch = Callable[[Heads], None]
@@ -37,9 +40,13 @@ class Weights:
     k_CX: Tensor
     v_CX: Tensor
     o_MC: Tensor
+    q_norm_HD: Tensor | None = None
+    k_norm_GD: Tensor | None = None
+    """The weights of norms, for each head, or one row for all heads; None without them."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.q_CX, self.k_CX, self.v_CX, self.o_MC))
+        matrices = (self.q_CX, self.k_CX, self.v_CX, self.o_MC, self.q_norm_HD, self.k_norm_GD)
+        return (matrix for matrix in matrices if matrix is not None)
 
 
 class LayerModule(ABC):
@@ -75,6 +82,13 @@ class LayerModule(ABC):
 
         `weights` may have fewer K/V heads than the layer. Gradients flow to them.
         """
+
+    def unrotated(self, heads_BTHD: Tensor) -> Tensor:
+        """Return rotated queries or keys as they were before rotation."""
+        if self.rotation is None:
+            return heads_BTHD
+        cos_TR, sin_TR = self.rotation
+        return rotate_first(heads_BTHD, cos_TR[:, None], -sin_TR[:, None])
 
     def check_finite(self, *tensors: Tensor) -> None:
         """Raise CheckpointError if a tensor holds NaN or infinity."""

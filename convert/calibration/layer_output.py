@@ -18,18 +18,23 @@ from convert.merging.weights import LayerAttention, Real
 
 def weights_of(attention: LayerAttention) -> Weights:
     """Copy a layer's attention to float32."""
-    rows = [heads.reshape(-1, heads.shape[2]) for heads in (attention.q_HDX, attention.k_KDX, attention.v_KDX)]
-    return Weights(*(torch.from_numpy(matrix).float() for matrix in (*rows, output_matrix(attention))))
+    rows = [heads.reshape(-1, heads.shape[2]) for heads in (*attention.projections, attention.v_KDX)]
+    norms = (attention.norms.q_HD, attention.norms.k_KD) if attention.norms else ()
+    return Weights(*(torch.from_numpy(matrix).float() for matrix in (*rows, output_matrix(attention), *norms)))
 
 
 def with_weights(attention: LayerAttention, weights: Weights) -> LayerAttention:
     """Return the attention with other values, in float64."""
-    q_CX, k_CX, v_CX, o_MC = (matrix.detach().double().numpy() for matrix in weights)
+    q_CX, k_CX, v_CX, o_MC, *norms = (matrix.detach().double().numpy() for matrix in weights)
+    q_HDX, k_KDX, v_KDX = q_CX.reshape(attention.q_HDX.shape), k_CX.reshape(attention.k_KDX.shape), v_CX
+    if norms:
+        q_HDX, k_KDX = (heads * norm[:, :, None] for heads, norm in zip((q_HDX, k_KDX), norms, strict=True))
     return replace(
         with_output(attention, o_MC),
-        q_HDX=q_CX.reshape(attention.q_HDX.shape),
-        k_KDX=k_CX.reshape(attention.k_KDX.shape),
-        v_KDX=v_CX.reshape(attention.v_KDX.shape),
+        q_HDX=q_HDX,
+        k_KDX=k_KDX,
+        v_KDX=v_KDX.reshape(attention.v_KDX.shape),
+        norms=attention.norms and replace(attention.norms, q_HD=norms[0], k_KD=norms[1]),
     )
 
 

@@ -26,7 +26,7 @@ _DRAWN_VALUES = 1 << 22
 class MomentSums:
     """The second moments of a layer's heads, summed over windows in float64."""
 
-    def __init__(self, layer: Layer, n_kv_heads: int, order: list[int]) -> None:
+    def __init__(self, layer: Layer, n_kv_heads: int, order: list[int], raw_keys: bool = False) -> None:
         module = layer.module
         self._layer, self._n_groups = layer, n_kv_heads
         self._size, self._n_heads = module.head_dim, module.n_heads
@@ -34,6 +34,8 @@ class MomentSums:
         width = module.n_kv_heads // n_kv_heads * module.head_dim
         zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64)
         self._keys_GFF, self._values_GFF = zeros, zeros.clone()
+        self._raw_keys_GFF = zeros.clone() if raw_keys else None
+        self._scales_2K = torch.zeros(2, module.n_kv_heads, dtype=torch.float64)
         self._queries_HDD = torch.zeros(module.n_heads, module.head_dim, module.head_dim, dtype=torch.float64)
         self._order = order
         self._rng = np.random.default_rng(layer.index)
@@ -49,13 +51,19 @@ class MomentSums:
             for x in (heads.q_BTHD, heads.rotated_q_BTHD)
         )
         rotated_k_BTKD, v_BTKD = (x[:, :, self._order] for x in (heads.rotated_k_BTGD, heads.v_BTGD))
+        module = self._layer.module
         q_HND = q_BTHD.flatten(0, 1).transpose(0, 1).double()
         self._queries_HDD += q_HND.mT @ q_HND
+        if heads.key_scales_BTG is not None:
+            self._add_key_scales(rotated_k_BTKD, heads.key_scales_BTG[:, :, self._order])
+        if self._raw_keys_GFF is not None:
+            keys_GNF = self._grouped(module.unrotated(rotated_k_BTKD).flatten(0, 1).transpose(0, 1))
+            self._raw_keys_GFF += (keys_GNF.mT @ keys_GNF).double()
         for window in range(len(q_BTHD)):
             at_S = torch.from_numpy(self._rng.permutation(q_BTHD.shape[1])[: self._queries])
             k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
             q_HSD = rotated_q_BTHD[window, at_S].transpose(0, 1)
-            weights_HST = self._layer.module.attention_weights(q_HSD, k_KTD, at_S)
+            weights_HST = module.attention_weights(q_HSD, k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)
             at_S = at_S[: self._key_queries]
             self._add_keys(weights_HST[:, : len(at_S)], k_KTD, at_S)
@@ -81,6 +89,19 @@ class MomentSums:
                 rotated_XF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
                 self._keys_GFF[group] += (rotated_XF.mT @ rotated_XF).double() / (len(at_N) * KEYS_DRAWN)
 
+    def _add_key_scales(self, k_BTKD: Tensor, scales_BTK: Tensor) -> None:
+        """Accumulate the two sums of a least-squares fit of the keys by the keys without their scales."""
+        power_BTK = k_BTKD.square().sum(dim=3).double()
+        for i in range(2):
+            power_BTK = power_BTK / scales_BTK
+            self._scales_2K[i] += power_BTK.sum(dim=(0, 1))
+
+    @property
+    def key_scales(self) -> np.ndarray | None:
+        """What norms of each head multiply the keys by on average, [K]; None if they do not differ."""
+        products_K, powers_K = self._scales_2K
+        return (products_K / powers_K).nan_to_num(1.0).numpy() if powers_K.any() else None
+
     def _rotated_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
         """Rotate keys from their own positions to their distances from the query."""
         if self._layer.module.rotation is None:
@@ -95,9 +116,12 @@ class MomentSums:
         queries_HDD = self._queries_HDD.numpy() / (n_windows * self._layer.text.length)
         for sums_GFF in (self._keys_GFF, self._values_GFF):
             sums_GFF /= n_windows  # in place: with one group they are large
+        if self._raw_keys_GFF is not None:
+            self._raw_keys_GFF /= n_windows * self._layer.text.length
         moments = []
         for group in range(self._n_groups):
             heads = slice(group * self._per_group, (group + 1) * self._per_group)
             keys_FF, values_FF = (x[group].numpy() for x in (self._keys_GFF, self._values_GFF))
-            moments.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_rotary_pairs))
+            raw_FF = None if self._raw_keys_GFF is None else self._raw_keys_GFF[group].numpy()
+            moments.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_rotary_pairs, raw_FF))
         return moments

@@ -22,6 +22,7 @@ from convert.merging.grouping import reorder, similar_order
 from convert.merging.layer import LayerMerge, apply_maps, finish_layer, read_attention, save_layer
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
+from convert.merging.norms import normalise
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
@@ -75,13 +76,15 @@ def held_out_errors(
 
 
 def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path, progress: Progress) -> None:
-    before = read_attention(checkpoint, merge)
-    order = list(range(len(before.k_KDX)))
+    projected = read_attention(checkpoint, merge)
+    order = list(range(len(projected.k_KDX)))
     if merge.recipe.grouping == "similar":
-        order = similar_order(moments_from_weights(before, _root(layer, before)), merge.n_kv_heads)
-        before = reorder(before, order)
-    sums = MomentSums(layer, merge.n_kv_heads, order)
+        whole = normalise(projected, merge.norms)
+        order = similar_order(moments_from_weights(whole, _root(layer, whole)), merge.n_kv_heads)
+        projected = reorder(projected, order)
+    sums = MomentSums(layer, merge.n_kv_heads, order, raw_keys=projected.norms is not None)
     layer.run(sums.add)
+    before = normalise(projected, merge.norms, sums.key_scales)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
     after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe)
     if merge.recipe.refit:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from convert.calibration.class_norms import ClassNorms
 from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
 from convert.merging.weights import half_split_order
-from model.attention_layout import BUFFERS, projections
+from model.attention_layout import BUFFERS, Kind, projections
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.loading import check_readable, read_tensor
-from model.decoder.rope import rotate_first
 from model.decoder.transformers_model import (
     build_empty_model,
     load_state,
@@ -36,6 +36,8 @@ from model.geometry import Geometry, read_geometry
 _ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
 """Maximum relative differences between the class's heads and ours, after and before rotation. The latter allows for
 OLMo's clipping (`clip_qkv`) as long as it changes few numbers."""
+
+KINDS: tuple[Kind, ...] = ("q", "k", "v")
 
 Call = dict[str, Any]
 """The arguments of a layer, or of its attention, by name, but for the states."""
@@ -68,8 +70,10 @@ class TransformersLayers(ModelLayers):
         name = next(n for n, module in self._decoder.named_modules() if module is self._embedding)
         self.embedding_name = f"{self._prefix}{name}.weight"
         self._parameters = self._find_parameters(family)
+        own = self._model.state_dict()
         for name in self._parameters:
-            check_readable(checkpoint, name)
+            expected = own.get(self._parameter_name(name))
+            check_readable(checkpoint, name, scalar=expected is not None and not expected.shape)
 
     def _parameter_name(self, name: str) -> str:
         """Return the model's name of a tensor of the checkpoint."""
@@ -167,10 +171,12 @@ class TransformersLayer(LayerModule):
         self._attention: Any = layer.get_submodule(family.attention[0])
         self._output: Any = self._attention.get_submodule(family.output)
         self.output_bias = self._output.bias
+        self._rotates_back = family.rotates_back
         self._n_rotated = 2 * geometry.n_rotary_pairs[index]
         order = half_split_order(self.head_dim, self._n_rotated // 2, family.rotary_pairing)
         self._order = torch.from_numpy(order)
         self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
+        self._norms = _class_norms(self._attention, family, self._order, self._n_rotated // 2)
         self._calls: dict[int, Call] = {}
         self._last_call: Call = {}
         """What the class's attention function received last."""
@@ -184,13 +190,16 @@ class TransformersLayer(LayerModule):
 
     def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
         attended: list[Tensor] = []
+        scales_BTG = (
+            None if self._norms is None else self._norms.key_scales(self._projected(self.inputs(states_BTM), 1))
+        )
 
         def observe(call: Call) -> None:
             self._last_call = call
-            rotated_q_BTHD, rotated_k_BTGD = self._half_split(call["q"]), self._half_split(call["k"])
+            rotated_q_BTHD, rotated_k_BTGD = self._heads_of(call, "q"), self._heads_of(call, "k")
             v_BTGD = call["v"].transpose(1, 2)
             self.check_finite(rotated_q_BTHD, rotated_k_BTGD, v_BTGD)
-            watch(Heads(self._unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD))
+            watch(Heads(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD, scales_BTG))
 
         hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
         try:
@@ -232,7 +241,7 @@ class TransformersLayer(LayerModule):
         back = torch.argsort(self._order)
         for i in range(2):  # queries and keys; values are not rotated
             rows[i] = rows[i].view(-1, self.head_dim, rows[i].shape[1])[:, back].flatten(0, 1)
-        parameters = {}
+        parameters = {} if self._norms is None else self._norms.parameters(weights, self.n_kv_heads)
         for parameter, heads in self._heads.items():
             columns = slice(0, n_inputs) if parameter == "weight" else n_inputs
             if parameter == "bias" and rows[0].shape[1] == n_inputs:
@@ -262,9 +271,10 @@ class TransformersLayer(LayerModule):
             self._calls[n_rows] = self._until_attention(zeros_BTM)[1]
         return self._calls[n_rows]
 
-    def _half_split(self, heads_BHTD: Tensor) -> Tensor:
-        """Return heads with their dimensions in half-split order, [B, T, H, D]."""
-        return heads_BHTD[..., self._order].transpose(1, 2)
+    def _heads_of(self, call: Call, kind: Kind) -> Tensor:
+        """Return the queries or keys that the attention function received, in half-split order, [B, T, H, D]."""
+        heads_BTHD: Tensor = call[kind][..., self._order].transpose(1, 2)
+        return heads_BTHD if self._norms is None else self._norms.with_pair_means(kind, heads_BTHD)
 
     def _rotation(self) -> tuple[Tensor, Tensor] | None:
         """Return the cosines and sines of the class's rotary embedding, [T, R], of length 1 (`attention_scaling`)."""
@@ -276,13 +286,8 @@ class TransformersLayer(LayerModule):
             step = 2 if torch.equal(cos_TR[:, 0::2], cos_TR[:, 1::2]) and n_pairs > 1 else 1
             cos_TR, sin_TR = (x[:, ::step][:, :n_pairs] for x in (cos_TR, sin_TR))
         length_TR = torch.hypot(cos_TR, sin_TR)
-        return (cos_TR / length_TR).repeat(1, 2), (sin_TR / length_TR).repeat(1, 2)
-
-    def _unrotated(self, heads_BTHD: Tensor) -> Tensor:
-        if self.rotation is None:
-            return heads_BTHD
-        cos_TR, sin_TR = self.rotation
-        return rotate_first(heads_BTHD, cos_TR[:, None], -sin_TR[:, None])
+        sign = -1 if self._rotates_back else 1
+        return (cos_TR / length_TR).repeat(1, 2), (sign * sin_TR / length_TR).repeat(1, 2)
 
     def _check_heads(self) -> None:
         """Raise CheckpointError unless the class's heads are linear in its inputs, and rotated as `rotation` says.
@@ -300,14 +305,17 @@ class TransformersLayer(LayerModule):
         if len(received) < 2:
             raise no_attention_function(self._model_type)
         rotated, plain = received
-        for name, ours in zip("qkv", self._projected(x_1TM), strict=True):
-            if _relative_error(ours, plain[name]) > _LINEAR_ERROR:
+        for i, kind in enumerate(KINDS):
+            ours = self._projected(x_1TM, i)
+            if self._norms is not None and kind != "v":
+                ours = self._norms.apply(kind, ours)
+            if _relative_error(ours.transpose(1, 2), plain[kind]) > _LINEAR_ERROR:
                 raise CheckpointError(
                     f"layer {self.index}: transformers' class changes queries, keys or values after their projections "
-                    "(clip_qkv, norms); use --method mean."
+                    "(clip_qkv, norms) in a way that Groupwise does not know; use --method mean."
                 )
-        for name in "qk":
-            ours, theirs = self._unrotated(self._half_split(rotated[name])), self._half_split(plain[name])
+        for kind in KINDS[:2]:
+            ours, theirs = self.unrotated(self._heads_of(rotated, kind)), self._heads_of(plain, kind)
             first = slice(0, self._n_rotated)
             # A rotary embedding may also scale what it rotates (`attention_scaling`).
             power = theirs[..., first].square().sum().clamp(min=1e-30)
@@ -319,15 +327,23 @@ class TransformersLayer(LayerModule):
                     "knows of this model_type; use --method mean."
                 )
 
-    def _projected(self, x_1TM: Tensor) -> Iterator[Tensor]:
-        """Yield queries, keys and values by the class's weights alone, [1, heads, T, D]."""
-        for weights, biases in zip(self._heads["weight"], self._heads["bias"], strict=True):
-            name, rows = weights.tensors[0], torch.from_numpy(weights.rows)
-            module = self._attention.get_submodule(name.removesuffix(".weight"))
-            heads_1TC = x_1TM @ module.weight[rows].T
-            if module.bias is not None:
-                heads_1TC = heads_1TC + module.bias[torch.from_numpy(biases.rows)]
-            yield heads_1TC.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+    def _projected(self, x_BTM: Tensor, kind: int) -> Tensor:
+        """Return queries (kind 0), keys (1) or values (2) by the class's projections alone, [B, T, heads, D]."""
+        weights, biases = (self._heads[parameter][kind] for parameter in ("weight", "bias"))
+        name, rows = weights.tensors[0], torch.from_numpy(weights.rows)
+        module = self._attention.get_submodule(name.removesuffix(".weight"))
+        heads_BTC: Tensor = x_BTM @ module.weight[rows].T
+        if module.bias is not None:
+            heads_BTC = heads_BTC + module.bias[torch.from_numpy(biases.rows)]
+        return heads_BTC.view(*heads_BTC.shape[:2], -1, self.head_dim)
+
+
+def _class_norms(attention: Any, family: Family, order_D: Tensor, n_rotary_pairs: int) -> ClassNorms | None:
+    """Return the norms of an attention module that a layer method can merge (`check_layer_merge`)."""
+    norms = family.head_norms
+    if norms is None or norms.kind != "rms":
+        return None
+    return ClassNorms(attention, norms, len(order_D), order_D, n_rotary_pairs)
 
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from convert.merging.moments import Moments, key_planes
-from convert.merging.weights import LayerAttention, Real
+from convert.merging.weights import LayerAttention, NormWeights, Real
 
 EXACT_UP_TO = 16
 """Number of heads up to which all partitions are compared; with more, pairs are swapped while the score rises."""
@@ -27,7 +27,14 @@ def reorder(attention: LayerAttention, order: list[int]) -> LayerAttention:
         k_KDX=attention.k_KDX[order],
         v_KDX=attention.v_KDX[order],
         o_HMD=attention.o_HMD[queries],
+        norms=attention.norms and _reordered(attention.norms, queries, order),
     )
+
+
+def _reordered(norms: NormWeights, queries: list[int], order: list[int]) -> NormWeights:
+    if norms.per_head:
+        return norms
+    return replace(norms, q_HD=norms.q_HD[queries], k_KD=norms.k_KD[order])
 
 
 def similar_order(whole: Moments, n_groups: int) -> list[int]:

@@ -15,14 +15,16 @@ from convert.merging.grouping import reorder, similar_order
 from convert.merging.heads import GroupReport, compare_heads
 from convert.merging.methods import find_group_method
 from convert.merging.moments import Maps, Moments, apply, moments_from_weights
+from convert.merging.norms import normalise, with_norms
 from convert.merging.rescale import renorm
 from convert.merging.rounding import round_once, widen
-from convert.merging.weights import LayerAttention, Real, half_split_order, join
+from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join, pair_means
 from convert.planning.recipe import Recipe
 from model.attention_layout import Heads, Sizes
 from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError
 from model.common.files import sync_file
+from model.families.family import HeadNorms
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class LayerMerge:
     """The same in the output."""
     output: str
     """The weight of the output projection. Its bias never changes."""
+    norms: HeadNorms | None = None
+    """The RMS norms of queries and keys, if there are any."""
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -51,6 +55,25 @@ class LayerMerge:
     def biases(self) -> tuple[str, ...]:
         """The tensors of the biases, each once."""
         return tuple(dict.fromkeys(heads.tensors[0] for heads in self.source[3:]))
+
+    @property
+    def norm_tensors(self) -> tuple[str, ...]:
+        """The weights of the norms of queries and of keys; none if the norms have no weights."""
+        if self.norms is None or self.norms.layout == "none":
+            return ()
+        place = self.output.removesuffix(".weight").rpartition(".")[0]
+        return f"{place}.{self.norms.query}.weight", f"{place}.{self.norms.key}.weight"
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All tensors of the merged layer."""
+        return (*self.weights, *self.biases, *self.norm_tensors)
+
+    def n_rows(self, name: str) -> int:
+        """Return the number of rows of one of the output's tensors; 0 if it does not depend on the number of heads."""
+        if self.norms is not None and name in self.norm_tensors[1:] and not self.norms.per_head:
+            return self.n_kv_heads * self.sizes.head_dim
+        return sum(heads.n * heads.rows_per_head for heads in self.target if heads.tensors[0] == name)
 
     @property
     def file(self) -> str:
@@ -86,10 +109,11 @@ class MergedLayer:
 
 def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
     """Merge a layer by its weights alone. Raises CheckpointError for NaN or infinity, before or after rounding."""
-    before = read_attention(checkpoint, merge)
+    before = normalise(read_attention(checkpoint, merge), merge.norms)
     if merge.recipe.grouping == "similar":
         before = reorder(before, similar_order(moments_from_weights(before), merge.n_kv_heads))
-    moments = [moments_from_weights(group) for group in before.groups(merge.n_kv_heads)]
+    raw_keys = before.norms is not None
+    moments = [moments_from_weights(group, raw_keys=raw_keys) for group in before.groups(merge.n_kv_heads)]
     return finish_layer(checkpoint, merge, before, merge_attention(before, moments, merge.recipe))
 
 
@@ -101,15 +125,15 @@ def merge_attention(attention: LayerAttention, moments: list[Moments], recipe: R
 
 def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps], recipe: Recipe) -> LayerAttention:
     """Return the attention with each group's heads mapped, and rescaled by the recipe's renorm."""
-    groups = zip(attention.groups(len(moments)), moments, maps, strict=True)
-    return join(
-        [apply(group, renorm(group_moments, group_maps, recipe.renorm)) for group, group_moments, group_maps in groups]
-    )
+    maps = [renorm(*pair, recipe.renorm) for pair in zip(moments, maps, strict=True)]
+    groups = zip(attention.groups(len(moments)), maps, strict=True)
+    merged = join([apply(group, group_maps) for group, group_maps in groups])
+    return merged if attention.norms is None else with_norms(merged, attention.norms, moments, maps)
 
 
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
     """Read a layer's attention. A bias becomes a column beside its weight, for a constant input of 1."""
-    tensors = {name: _read(checkpoint, name) for name in (*merge.weights, *merge.biases)}
+    tensors = {name: _read(checkpoint, name) for name in merge.tensors}
     return attention_of(tensors, merge, merge.source)
 
 
@@ -175,7 +199,7 @@ def load_layer(checkpoint: Checkpoint, merge: LayerMerge, folder: Path) -> Merge
     with np.load(folder / merge.file, allow_pickle=False) as file:
         reports = json.loads(str(file["reports"]))
         tensors = {}
-        for name in (*merge.weights, *merge.biases):
+        for name in merge.tensors:
             like = checkpoint.rows(name, 0, 1)
             tensors[name] = file[name].view(like.dtype).reshape(-1, *like.shape[1:])
     return MergedLayer(
@@ -201,7 +225,28 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
     if order is not None:
         q_HDX, k_KDX = q_HDX[:, order], k_KDX[:, order]
     o_HMD = tensors[merge.output].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
-    return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs)
+    norms = _norms(tensors, merge, q_HDX, k_KDX)
+    if norms is not None:
+        q_HDX, k_KDX = q_HDX * norms.q_HD[:, :, None], k_KDX * norms.k_KD[:, :, None]
+    return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs, norms)
+
+
+def _norms(tensors: dict[str, Real], merge: LayerMerge, q_HDX: Real, k_KDX: Real) -> NormWeights | None:
+    if not merge.norm_tensors:
+        return None
+    assert merge.norms is not None
+    q_HD, k_KD = (_ordered(tensors[name], merge) for name in merge.norm_tensors)
+    q_length, k_length = (float(np.sqrt(np.square(heads_HDX).sum(axis=2).mean())) for heads_HDX in (q_HDX, k_KDX))
+    return NormWeights(q_HD, k_KD, q_length, k_length)
+
+
+def _ordered(norm: Real, merge: LayerMerge) -> Real:
+    """Return a norm's weights in the order of LayerAttention, [H, D] or [1, D]."""
+    assert merge.norms is not None
+    weights_HD = norm.reshape(-1, merge.sizes.head_dim) + merge.norms.offset
+    if merge.half_split_order is not None:
+        weights_HD = weights_HD[:, merge.half_split_order]
+    return pair_means(weights_HD, merge.n_rotary_pairs) if merge.norms.after_rotation else weights_HD
 
 
 def _rows(tensors: dict[str, Real], heads: Heads) -> Real:
@@ -214,7 +259,13 @@ def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:
     """Return the output's tensors of a merged layer, by name."""
     hidden_size, order = merge.sizes.hidden_size, merge.half_split_order
     tensors: dict[str, Real] = {}
-    for i, heads_DX in enumerate((attention.q_HDX, attention.k_KDX, attention.v_KDX)):
+    q_HDX, k_KDX = attention.projections
+    if attention.norms is not None:
+        assert merge.norms is not None
+        for name, norm_HD in zip(merge.norm_tensors, (attention.norms.q_HD, attention.norms.k_KD), strict=True):
+            norm = norm_HD if order is None else norm_HD[:, np.argsort(order)]
+            tensors[name] = norm.flatten() - merge.norms.offset
+    for i, heads_DX in enumerate((q_HDX, k_KDX, attention.v_KDX)):
         heads = heads_DX if order is None or i == 2 else heads_DX[:, np.argsort(order)]
         rows = heads.reshape(-1, heads.shape[2])
         _put_rows(tensors, merge.target, i, rows[:, :hidden_size])
@@ -232,8 +283,7 @@ def _put_rows(tensors: dict[str, Real], target: tuple[Heads, ...], i: int, rows:
         tensors[name] = rows
         return
     if name not in tensors:
-        n_rows = sum(heads.n * heads.rows_per_head for heads in sharing)
-        tensors[name] = np.empty((n_rows, *rows.shape[1:]))
+        tensors[name] = np.empty((sum(heads.n * heads.rows_per_head for heads in sharing), *rows.shape[1:]))
     tensors[name][target[i].rows] = rows
 
 

@@ -28,6 +28,8 @@ class Moments:
     outputs_HDD: Real
     """Oᵀ O of each query head: the metric that turns an error of its mixed values into an output error."""
     n_rotary_pairs: int
+    raw_keys_FF: Real | None = None
+    """Second moments of the key heads, not centred and before rotation. Layers with norms have them."""
 
     @property
     def head_dim(self) -> int:
@@ -57,17 +59,21 @@ class Maps:
     """From the shared value to the input of each query head's output projection."""
 
 
-def moments_from_weights(group: LayerAttention, root_XX: Real | None = None) -> Moments:
+def moments_from_weights(group: LayerAttention, root_XX: Real | None = None, raw_keys: bool = False) -> Moments:
     """Return the moments implied by the weights, for inputs with second moments root·rootᵀ.
 
     Without a root, the second moments are the identity. Distances between queries and keys are uniform. So different
     planes of a key are uncorrelated, because they rotate at different frequencies.
+
+    `raw_keys`: whether to keep `raw_keys_FF`.
     """
     q_HDX, k_KDX, v_KDX = (x if root_XX is None else x @ root_XX for x in (group.q_HDX, group.k_KDX, group.v_KDX))
     k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (k_KDX, v_KDX))
     queries_HDD = q_HDX @ q_HDX.transpose(0, 2, 1)
     outputs_HDD = group.o_HMD.transpose(0, 2, 1) @ group.o_HMD
-    moments = Moments(queries_HDD, k_FX @ k_FX.T, v_FX @ v_FX.T, outputs_HDD, group.n_rotary_pairs)
+    keys_FF = k_FX @ k_FX.T
+    values_FF, raw_FF = v_FX @ v_FX.T, keys_FF if raw_keys else None
+    moments = Moments(queries_HDD, keys_FF, values_FF, outputs_HDD, group.n_rotary_pairs, raw_FF)
     return drop_cross_pair_terms(moments)
 
 
@@ -84,6 +90,7 @@ def split(whole: Moments, n_groups: int) -> list[Moments]:
                 keys_FF=whole.keys_FF[rows, rows],
                 values_FF=whole.values_FF[rows, rows],
                 outputs_HDD=whole.outputs_HDD[queries],
+                raw_keys_FF=None if whole.raw_keys_FF is None else whole.raw_keys_FF[rows, rows],
             )
         )
     return groups

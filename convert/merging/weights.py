@@ -15,8 +15,31 @@ Complex = NDArray[np.complex128]
 
 
 @dataclass(frozen=True)
+class NormWeights:
+    """The weights of a layer's norms of queries and of keys, in the half-split order.
+
+    They have one row for each head, which are normalised together, or one row for heads that are normalised alone.
+    """
+
+    q_HD: Real
+    k_KD: Real
+    q_length: float
+    k_length: float
+    """Root mean square of the source's projected heads, for inputs of independent numbers."""
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head is normalised alone."""
+        return len(self.k_KD) == 1
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """The weights of one layer's attention, in float64. A bias is the last column, for a constant input of 1.
+
+    With norms, the rows of queries and keys are what a norm makes of them for inputs of average length: the
+    projection's rows times the norm's weights. A norm divides each token's heads by their root mean square besides,
+    which no linear map can express.
 
     The first `2 * n_rotary_pairs` dimensions of a head are rotated by position, dimension i with i + n_rotary_pairs
     (Hugging Face's half-split order). The others are not rotated.
@@ -27,17 +50,29 @@ class LayerAttention:
     v_KDX: Real
     o_HMD: Real
     n_rotary_pairs: int
+    norms: NormWeights | None = None
+    """None without norms, and for norms without weights."""
+
+    @property
+    def projections(self) -> tuple[Real, Real]:
+        """The rows of the projections of queries and of keys, before norms, [H, D, X] and [K, D, X]."""
+        if self.norms is None:
+            return self.q_HDX, self.k_KDX
+        # Where a weight is 0, so is the row, and what the projection held is lost.
+        q_HD, k_KD = (np.where(weights == 0, 1, weights) for weights in (self.norms.q_HD, self.norms.k_KD))
+        return self.q_HDX / q_HD[:, :, None], self.k_KDX / k_KD[:, :, None]
 
     @property
     def heads_per_group(self) -> int:
         return len(self.q_HDX) // len(self.k_KDX)
 
     def groups(self, n_kv_heads: int) -> list["LayerAttention"]:
-        """Return the attention of each group of neighbouring heads that will share a K/V head."""
+        """Return the attention of each group of neighbouring heads that will share a K/V head, without norms."""
         q, k = len(self.q_HDX) // n_kv_heads, len(self.k_KDX) // n_kv_heads
         return [
             replace(
                 self,
+                norms=None,
                 q_HDX=self.q_HDX[g * q : (g + 1) * q],
                 k_KDX=self.k_KDX[g * k : (g + 1) * k],
                 v_KDX=self.v_KDX[g * k : (g + 1) * k],
@@ -68,3 +103,14 @@ def join(groups: list[LayerAttention]) -> LayerAttention:
         v_KDX=np.concatenate([group.v_KDX for group in groups]),
         o_HMD=np.concatenate([group.o_HMD for group in groups]),
     )
+
+
+def pair_means(weights_HD: Real, n_rotary_pairs: int) -> Real:
+    """Return weights that are equal for both dimensions of each rotary pair: their means.
+
+    A norm after rotation keeps logits a function of distance only with such weights.
+    """
+    pairs_HPD = weights_HD[:, : 2 * n_rotary_pairs].reshape(len(weights_HD), 2, n_rotary_pairs)
+    means_HD = weights_HD.copy()
+    means_HD[:, : 2 * n_rotary_pairs] = np.tile(pairs_HPD.mean(axis=1), (1, 2))
+    return means_HD

@@ -73,9 +73,7 @@ class Plan:
         if self.recipe.text is None or not self.layers:
             return 0
         states = 3 * 4 * self.recipe.text.n_tokens * self.geometry.hidden_size
-        return states + sum(
-            self.tensors[name].nbytes for merge in self.layers for name in (*merge.weights, *merge.biases)
-        )
+        return states + sum(self.tensors[name].nbytes for merge in self.layers for name in merge.tensors)
 
     @property
     def layers(self) -> list[LayerMerge]:

@@ -10,6 +10,7 @@ from convert.merging.methods import METHODS
 from convert.planning.recipe import Recipe, UnsupportedMethodError
 from model.attention_layout import Heads, projections
 from model.checkpoint import Tensor
+from model.families.family import Family
 from model.geometry import Geometry
 
 
@@ -88,11 +89,24 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], recipe:
         biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", place)}
         if len(biases & tensors.keys()) not in (0, len(biases)):
             raise UnsupportedMethodError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
-        if norms := [name for name in tensors if name.startswith(place) and "norm" in name]:
-            raise UnsupportedMethodError(
-                f"--method {method} maps heads before it merges them, but {norms[0]} normalises "
-                f"queries or keys afterwards; choose {', '.join(METHODS)}."
-            )
+        _check_norms(family, place, tensors, method)
+
+
+def _check_norms(family: Family, place: str, tensors: Mapping[str, Tensor], method: str) -> None:
+    """Raise UnsupportedMethodError unless a layer method can merge the norms below `place`, if there are any."""
+    norms = family.head_norms
+    if norms is None or norms.layout == "none":
+        return
+    names = {f"{place}{norms.query}.weight", f"{place}{norms.key}.weight"}
+    if norms.kind == "rms" and not names <= tensors.keys():
+        missing = min(names - tensors.keys())
+        raise UnsupportedMethodError(f"the tensor {missing} is missing, which --method {method} needs.")
+    present = [name for name in tensors if name.startswith((f"{place}{norms.query}.", f"{place}{norms.key}."))]
+    if norms.kind == "layer" and present:
+        raise UnsupportedMethodError(
+            f"--method {method} maps heads before it merges them, but {present[0]} normalises queries or keys "
+            f"afterwards, and subtracts their mean; choose {', '.join(METHODS)}."
+        )
 
 
 def _stems(geometry: Geometry) -> list[str]:
@@ -106,6 +120,7 @@ def _regroup_layers(
     check_layer_merge(geometry, tensors, recipe)
     assert geometry.n_rotary_pairs is not None
     family, sizes = geometry.attention.family, geometry.attention.sizes
+    norms = family.head_norms if family.head_norms and family.head_norms.kind == "rms" else None
     regrouped: dict[str, OutputTensor] = {}
     for stem, n_rotary_pairs in zip(_stems(geometry), geometry.n_rotary_pairs, strict=True):
         place = f"{stem}{family.attention[0]}."
@@ -120,12 +135,11 @@ def _regroup_layers(
         )
         merge = LayerMerge(
             recipe, n_rotary_pairs, family.rotary_pairing, sizes, n_kv_heads, source, target,
-            f"{place}{family.output}.weight",
+            f"{place}{family.output}.weight", norms,
         )  # fmt: skip
-        for name in (*merge.weights, *merge.biases):
-            n_rows = sum(heads.n * heads.rows_per_head for heads in target if heads.tensors[0] == name)
+        for name in merge.tensors:
             tensor = tensors[name]
-            shape = (n_rows or tensor.shape[0], *tensor.shape[1:])
+            shape = (merge.n_rows(name) or tensor.shape[0], *tensor.shape[1:])
             regrouped[name] = OutputTensor(replace(tensor, shape=shape), (), (), merge)
     return regrouped
 

@@ -92,12 +92,15 @@ def check_runnable(checkpoint: Checkpoint) -> None:
             check_readable(checkpoint, name)
 
 
-def check_readable(checkpoint: Checkpoint, name: str) -> Stored:
-    """Return a tensor's description. Raises CheckpointError if it is missing, a scalar, or not of floats."""
+def check_readable(checkpoint: Checkpoint, name: str, scalar: bool = False) -> Stored:
+    """Return a tensor's description. Raises CheckpointError if it is missing, or not of floats.
+
+    A scalar is refused too, unless one is expected.
+    """
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {name}.")
-    if tensor.dtype not in FLOAT_DTYPES or not tensor.shape:
+    if tensor.dtype not in FLOAT_DTYPES or not (tensor.shape or scalar):
         raise CheckpointError(
             f"{checkpoint.path} holds {name} as {tensor.dtype} of shape {tensor.shape}, which the model cannot be run "
             f"with; start from the original model in {', '.join(FLOAT_DTYPES)}."
@@ -211,12 +214,13 @@ def _read_checked(
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str = "cpu") -> Tensor:
-    """Read a whole tensor. Raises CheckpointError if it is missing, a scalar, or not of floats."""
-    n_rows = check_readable(checkpoint, name).shape[0]
+    """Read a whole tensor. Raises CheckpointError if it is missing, or not of floats."""
+    shape = check_readable(checkpoint, name, scalar=True).shape
+    n_rows = shape[0] if shape else 1
     # A view of a mapped file would not be writable, so it could not be trained.
     rows = np.require(checkpoint.rows(name, 0, n_rows), requirements=["C", "W"])
     if rows.dtype.name == "bfloat16":  # numpy and torch have separate bfloat16 types with the same bits
         tensor = torch.from_numpy(rows.view(np.uint16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(rows)
-    return tensor.to(device=device, dtype=dtype)
+    return tensor.view(shape).to(device=device, dtype=dtype)

@@ -11,15 +11,33 @@ Assumed = Literal["n_heads", "refused"]
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of queries and keys whose weights differ from head to head. The norms of keys are merged with the keys.
+    """The norms of queries and of keys, after their projections.
 
-    `flat`: one weight of n_heads * head_dim. `matrix`: one of (n_heads, head_dim). `list`: one of head_dim for each
-    head, `NAME.norms.{head}.weight`. (For keys, n_kv_heads replaces n_heads.)
+    `shared`: one weight of head_dim for all heads, each of which is normalised alone. `flat`: one weight of
+    n_heads * head_dim; all heads are normalised together. `matrix`: one weight of (n_heads, head_dim). `list`: one of
+    head_dim for each head, `NAME.norms.{head}.weight`. (For keys, n_kv_heads replaces n_heads.) `none`: each head is
+    normalised alone, without weights.
     """
 
     query: str
     key: str
-    layout: Literal["flat", "matrix", "list"]
+    layout: Literal["shared", "flat", "matrix", "list", "none"]
+    kind: Literal["rms", "layer"] = "rms"
+    """`layer`: the mean is subtracted."""
+    after_rotation: bool = False
+    """Whether queries and keys are rotated before they are normalised."""
+    offset: float = 0.0
+    """What the class adds to the stored weights."""
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head is normalised alone."""
+        return self.layout != "flat"
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether each head has weights of its own. Those of keys are merged with the keys."""
+        return self.layout in ("flat", "matrix", "list")
 
 
 @dataclass(frozen=True)
@@ -111,15 +129,19 @@ class Family:
     queries of the group, its key and its value; in an MHA model query, key and value of each head."""
     head_norms: HeadNorms | None = None
     rotary_fraction: float | None = None
-    """Rotary fraction of head_dim; None if queries or keys are transformed otherwise, optional norms aside. Methods
-    that map heads before merging need it. The first dimensions of a head are rotated."""
+    """Rotary fraction of head_dim; None if positions enter otherwise. Methods that map heads before merging need it.
+    The first dimensions of a head are rotated."""
     partial_rotary: bool = False
     """Whether the class reads `partial_rotary_factor`. Then `rotary_fraction` is its default."""
     rotary_pairing: Literal["half", "interleaved"] = "half"
     """The dimensions that are rotated together. `half`: i and i + half of the rotated ones; `interleaved`: 2i and
     2i + 1."""
+    rotates_back: bool = False
+    """Whether the class rotates by the negative of the usual angles."""
     rotates_only: str | None = None
     """The one entry of `layer_types` whose layers are rotated; None if that does not depend on `layer_types`."""
+    null_window_rotates: bool = False
+    """Whether all layers are rotated if `sliding_window` is null, in spite of `rotates_only`."""
     no_rope_every: int | None = None
     """Every n-th layer has no rotary embedding, if the config has neither `no_rope_layers` (per layer 1 with rotary
     embedding, 0 without) nor `no_rope_layer_interval`."""

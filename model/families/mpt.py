@@ -13,7 +13,7 @@ FAMILY = Family(
     attention=("attn",),
     output="out_proj",
     fused="Wqkv",
-    head_norms=HeadNorms("q_ln", "k_ln", "flat"),
+    head_norms=HeadNorms("q_ln", "k_ln", "flat", kind="layer"),
     switch=Switch(
         "attn_config.attn_type",
         default="multihead_attention",

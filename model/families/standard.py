@@ -6,21 +6,19 @@ file.
 
 from model.families.family import Family, HeadNorms
 
-SHARED_NORMS = ("q_norm.weight", "k_norm.weight")
-"""A norm of queries and a norm of keys, each shared by all heads."""
+SHARED_NORMS = HeadNorms("q_norm", "k_norm", "shared")
 FLAT_NORMS = HeadNorms("q_norm", "k_norm", "flat")
-"""Norms over all heads together."""
 
 STANDARD = (
     # Apertus: Qwen 3's layout, with another activation.
-    Family("apertus", default_n_kv_heads="n_heads", not_per_head=SHARED_NORMS),
+    Family("apertus", default_n_kv_heads="n_heads", head_norms=SHARED_NORMS, rotary_fraction=1.0),
     # Arcee (AFM): Llama's layout, with another activation.
     Family("arcee", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # Command R and Aya: optionally a norm for each head of queries and keys, all in one matrix.
     Family(
         "cohere",
         default_n_kv_heads="n_heads",
-        head_norms=HeadNorms("q_norm", "k_norm", "matrix"),
+        head_norms=HeadNorms("q_norm", "k_norm", "matrix", kind="layer"),
         rotary_fraction=1.0,
         rotary_pairing="interleaved",
     ),
@@ -34,13 +32,21 @@ STANDARD = (
         rotates_only="sliding_attention",
     ),
     # dots.llm1: Qwen 3's layout, with experts, which are copied.
-    Family("dots1", default_n_kv_heads=32, not_per_head=SHARED_NORMS),
+    Family("dots1", default_n_kv_heads=32, head_norms=SHARED_NORMS, rotary_fraction=1.0),
     # ERNIE 4.5, the dense ones: Llama's layout.
     Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128, rotary_fraction=1.0, rotary_pairing="interleaved"),
-    # EXAONE 4: Qwen 3's layout; windows have no weights.
-    Family("exaone4", default_n_kv_heads=32, null_n_kv_heads="refused", not_per_head=SHARED_NORMS),
+    # EXAONE 4: Qwen 3's layout. With sliding windows, layers without a window are not rotated.
+    Family(
+        "exaone4",
+        default_n_kv_heads=32,
+        null_n_kv_heads="refused",
+        head_norms=SHARED_NORMS,
+        rotary_fraction=1.0,
+        rotates_only="sliding_attention",
+        null_window_rotates=True,
+    ),
     # FlexOlmo: as OLMo 2, with experts, which are copied.
-    Family("flex_olmo", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    Family("flex_olmo", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
     # Gemma and CodeGemma: Llama's layout with a head size of its own.
     Family(
         "gemma",
@@ -65,8 +71,9 @@ STANDARD = (
         default_n_kv_heads=4,
         null_n_kv_heads="refused",
         default_head_dim=256,
-        not_per_head=SHARED_NORMS,
+        head_norms=HeadNorms("q_norm", "k_norm", "shared", offset=1.0),
         default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
+        rotary_fraction=1.0,
     ),
     # GLM-4 9B and GLM-Edge in transformers' own format, and GLM-4-0414: Llama's layout with q, k and v biases.
     *(
@@ -103,11 +110,12 @@ STANDARD = (
         rotary_fraction=1.0,
         rotary_pairing="interleaved",
     ),
-    # Hunyuan, the dense ones: Llama's layout and norms that all heads share.
+    # Hunyuan, the dense ones: Llama's layout, and RMS norms that all heads share.
     Family(
         "hunyuan_v1_dense",
         default_n_kv_heads="n_heads",
-        not_per_head=("query_layernorm.weight", "key_layernorm.weight"),
+        head_norms=HeadNorms("query_layernorm", "key_layernorm", "shared", after_rotation=True),
+        rotary_fraction=1.0,
     ),
     # Jais 2: Llama's layout with biases everywhere.
     Family("jais2", default_n_kv_heads="n_heads", rotary_fraction=1.0),
@@ -148,7 +156,13 @@ STANDARD = (
     # Mixtral: Mistral's attention; the experts are copied.
     Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused", rotary_fraction=1.0),
     # nanochat: Llama's layout; its norms have no weights.
-    Family("nanochat", default_n_kv_heads="n_heads"),
+    Family(
+        "nanochat",
+        default_n_kv_heads="n_heads",
+        head_norms=HeadNorms("q_norm", "k_norm", "none", after_rotation=True),
+        rotary_fraction=1.0,
+        rotates_back=True,
+    ),
     # Nemotron 3 and 4, Minitron: Llama's layout; the class raises an error if the number of K/V heads is missing.
     Family(
         "nemotron",
@@ -160,17 +174,17 @@ STANDARD = (
     # OLMo: Llama's layout, norms without weights; `clip_qkv` clips merged heads too.
     Family("olmo", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # OLMo 2: queries and keys are normalised over all heads together.
-    Family("olmo2", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    Family("olmo2", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
     # OLMo 3: as OLMo 2, with sliding windows.
-    Family("olmo3", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    Family("olmo3", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
     # OLMoE: as OLMo 2, with experts, which are copied.
-    Family("olmoe", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    Family("olmoe", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.
     Family(
         "phi",
         default_n_kv_heads="n_heads",
         output="dense",
-        not_per_head=tuple(f"{name}_layernorm.{kind}" for name in "qk" for kind in ("weight", "bias")),
+        head_norms=HeadNorms("q_layernorm", "k_layernorm", "shared", kind="layer"),
         rotary_fraction=0.5,
         partial_rotary=True,
     ),
@@ -193,9 +207,9 @@ STANDARD = (
     # Qwen 1.5 MoE and Qwen 2 MoE: Qwen 2's attention; the experts are copied.
     Family("qwen2_moe", default_n_kv_heads=16, null_n_kv_heads="refused", rotary_fraction=1.0),
     # Qwen 3: one norm for the queries and one for the keys, each shared by all heads.
-    Family("qwen3", default_n_kv_heads=32, default_head_dim=128, not_per_head=SHARED_NORMS),
+    Family("qwen3", default_n_kv_heads=32, default_head_dim=128, head_norms=SHARED_NORMS, rotary_fraction=1.0),
     # Qwen 3 with experts, which are copied: as Qwen 3.
-    Family("qwen3_moe", default_n_kv_heads=4, null_n_kv_heads="refused", not_per_head=SHARED_NORMS),
+    Family("qwen3_moe", default_n_kv_heads=4, null_n_kv_heads="refused", head_norms=SHARED_NORMS, rotary_fraction=1.0),
     # Seed-OSS: Llama's layout with q, k and v biases.
     Family("seed_oss", default_n_kv_heads=8, default_head_dim=128, rotary_fraction=1.0),
     # SmolLM3: Llama's layout; some layers have no rotary embedding.
@@ -205,7 +219,7 @@ STANDARD = (
         "stablelm",
         default_n_kv_heads=32,
         null_n_kv_heads="refused",
-        head_norms=HeadNorms("q_layernorm", "k_layernorm", "list"),
+        head_norms=HeadNorms("q_layernorm", "k_layernorm", "list", kind="layer"),
         rotary_fraction=0.25,
         partial_rotary=True,
     ),

@@ -36,8 +36,10 @@ IDS = torch.randint(0, 60, (3, LENGTH), generator=torch.Generator().manual_seed(
 
 
 def build(family, folder, **changes):
-    size = {} if family in ("gpt_neox", "olmo") else {"head_dim": 16}
+    size = {} if family in ("gpt_neox", "olmo", *tiny.FLAT_NORMS) else {"head_dim": 16}
     model = tiny.build(family, hidden_size=128, initializer_range=0.2, **size, **CHANGES.get(family, {}), **changes)
+    if family == "hunyuan_v1_dense":
+        tiny.equal_in_pairs(model, 16)  # what is seen of norms after rotation is exact only then
     return model, tiny.save(model, folder)
 
 
@@ -45,13 +47,15 @@ class Plain:
     """A plain forward pass: per layer its output, and what its attention's parts gave and returned."""
 
     def __init__(self, model, family):
-        self.outputs, self.given, self.attended = [], [], []
+        self.outputs, self.given, self.attended, self.norms = [], [], [], []
         layers = getattr(model.base_model, FAMILIES[family].layers)
         for layer in layers:
             attention = layer.get_submodule(FAMILIES[family].attention[0])
             layer.register_forward_hook(lambda module, args, out: self.outputs.append(out))
             names = [FAMILIES[family].fused] if FAMILIES[family].fused else ["q_proj", "k_proj", "v_proj"]
-            parts = {}
+            parts, norms = {}, FAMILIES[family].head_norms
+            normed = norms is not None and norms.kind == "rms"
+            self.norms.append([attention.get_submodule(n) for n in (norms.query, norms.key)] if normed else [])
             self.given.append(parts)
             for name in names:
                 hook = lambda module, args, out, name=name, parts=parts: parts.__setitem__(name, out)  # noqa: E731
@@ -67,6 +71,11 @@ class Plain:
         if "query_key_value" in parts:
             whole = parts["query_key_value"].unflatten(2, (tiny.N_HEADS, 3, head_dim))
             return [whole[:, :, :, i] for i in range(3)]
+        with torch.no_grad():
+            for name, norm in zip(("q_proj", "k_proj"), self.norms[index], strict=False):
+                shape = parts[name].shape
+                flat = getattr(norm, "weight", None) is not None and len(norm.weight) == shape[2]
+                parts[name] = norm(parts[name] if flat else parts[name].unflatten(2, (-1, head_dim))).view(shape)
         whole = torch.cat([parts[name] for name in parts], dim=2)
         return whole.unflatten(2, (3, -1, head_dim)).unbind(2)  # as many of each kind: the models are MHA
 

@@ -24,6 +24,8 @@ def logits(folder, **how):
 def equivalent_mha(source, folder, n_kv_heads, unrotated=()):
     """Write the model `source` with one K/V head per query head, each mapped differently; the logits stay.
 
+    Norms must be `equal_in_pairs`.
+
     Uses torch and complex numbers, not the tested code. The layers `unrotated` have no rotary embedding. Coordinates of
     a key without rotary embedding get a random orthogonal map. A family whose stock class holds no fewer heads
     (gpt_neox) starts from heads that are equal already.
@@ -57,6 +59,9 @@ def equivalent_mha(source, folder, n_kv_heads, unrotated=()):
                 parts[part][:, first], parts[part][:, second] = rotated.real, rotated.imag
                 parts[part][:, n_rotated:] = key_maps @ heads[:, n_rotated:]
             _put(tensors, stem, kind, parts)
+        norm = f"{stem}k_norm.weight"
+        if norm in tensors and len(tensors[norm]) > head_dim:  # of all heads together
+            tensors[norm] = tensors[norm].view(-1, head_dim).repeat_interleave(tiny.N_HEADS // n_kv_heads, 0).flatten()
         per_head = read.double().unflatten(1, (tiny.N_HEADS, head_dim))
         tensors[f"{stem}{output}.weight"] = torch.einsum("mhd,hed->mhe", per_head, value_maps).flatten(1).float()
     folder.mkdir()

@@ -97,6 +97,10 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# The families with one norm over all heads together; their config classes ignore `head_dim`.
+FLAT_NORMS = ("flex_olmo", "olmo2", "olmo3", "olmoe")
+
+
 def inner(family: str) -> str:
     """Return the family of the language model itself."""
     return WRAPPERS[family][0] if family in WRAPPERS else family
@@ -129,6 +133,15 @@ def build(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedMod
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or ("self_attn" in name and "norm" in name):
             torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.1)
+    return model
+
+
+def equal_in_pairs(model: PreTrainedModel, head_dim: int) -> PreTrainedModel:
+    """Give both dimensions of a rotary pair one norm weight, so that norms and rotations can change places."""
+    for name, parameter in model.named_parameters():
+        if "self_attn" in name and "norm" in name:
+            half = parameter.data.view(-1, 2, head_dim // 2)[:, :1]
+            parameter.data = half.repeat(1, 2, 1).flatten()
     return model
 
 

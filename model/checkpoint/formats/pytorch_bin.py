@@ -37,7 +37,8 @@ class BinFolder(Checkpoint):
         return self._stored[name].span
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        return self._stored[name].array[start:stop]
+        array = self._stored[name].array
+        return array[start:stop] if array.shape else array.reshape(1)  # a scalar has no rows
 
     def close(self) -> None:
         self._stored.clear()

@@ -1,0 +1,75 @@
+"""Norms of queries and keys in a class of transformers. The letters are those of `layer_module`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convert.calibration.layer_module import Weights
+from convert.merging.weights import pair_means
+from model.attention_layout import Kind
+from model.families.family import HeadNorms
+
+_EPSILON = 1e-6
+
+
+class ClassNorms:
+    """The RMS norms of queries and keys of one attention module.
+
+    Weights have the class's order of dimensions, and one row for each head, or one row for all heads.
+    """
+
+    def __init__(self, attention: Any, norms: HeadNorms, head_dim: int, order_D: Tensor, n_rotary_pairs: int) -> None:
+        self._norms, self._order = norms, order_D
+        self._back = torch.argsort(order_D)
+        self.weights: dict[Kind, Tensor] = {}
+        self._factors: dict[Kind, Tensor | None] = {"q": None, "k": None}
+        """What observed heads, in half-split order, are multiplied by."""
+        kinds: tuple[tuple[Kind, str], ...] = (("q", norms.query), ("k", norms.key))
+        for kind, name in kinds:
+            if norms.layout == "none":
+                self.weights[kind] = torch.ones(1, head_dim)
+                continue
+            weights_HD = attention.get_submodule(name).weight.view(-1, head_dim) + norms.offset
+            self.weights[kind] = weights_HD
+            if norms.after_rotation:
+                ordered_HD = weights_HD[:, order_D].double().numpy()
+                means_HD = pair_means(ordered_HD, n_rotary_pairs)
+                self._factors[kind] = torch.from_numpy(means_HD / ordered_HD).float()
+
+    def apply(self, kind: Kind, heads_BTHD: Tensor) -> Tensor:
+        """Return projected heads as the norm makes them, without rotation."""
+        dims = (3,) if self._norms.per_head else (2, 3)
+        mean_square = heads_BTHD.square().mean(dim=dims, keepdim=True)
+        return heads_BTHD * torch.rsqrt(mean_square + _EPSILON) * self.weights[kind]
+
+    def key_scales(self, k_BTGD: Tensor) -> Tensor | None:
+        """Return what the norm multiplies projected keys by, relative to a norm of all heads together, [B, T, G].
+
+        None for a norm of all heads together.
+        """
+        if not self._norms.per_head:
+            return None
+        square_BTG = k_BTGD.square().mean(dim=3) + _EPSILON
+        return torch.sqrt(square_BTG.mean(dim=2, keepdim=True) / square_BTG)
+
+    def with_pair_means(self, kind: Kind, heads_BTHD: Tensor) -> Tensor:
+        """Return observed heads, in half-split order, with weights that are equal for both dimensions of a pair.
+
+        A norm after rotation with other weights gives heads that no rotation leads back. Where weights are equal
+        already, heads stay.
+        """
+        factors_HD = self._factors[kind]
+        return heads_BTHD if factors_HD is None else heads_BTHD * factors_HD
+
+    def parameters(self, weights: Weights, n_kv_heads: int) -> dict[str, Tensor]:
+        """Return the class's parameters for these norm weights. Those of shared keys are repeated to `n_kv_heads`."""
+        if weights.q_norm_HD is None or weights.k_norm_GD is None:
+            return {}
+        k_norm_GD = weights.k_norm_GD
+        if len(k_norm_GD) > 1 or not self._norms.per_head:
+            k_norm_GD = k_norm_GD.repeat_interleave(n_kv_heads // len(k_norm_GD), dim=0)
+        return {
+            f"{name}.weight": norm_HD[:, self._back].flatten() - self._norms.offset
+            for name, norm_HD in ((self._norms.query, weights.q_norm_HD), (self._norms.key, k_norm_GD))
+        }

@@ -1,0 +1,89 @@
+"""Merge layers that normalise queries and keys (RMS norms, Zhang and Sennrich, arXiv:1910.07467).
+
+A norm is not linear: it divides a token's heads by their root mean square. But it multiplies all dimensions of a head
+by one number, and for heads normalised together, all heads of a token by the same number. So linear maps of the heads
+after the norm become linear maps of the projections' rows, where each key head counts with its mean scale. The merged
+layer normalises its own heads. Its norm weights are the group's, times the number that keeps the mean length.
+
+H query heads, K key/value heads, D head_dim, F = K·D the keys of a group side by side, X inputs.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from convert.merging.moments import Maps, Moments
+from convert.merging.weights import LayerAttention, NormWeights, Real
+from model.families.family import HeadNorms
+
+SMALLEST_WEIGHT = 0.01
+"""Minimum weight of a merged layer's norms, as a share of their root mean square: rows are divided by it."""
+
+
+def normalise(attention: LayerAttention, norms: HeadNorms | None, key_scales_K: Real | None = None) -> LayerAttention:
+    """Return the attention with its heads as long as norms make them, for inputs of independent numbers.
+
+    `key_scales_K`: what the norm multiplies each key head by, on a text. Then keys are as long, up to a number that all
+    heads share.
+    """
+    if norms is None:
+        return attention
+    scales_H, scales_K = (1 / _lengths(heads_HDX, norms.per_head) for heads_HDX in attention.projections)
+    if key_scales_K is not None:
+        scales_K = key_scales_K
+    return replace(
+        attention,
+        q_HDX=attention.q_HDX * scales_H[:, None, None],
+        k_KDX=attention.k_KDX * scales_K[:, None, None],
+    )
+
+
+def _lengths(heads_HDX: Real, per_head: bool) -> Real:
+    """Return what a norm divides projected heads by, for inputs of independent numbers, [H]; 1 for a head of zeros."""
+    power_H = np.square(heads_HDX).sum(axis=2).mean(axis=1)
+    if not per_head:
+        power_H = np.full_like(power_H, power_H.mean())
+    return np.asarray(np.sqrt(np.where(power_H > 0, power_H, 1)))
+
+
+def with_norms(merged: LayerAttention, norms: NormWeights, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
+    """Return a merged layer with its norms' weights. `norms`: the source's; `moments`, `maps`: one entry a group."""
+    old_queries: list[Real] = []
+    new_queries: list[Real] = []
+    old_keys: list[Real] = []
+    new_keys: list[Real] = []
+    for known, group_maps in zip(moments, maps, strict=True):
+        assert known.raw_keys_FF is not None
+        old_queries += [np.diagonal(queries_DD) for queries_DD in known.queries_HDD]
+        new_queries += map(_powers, group_maps.queries_HDD, known.queries_HDD)
+        old_keys += list(np.diagonal(known.raw_keys_FF).reshape(-1, known.head_dim))
+        new_keys.append(_powers(group_maps.keys_DF, known.raw_keys_FF))
+    q_HD = _merge_weights(norms.q_HD, np.stack(old_queries), np.stack(new_queries))
+    k_GD = _merge_weights(norms.k_KD, np.stack(old_keys), np.stack(new_keys))
+    norms = replace(norms, q_HD=q_HD, k_KD=k_GD)
+    merged = replace(merged, norms=norms)
+    # Projections as long as the source's, so that the norms' epsilon counts as before.
+    q_H, k_G = (_lengths(heads_HDX, norms.per_head) for heads_HDX in merged.projections)
+    return replace(
+        merged,
+        q_HDX=merged.q_HDX * (norms.q_length / q_H)[:, None, None],
+        k_KDX=merged.k_KDX * (norms.k_length / k_G)[:, None, None],
+    )
+
+
+def _powers(map_DF: Real, moments_FF: Real) -> Real:
+    """Return the mean square of each dimension of mapped heads."""
+    return np.asarray(np.einsum("df,df->d", map_DF @ moments_FF, map_DF))
+
+
+def _merge_weights(weights_KD: Real, before_KD: Real, after_GD: Real) -> Real:
+    """Return a norm's merged weights, [G, D]. `before`, `after`: mean squares of normalised heads by dimension."""
+    weights_GD = weights_KD
+    if len(weights_KD) > 1:  # each group's root mean square
+        weights_GD = np.sqrt(np.square(weights_KD).reshape(len(after_GD), -1, weights_KD.shape[1]).mean(axis=1))
+    smallest = SMALLEST_WEIGHT * np.sqrt(np.square(weights_GD).mean())
+    weights_GD = np.maximum(np.abs(weights_GD), smallest or 1.0)
+    # What a norm makes of heads has a mean square of about 1: less where its epsilon counts, before as after.
+    old = (before_KD / np.where(weights_KD == 0, 1, np.square(weights_KD))).mean()
+    new = (after_GD / np.square(weights_GD)).mean()
+    return np.asarray(weights_GD * np.sqrt(new / old)) if old > 0 < new else weights_GD
