@@ -23,9 +23,10 @@ from convert.merging.moments import (
     relative_output_error,
     split,
 )
+from convert.merging.norms import normalise
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe
+from convert.planning.recipe import Recipe, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import read_geometry
@@ -114,7 +115,10 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
             "--heads rotates heads to compare them, which is not implemented for the attention of "
             f"model_type {geometry.attention.family.model_type!r}; leave --heads out."
         )
-    return make_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
+    try:
+        return make_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
+    except UnsupportedMethodError as error:
+        raise CheckpointError(f"--heads maps heads as --method pca does: {error}") from error
 
 
 def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress) -> HeadReport:
@@ -122,7 +126,7 @@ def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Pro
     n_kv_heads, *fewer = reversed(read_geometry(checkpoint).legal_n_kv_heads)
     layers = []
     for merge in merges:
-        attention = read_attention(checkpoint, merge)
+        attention = normalise(read_attention(checkpoint, merge), merge.norms)
         layers.append(_report_layer(attention, merge, fewer))
         progress(1)
     return HeadReport(n_kv_heads, tuple(fewer), tuple(layers))

@@ -55,12 +55,13 @@ def test_without_calibration_the_default_is_mean(convert, source, tmp_path):
     [
         ("llama", "has no tokenizer.json"),
         ("gemma", "has no tokenizer.json"),
-        ("qwen3", "is not implemented for the attention of model_type 'qwen3'"),
+        ("cohere", "normalises queries or keys afterwards, and subtracts their mean"),
     ],
 )
 @pytest.mark.parametrize("options", [(), ("--refit",), TOKENS, ("--calibration", "shipped")])
 def test_without_the_default_method_another_must_be_requested(convert, tmp_path, family, why, options):
-    source, out = tiny.save(tiny.build(family), tmp_path / "source"), tmp_path / "out"
+    norms = {"use_qk_norm": True} if family == "cohere" else {}
+    source, out = tiny.save(tiny.build(family, **norms), tmp_path / "source"), tmp_path / "out"
     (source / "tokenizer.json").unlink()
     convert("mha-to-gqa", source, out, "--groups", 2, *options).refused(
         "The default merge is not possible: ", why, "--method mean is the paper's merge"

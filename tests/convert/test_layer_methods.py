@@ -78,11 +78,6 @@ def test_verify_sees_a_changed_query(convert, tmp_path, method):
 
 
 OTHERS = [family for family in tiny.FITTED if family not in NATIVE_FAMILIES]
-NORMED = (
-    "apertus", "dots1", "exaone4", "flex_olmo", "gemma3_text", "hunyuan_v1_dense", "nanochat", "olmo2", "olmo3",
-    "olmoe", "qwen3", "qwen3_moe",
-)  # fmt: skip
-"""Families that normalise queries and keys."""
 
 
 def equivalent(folder, family):
@@ -150,21 +145,47 @@ def test_a_partial_rotation_is_read_from_the_config(convert, tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", NORMED)
-def test_families_whose_heads_cannot_be_mapped(convert, tmp_path, family):
-    source = tiny.save(tiny.build(family), tmp_path / "source")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "hunyuan_v1_dense"])
+def test_norms_of_queries_and_keys_are_merged_too(convert, tmp_path, family):
+    size = {} if family in tiny.FLAT_NORMS else {"head_dim": 16}
+    model = tiny.build(family, vocab_size=300, hidden_size=128, initializer_range=0.15, **size)
+    source = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
+    out = tmp_path / "out"
+    result = convert("mha-to-gqa", source, out, "--groups", 2, "--calibration-tokens", 1024)
+    assert result.code == 0, result.err
+    assert convert("verify", source, out).code == 0
+    before, after = tiny.tensors(source), tiny.tensors(out)
+    norms = [name for name in before if "self_attn" in name and "norm" in name]
+    assert len(norms) == 2 * tiny.N_LAYERS
+    for name in norms:
+        flat_keys = family in tiny.FLAT_NORMS and "k_norm" in name
+        assert after[name].shape == ((2 * 16,) if flat_keys else before[name].shape)
+        assert flat_keys or not torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_a_missing_norm_is_named(convert, tmp_path, name):
+    source = tiny.save(tiny.build("qwen3"), tmp_path / "source")
+    tensors = tiny.tensors(source)
+    for layer in range(tiny.N_LAYERS):
+        del tensors[f"model.layers.{layer}.self_attn.{name}.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
-        f"is not implemented for the attention of model_type {family!r}; choose mean, first, random."
+        f"the tensor model.layers.0.self_attn.{name}.weight is missing"
     )
-    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("family", "changes"), [("phi", {"qk_layernorm": True}), ("stablelm", {"qk_layernorm": True})])
-def test_norms_on_queries_and_keys(convert, tmp_path, family, changes):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("phi", {"qk_layernorm": True}), ("stablelm", {"qk_layernorm": True}), ("cohere", {"use_qk_norm": True})],
+)
+def test_norms_that_subtract_the_mean_are_refused(convert, tmp_path, family, changes):
     source = tiny.save(tiny.build(family, hidden_size=64, **changes), tmp_path / "source")
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
-        "normalises queries or keys afterwards; choose mean, first, random."
+        "normalises queries or keys afterwards, and subtracts their mean; choose mean, first, random."
     )
+    assert not (tmp_path / "out").exists()
+    convert("inspect", source, "--heads").refused("--heads maps heads as --method pca does", "subtracts their mean")
 
 
 @pytest.mark.parametrize(("option", "value"), [("--calibration", "self"), ("--method", "auto")])

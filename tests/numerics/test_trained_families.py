@@ -18,6 +18,8 @@ CHANGES = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
+REFINED = ("gemma3_text", "olmo2", "qwen3")
+"""Families whose norms are trained too by `--refine`."""
 
 
 def read_ids(folder):
@@ -49,7 +51,7 @@ def train(model, ids_NT):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FITTED)
 def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family):
-    size = {} if family in ("gpt_neox", "olmo") else {"head_dim": 16}
+    size = {} if family in ("gpt_neox", "olmo", *tiny.FLAT_NORMS) else {"head_dim": 16}
     source = tmp_path / "source"
     model = tiny.build(
         family, vocab_size=300, hidden_size=128, intermediate_size=256, max_position_embeddings=LENGTH, **size,
@@ -60,9 +62,13 @@ def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family
     tiny.save(train(model.train(), ids_NT[:-64]), source)
     make_tokenizer(source, 300, bos=False)
     losses = {}
-    for method, options in (("mean", ()), ("fit", ("--refit", "--calibration-tokens", 16384))):
+    fit = ("--method", "fit", "--refit", "--calibration-tokens", 16384)
+    ways = {"mean": ("--method", "mean"), "fit": fit}
+    if family in REFINED:
+        ways["refined"] = (*fit, "--refine", 131072)
+    for method, options in ways.items():
         out = tmp_path / method
-        result = convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *options)
+        result = convert("mha-to-gqa", source, out, "--groups", 2, *options)
         assert result.code == 0, result.err
         trust = {"trust_remote_code": True} if family == "gpt_neox" else {}
         merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **trust).eval()
@@ -70,6 +76,8 @@ def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family
             losses[method] = float(loss_of(merged, ids_NT[-64:]))
     with torch.no_grad():
         parent = float(loss_of(model.eval(), ids_NT[-64:]))
-    print(f"{family}: parent {parent:.3f}, mean {losses['mean']:.3f}, fit {losses['fit']:.3f}")
+    print(f"{family}: parent {parent:.3f}", *(f"{method} {loss:.3f}" for method, loss in losses.items()), sep=", ")
     assert losses["mean"] > parent + 0.02
     assert losses["fit"] - parent <= 0.5 * (losses["mean"] - parent)
+    if family in REFINED:
+        assert losses["refined"] < losses["fit"]
