@@ -2,7 +2,7 @@
 
 The model is built without memory for its weights. Calling its decoder with layers that only record gives the arguments
 that each layer receives: masks, rotary embeddings, whatever the class passes. Then each layer is loaded and run alone.
-An attention function of our own, registered with transformers, sees the rotated queries and keys and the values.
+`model.decoder.observed_attention` sees the rotated queries and keys and the values.
 The letters are those of `layer_module`.
 """
 
@@ -22,16 +22,16 @@ from model.attention_layout import BUFFERS, projections
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.loading import check_readable, read_tensor
+from model.decoder.observed_attention import observe_attention
 from model.decoder.rope import rotate_first
 from model.decoder.transformers_model import (
     build_empty_model,
     load_state,
     no_attention_function,
-    observe_attention,
     refusing,
 )
 from model.families import Family, find_family
-from model.geometry import Geometry, read_geometry
+from model.geometry import Geometry, check_class_settings, read_geometry
 
 _ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
 """Maximum relative differences between the class's heads and ours, after and before rotation. The latter allows for
@@ -53,6 +53,7 @@ class TransformersLayers(ModelLayers):
         self._geometry = read_geometry(checkpoint)
         match = find_family(checkpoint.config)
         family = match.family
+        check_class_settings(match.config, family)
         self._model: Any = build_empty_model(family.model_type, match.config, str(checkpoint.path))
         self._decoder = self._model.base_model
         self._layers: nn.ModuleList = getattr(self._decoder, family.layers)
@@ -161,7 +162,7 @@ class TransformersLayer(LayerModule):
     ) -> None:
         assert geometry.n_rotary_pairs is not None
         self.index, self._layer, self._length, self._arguments = index, layer, length, arguments
-        self._hidden_size, self._model_type = geometry.hidden_size, geometry.model_type
+        self._hidden_size, self._model_type = geometry.hidden_size, geometry.attention.family.model_type
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
         family, sizes = geometry.attention.family, geometry.attention.sizes
         self._attention: Any = layer.get_submodule(family.attention[0])
@@ -194,7 +195,7 @@ class TransformersLayer(LayerModule):
 
         hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
         try:
-            with observe_attention(self._attention, observe):
+            with observe_attention(self._model_type, self._attention, observe):
                 result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
         finally:
             hook.remove()
@@ -290,16 +291,19 @@ class TransformersLayer(LayerModule):
         Tried on random inputs, once with the class's rotary embedding, and once with one that rotates nothing.
         """
         call = self._attention_call(1)
+        calls = [call]
+        if "position_embeddings" in call:
+            cos, sin = call["position_embeddings"]
+            calls.append({**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))})
         received: list[Call] = []
         generator = torch.Generator().manual_seed(0)
         x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator)
-        cos, sin = call["position_embeddings"]
-        for arguments in (call, {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}):
-            with observe_attention(self._attention, received.append):
+        for arguments in calls:
+            with observe_attention(self._model_type, self._attention, received.append):
                 self._attention(**{**arguments, "hidden_states": x_1TM})
-        if len(received) < 2:
+        if len(received) < len(calls):
             raise no_attention_function(self._model_type)
-        rotated, plain = received
+        rotated, plain = received[0], received[-1]
         for name, ours in zip("qkv", self._projected(x_1TM), strict=True):
             if _relative_error(ours, plain[name]) > _LINEAR_ERROR:
                 raise CheckpointError(

@@ -1,5 +1,6 @@
 """Map the tensors with K/V heads to the output's tensors: the rows to merge and the rows to copy."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -78,17 +79,22 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], recipe:
             f"--group-heads similar moves queries, but model_type {family.model_type!r} has an attention sink for each "
             "of them, which stays; leave it out."
         )
+    if recipe.grouping == "similar" and geometry.alibi:
+        raise UnsupportedMethodError(
+            "--group-heads similar moves queries, but each has an ALiBi slope, which stays; leave it out."
+        )
     if geometry.n_rotary_pairs is None:
+        without = "" if family.alibi is None else f" without {family.alibi} = true"
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
-            f"model_type {family.model_type!r}; choose {', '.join(METHODS)}."
+            f"model_type {family.model_type!r}{without}; choose {', '.join(METHODS)}."
         )
     for stem in _stems(geometry):
         place = f"{stem}{family.attention[0]}."
         biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", place)}
         if len(biases & tensors.keys()) not in (0, len(biases)):
             raise UnsupportedMethodError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
-        if norms := [name for name in tensors if name.startswith(place) and "norm" in name]:
+        if norms := [name for name in tensors if name.startswith(place) and re.search("norm|_ln", name)]:
             raise UnsupportedMethodError(
                 f"--method {method} maps heads before it merges them, but {norms[0]} normalises "
                 f"queries or keys afterwards; choose {', '.join(METHODS)}."

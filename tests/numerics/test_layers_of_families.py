@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
@@ -36,7 +38,7 @@ IDS = torch.randint(0, 60, (3, LENGTH), generator=torch.Generator().manual_seed(
 
 
 def build(family, folder, **changes):
-    size = {} if family in ("gpt_neox", "olmo") else {"head_dim": 16}
+    size = {} if family in tiny.IMPLIED_HEAD_DIM else {"head_dim": 16}
     model = tiny.build(family, hidden_size=128, initializer_range=0.2, **size, **CHANGES.get(family, {}), **changes)
     return model, tiny.save(model, folder)
 
@@ -49,7 +51,9 @@ class Plain:
         layers = getattr(model.base_model, FAMILIES[family].layers)
         for layer in layers:
             attention = layer.get_submodule(FAMILIES[family].attention[0])
-            layer.register_forward_hook(lambda module, args, out: self.outputs.append(out))
+            layer.register_forward_hook(
+                lambda module, args, out: self.outputs.append(out[0] if isinstance(out, tuple) else out)
+            )
             names = [FAMILIES[family].fused] if FAMILIES[family].fused else ["q_proj", "k_proj", "v_proj"]
             parts = {}
             self.given.append(parts)
@@ -59,7 +63,7 @@ class Plain:
             output = attention.get_submodule(FAMILIES[family].output)
             output.register_forward_hook(lambda module, args, out: self.attended.append(out))
         with torch.no_grad():
-            self.weights = model(IDS, use_cache=False, output_attentions=True).attentions
+            self.weights = attention_weights(model, family)
 
     def heads(self, index, head_dim):
         """Return queries, keys and values before rotation, [B, T, heads, D]."""
@@ -69,6 +73,26 @@ class Plain:
             return [whole[:, :, :, i] for i in range(3)]
         whole = torch.cat([parts[name] for name in parts], dim=2)
         return whole.unflatten(2, (3, -1, head_dim)).unbind(2)  # as many of each kind: the models are MHA
+
+
+def attention_weights(model, family):
+    """Run the model and return its attention weights by layer.
+
+    Falcon's class returns none of its default attention: asked for them, it computes another (ALiBi twice). So those
+    that it computes are derived from its calls of torch.
+    """
+    if family != "falcon":
+        return model(IDS, use_cache=False, output_attentions=True).attentions
+    weights, attend = [], F.scaled_dot_product_attention
+
+    def watched(q, k, v, attn_mask, **others):
+        hidden = attn_mask if attn_mask.dtype != torch.bool else torch.where(attn_mask, 0.0, -torch.inf)
+        weights.append((q @ k.mT / q.shape[-1] ** 0.5 + hidden).softmax(-1))
+        return attend(q, k, v, attn_mask=attn_mask, **others)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", watched):
+        model(IDS, use_cache=False)
+    return weights
 
 
 def half_split(heads, family, n_rotated):
@@ -82,13 +106,15 @@ def assert_close(ours, theirs, limit=1e-5):
     assert float((ours - theirs).norm()) <= limit * float(theirs.norm())
 
 
-@pytest.mark.parametrize("family", tiny.FITTED)
-def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family):
-    model, folder = build(family, tmp_path / "source")
+@pytest.mark.parametrize(
+    ("family", "changes"), [*((family, {}) for family in tiny.FITTED), ("falcon", {"alibi": False})]
+)
+def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes):
+    model, folder = build(family, tmp_path / "source", **changes)
     plain = Plain(model, family)
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = TransformersLayers(checkpoint, LENGTH)
-        plan = make_plan(checkpoint, 2, Recipe("pca"), None)
+        plan = make_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
         states_BTM = layers.embed(IDS)
         for index in range(layers.n_layers):
             layer, seen = layers.load(index), []
@@ -120,7 +146,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family):
 def test_shares_of_rotated_dimensions_are_the_classes(tmp_path):
     for family in tiny.FITTED:
         with open_checkpoint(build(family, tmp_path / family)[1]) as checkpoint:
-            plan = make_plan(checkpoint, 2, Recipe("pca"), None)
+            plan = make_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
             share = 2 * plan.layers[0].n_rotary_pairs / plan.geometry.head_dim
             assert share == SHARES.get(family, 1.0), family
 
