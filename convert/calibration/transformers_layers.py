@@ -35,7 +35,7 @@ from model.geometry import Geometry, check_class_settings, read_geometry
 
 _ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
 """Maximum relative differences between the class's heads and ours, after and before rotation. The latter allows for
-OLMo's clipping (`clip_qkv`) as long as it changes few numbers."""
+OLMo's and MPT's clipping (`clip_qkv`) as long as it changes few numbers."""
 
 Call = dict[str, Any]
 """The arguments of a layer, or of its attention, by name, but for the states."""
@@ -289,6 +289,7 @@ class TransformersLayer(LayerModule):
         """Raise CheckpointError unless the class's heads are linear in its inputs, and rotated as `rotation` says.
 
         Tried on random inputs, once with the class's rotary embedding, and once with one that rotates nothing.
+        Also raises it unless the class's attention is the softmax that is observed.
         """
         call = self._attention_call(1)
         calls = [call]
@@ -298,12 +299,23 @@ class TransformersLayer(LayerModule):
         received: list[Call] = []
         generator = torch.Generator().manual_seed(0)
         x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator)
-        for arguments in calls:
-            with observe_attention(self._model_type, self._attention, received.append):
-                self._attention(**{**arguments, "hidden_states": x_1TM})
+        mixed: list[Tensor] = []
+        hook = self._output.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
+        try:
+            for arguments in calls:
+                with observe_attention(self._model_type, self._attention, received.append):
+                    self._attention(**{**arguments, "hidden_states": x_1TM})
+        finally:
+            hook.remove()
         if len(received) < len(calls):
             raise no_attention_function(self._model_type)
         rotated, plain = received[0], received[-1]
+        some = slice(None, None, max(1, self._length // 8))
+        if _relative_error(self._mixed(rotated, some), mixed[0][:, some]) > _ROTATION_ERROR:
+            raise CheckpointError(
+                f"layer {self.index}: transformers' class computes attention differently from what Groupwise knows of "
+                "this model_type; use --method mean."
+            )
         for name, ours in zip("qkv", self._projected(x_1TM), strict=True):
             if _relative_error(ours, plain[name]) > _LINEAR_ERROR:
                 raise CheckpointError(
@@ -322,6 +334,12 @@ class TransformersLayer(LayerModule):
                     f"layer {self.index}: transformers' class rotates queries and keys differently from what Groupwise "
                     "knows of this model_type; use --method mean."
                 )
+
+    def _mixed(self, call: Call, at: slice) -> Tensor:
+        """Return the values mixed by the attention that was observed, for some positions, [1, S, C]."""
+        k_1HTD, v_1HTD = (x.repeat_interleave(self.n_heads // x.shape[1], dim=1) for x in (call["k"], call["v"]))
+        weights_1HST = call["softmax"](call["q"][:, :, at] @ k_1HTD.mT, call["mask"][:1, :, at])
+        return (weights_1HST @ v_1HTD).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
 
     def _projected(self, x_1TM: Tensor) -> Iterator[Tensor]:
         """Yield queries, keys and values by the class's weights alone, [1, heads, T, D]."""

@@ -109,7 +109,7 @@ def _falcon(
     q, k, v = (heads.transpose(1, 2) for heads in module._split_heads(module.query_key_value(hidden_states)))
     if alibi is None:
         assert position_embeddings is not None
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)  # type: ignore[no-untyped-call]
     mask = attention_mask
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)

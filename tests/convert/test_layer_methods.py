@@ -166,6 +166,16 @@ def test_norms_on_queries_and_keys(convert, tmp_path, family, changes):
     )
 
 
+def test_norms_of_mpt(convert, tmp_path):
+    source = tiny.save(tiny.build("mpt"), tmp_path / "source")
+    layers = [f"transformer.blocks.{layer}.attn" for layer in range(tiny.N_LAYERS)]
+    norms = {f"{layer}.{name}.weight": torch.ones(tiny.HIDDEN) for layer in layers for name in ("q_ln", "k_ln")}
+    save_file({**tiny.tensors(source), **norms}, source / "model.safetensors", metadata={"format": "pt"})
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(
+        "transformer.blocks.0.attn.k_ln.weight normalises queries or keys afterwards", "--method mean"
+    )
+
+
 @pytest.mark.parametrize(("option", "value"), [("--calibration", "self"), ("--method", "auto")])
 def test_what_needs_our_own_decoder_is_refused_for_other_families(convert, tmp_path, option, value):
     source = make_tokenizer(tiny.save(tiny.build("gemma", vocab_size=300), tmp_path / "source"), 300)

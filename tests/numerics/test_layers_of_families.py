@@ -22,6 +22,7 @@ from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
+from model.decoder import observed_attention
 from model.decoder.rope import rotate_first
 from model.families import FAMILIES
 
@@ -227,6 +228,10 @@ def test_buffers_of_old_checkpoints_are_ignored(convert, tmp_path):
     [
         ("olmo", {"clip_qkv": 0.05}, "changes queries, keys or values after their projections (clip_qkv, norms)"),
         ("gemma", {"is_causal": False}, "has no causal mask"),
+        ("mpt", {"attn_config": {"alibi": True, "clip_qkv": 0.05}}, "after their projections (clip_qkv, norms)"),
+        ("mpt", {"attn_config": {"alibi": False}}, "of model_type 'mpt' without attn_config.alibi = true"),
+        ("mpt", {"attn_config": {"alibi": True, "alibi_bias_max": 16}}, "attn_config.alibi_bias_max = 16, which"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type = 'rmsnorm', which transformers' class of mpt ignores"),
         ("phi3", {"partial_rotary_factor": 0.45}, "is not implemented for the attention of model_type 'phi3'"),
     ],
 )
@@ -237,6 +242,34 @@ def test_heads_that_cannot_be_mapped_are_refused(convert, tmp_path, family, chan
     options = ("--groups", 2, "--calibration-tokens", 1024)
     for given in (options, (*options, "--dry-run")):
         convert("mha-to-gqa", source, tmp_path / "out", *given).refused(words, "--method mean")
+
+
+def test_a_class_that_attends_otherwise_is_refused(tmp_path, monkeypatch):
+    def without_alibi(module, hidden_states, position_bias, **others):
+        return observed_attention._mpt(module, hidden_states, 0 * position_bias, **others)
+
+    _, folder = build("mpt", tmp_path / "source")
+    monkeypatch.setattr(observed_attention, "_FROM_INPUTS", {"mpt": without_alibi})
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="computes attention differently"):
+        TransformersLayers(checkpoint, LENGTH).check()
+
+
+@pytest.mark.parametrize("family", ["falcon", "mpt"])
+def test_alibi_slopes_stay_with_their_queries(convert, tmp_path, family):
+    source = make_tokenizer(tiny.save(tiny.build(family, vocab_size=300), tmp_path / "source"), 300)
+    options = ("--groups", 1, "--method", "fit", "--group-heads", "similar")
+    convert("mha-to-gqa", source, tmp_path / "out", *options).refused(
+        "--group-heads similar moves queries, but each has an ALiBi slope, which stays"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_windows_are_no_longer_than_mpts_context(convert, tmp_path):
+    source = make_tokenizer(tiny.save(tiny.build("mpt", vocab_size=300, max_seq_len=32), tmp_path / "source"), 300)
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    assert result.code == 0, result.err
+    calibration = json.loads((tmp_path / "out/groupwise.json").read_text())["calibration"]
+    assert (calibration["windows"], calibration["window"]) == (32, 32)
 
 
 def test_sinks_stay_with_their_queries(convert, tmp_path):
