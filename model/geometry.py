@@ -32,6 +32,8 @@ class Geometry:
     """Number of rotated pairs of a head's dimensions, layer by layer; None if the family's rotation is not known."""
     text_config: str | None = None
     """The key of `config.json` that holds the language model's config; None if that is the top level."""
+    alibi: bool = False
+    """Whether each query head has a bias of its own by distance."""
 
     @property
     def heads_per_group(self) -> int:
@@ -78,17 +80,23 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
     return Geometry(
         match.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
-        _n_rotary_pairs(config, family, head_dim, n_layers), match.text_config,
+        _n_rotary_pairs(config, family, head_dim, n_layers), match.text_config, _has_alibi(config, family),
     )  # fmt: skip
 
 
 def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:
+    if _has_alibi(config, family):
+        return (0,) * n_layers
     if family.rotary_fraction is None:
         return None
     n_pairs, odd = divmod(int(head_dim * _rotary_fraction(config, family)), 2)
     if odd:
         return None  # the classes pair the last dimension in ways of their own
     return tuple(n_pairs if rotates else 0 for rotates in _rotating_layers(config, family, n_layers))
+
+
+def _has_alibi(config: Mapping[str, Any], family: Family) -> bool:
+    return family.alibi is not None and _get(config, family.alibi) is True
 
 
 def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
@@ -267,6 +275,16 @@ def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
     for key, (value, reason) in family.refused.items():
         if _get(config, key) == value:
             raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {reason}")
+
+
+def check_class_settings(config: Mapping[str, Any], family: Family) -> None:
+    """Raise CheckpointError for a setting that the family's class in transformers ignores."""
+    for key, values in family.class_ignores.items():
+        if (value := _get(config, key)) not in values:
+            raise CheckpointError(
+                f"config.json has {key} = {checks.show(value)}, which transformers' class of {family.model_type} "
+                "ignores, so it cannot run the model."
+            )
 
 
 def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ def calibration_operations(plan: Plan) -> float:
         return 0.0
     if plan.recipe.method == AUTO:
         return _choosing_operations(plan, text)
-    n_weights = sum(prod(t.shape) for name, t in plan.tensors.items() if "layers." in name) / geometry.n_layers
+    n_weights = sum(prod(t.shape) for name, t in plan.tensors.items() if plan.in_layer(name)) / geometry.n_layers
     heads = geometry.n_heads * geometry.head_dim
     attention = 4 * text.window * heads
     width = geometry.n_kv_heads // plan.n_kv_heads * geometry.head_dim

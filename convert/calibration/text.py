@@ -218,10 +218,12 @@ def _read_windows(
 
 def _context(checkpoint: Checkpoint) -> int:
     """Return the model's maximum context; LONGEST_WINDOW if its config has none."""
-    context = find_family(checkpoint.config).config.get("max_position_embeddings")  # of a wrapper: its language model's
+    match = find_family(checkpoint.config)  # of a wrapper: its language model's
+    key = match.family.keys.context
+    context = match.config.get(key)
     if context is None:
         return LONGEST_WINDOW
-    return checks.whole_number(context, "config.json has max_position_embeddings", least=2)
+    return checks.whole_number(context, f"config.json has {key}", least=2)
 
 
 def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":

@@ -2,7 +2,7 @@
 
 The model is built without memory for its weights. Calling its decoder with layers that only record gives the arguments
 that each layer receives: masks, rotary embeddings, whatever the class passes. Then each layer is loaded and run alone.
-An attention function of our own, registered with transformers, sees the rotated queries and keys and the values.
+`model.decoder.observed_attention` sees the rotated queries and keys and the values.
 The letters are those of `layer_module`.
 """
 
@@ -23,19 +23,19 @@ from model.attention_layout import BUFFERS, Kind, projections
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.loading import check_readable, read_tensor
+from model.decoder.observed_attention import observe_attention
 from model.decoder.transformers_model import (
     build_empty_model,
     load_state,
     no_attention_function,
-    observe_attention,
     refusing,
 )
 from model.families import Family, find_family
-from model.geometry import Geometry, read_geometry
+from model.geometry import Geometry, check_class_settings, read_geometry
 
 _ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
 """Maximum relative differences between the class's heads and ours, after and before rotation. The latter allows for
-OLMo's clipping (`clip_qkv`) as long as it changes few numbers."""
+OLMo's and MPT's clipping (`clip_qkv`) as long as it changes few numbers."""
 
 KINDS: tuple[Kind, ...] = ("q", "k", "v")
 
@@ -55,6 +55,7 @@ class TransformersLayers(ModelLayers):
         self._geometry = read_geometry(checkpoint)
         match = find_family(checkpoint.config)
         family = match.family
+        check_class_settings(match.config, family)
         self._model: Any = build_empty_model(family.model_type, match.config, str(checkpoint.path))
         self._decoder = self._model.base_model
         self._layers: nn.ModuleList = getattr(self._decoder, family.layers)
@@ -165,7 +166,7 @@ class TransformersLayer(LayerModule):
     ) -> None:
         assert geometry.n_rotary_pairs is not None
         self.index, self._layer, self._length, self._arguments = index, layer, length, arguments
-        self._hidden_size, self._model_type = geometry.hidden_size, geometry.model_type
+        self._hidden_size, self._model_type = geometry.hidden_size, geometry.attention.family.model_type
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
         family, sizes = geometry.attention.family, geometry.attention.sizes
         self._attention: Any = layer.get_submodule(family.attention[0])
@@ -203,7 +204,7 @@ class TransformersLayer(LayerModule):
 
         hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
         try:
-            with observe_attention(self._attention, observe):
+            with observe_attention(self._model_type, self._attention, observe):
                 result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
         finally:
             hook.remove()
@@ -293,18 +294,33 @@ class TransformersLayer(LayerModule):
         """Raise CheckpointError unless the class's heads are linear in its inputs, and rotated as `rotation` says.
 
         Tried on random inputs, once with the class's rotary embedding, and once with one that rotates nothing.
+        Also raises it unless the class's attention is the softmax that is observed.
         """
         call = self._attention_call(1)
+        calls = [call]
+        if "position_embeddings" in call:
+            cos, sin = call["position_embeddings"]
+            calls.append({**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))})
         received: list[Call] = []
         generator = torch.Generator().manual_seed(0)
         x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator)
-        cos, sin = call["position_embeddings"]
-        for arguments in (call, {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}):
-            with observe_attention(self._attention, received.append):
-                self._attention(**{**arguments, "hidden_states": x_1TM})
-        if len(received) < 2:
+        mixed: list[Tensor] = []
+        hook = self._output.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
+        try:
+            for arguments in calls:
+                with observe_attention(self._model_type, self._attention, received.append):
+                    self._attention(**{**arguments, "hidden_states": x_1TM})
+        finally:
+            hook.remove()
+        if len(received) < len(calls):
             raise no_attention_function(self._model_type)
-        rotated, plain = received
+        rotated, plain = received[0], received[-1]
+        some = slice(None, None, max(1, self._length // 8))
+        if _relative_error(self._mixed(rotated, some), mixed[0][:, some]) > _ROTATION_ERROR:
+            raise CheckpointError(
+                f"layer {self.index}: transformers' class computes attention differently from what Groupwise knows of "
+                "this model_type; use --method mean."
+            )
         for i, kind in enumerate(KINDS):
             ours = self._projected(x_1TM, i)
             if self._norms is not None and kind != "v":
@@ -326,6 +342,12 @@ class TransformersLayer(LayerModule):
                     f"layer {self.index}: transformers' class rotates queries and keys differently from what Groupwise "
                     "knows of this model_type; use --method mean."
                 )
+
+    def _mixed(self, call: Call, at: slice) -> Tensor:
+        """Return the values mixed by the attention that was observed, for some positions, [1, S, C]."""
+        k_1HTD, v_1HTD = (x.repeat_interleave(self.n_heads // x.shape[1], dim=1) for x in (call["k"], call["v"]))
+        weights_1HST = call["softmax"](call["q"][:, :, at] @ k_1HTD.mT, call["mask"][:1, :, at])
+        return (weights_1HST @ v_1HTD).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
 
     def _projected(self, x_BTM: Tensor, kind: int) -> Tensor:
         """Return queries (kind 0), keys (1) or values (2) by the class's projections alone, [B, T, heads, D]."""

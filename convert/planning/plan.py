@@ -85,6 +85,10 @@ class Plan:
         """All merged heads, in the order of layers."""
         return [heads for regrouped in self.regrouped.values() for heads in regrouped.reported]
 
+    def in_layer(self, name: str) -> bool:
+        """Say whether a tensor belongs to one of the layers."""
+        return f".{self.geometry.attention.family.layers}." in f".{name}"
+
     def workers(self, requested: int) -> int:
         """Return the number of workers: fewer than requested if their groups exceed MERGE_MEMORY."""
         return max(1, min(requested, MERGE_MEMORY // max(self.largest_group, 1)))
@@ -100,7 +104,7 @@ class Plan:
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""
-        layer = sum(t.nbytes for name, t in self.tensors.items() if "layers." in name) // self.geometry.n_layers
+        layer = sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
         width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
         moments = 8 * self.n_kv_heads * width**2
         refits = self.recipe.refit or self.recipe.method == AUTO
@@ -111,11 +115,13 @@ class Plan:
         if self.geometry.model_type not in NATIVE_FAMILIES:
             program += _TRANSFORMERS
             running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32
+        if self.geometry.alibi and self.recipe.text is not None:
+            running += 2 * 4 * self.geometry.n_heads * self.recipe.text.window**2  # masks and weights of all heads
         return program + self.reader_bytes + max(running, self._embedding_memory())
 
     def _embedding_memory(self) -> int:
         """Estimate the bytes of the embedding and, for `auto`, of the output head in float32 too."""
-        largest = max((t.nbytes, prod(t.shape)) for name, t in self.tensors.items() if "layers." not in name)
+        largest = max((t.nbytes, prod(t.shape)) for name, t in self.tensors.items() if not self.in_layer(name))
         return largest[0] + (4 * largest[1] if self.recipe.method == AUTO else 0)
 
     def summary(self, requested_workers: int) -> dict[str, Any]:

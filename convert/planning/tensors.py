@@ -79,10 +79,15 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], recipe:
             f"--group-heads similar moves queries, but model_type {family.model_type!r} has an attention sink for each "
             "of them, which stays; leave it out."
         )
+    if recipe.grouping == "similar" and geometry.alibi:
+        raise UnsupportedMethodError(
+            "--group-heads similar moves queries, but each has an ALiBi slope, which stays; leave it out."
+        )
     if geometry.n_rotary_pairs is None:
+        without = "" if family.alibi is None else f" without {family.alibi} = true"
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
-            f"model_type {family.model_type!r}; choose {', '.join(METHODS)}."
+            f"model_type {family.model_type!r}{without}; choose {', '.join(METHODS)}."
         )
     for stem in _stems(geometry):
         place = f"{stem}{family.attention[0]}."

@@ -5,7 +5,7 @@ Code that needs only logits and losses (calibration, evaluation, a teacher) work
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -165,18 +165,16 @@ def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
 def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -> Any:
     """Return transformers' model of a language model's config, its parameters without memory (on the meta device).
 
-    Its attention is `_observed_attention`. `source` names the config in errors. Raises CheckpointError if transformers
-    has no such model, cannot build it, or the class does not take an attention function.
+    `observe_attention` can observe its attention. `source` names the config in errors. Raises CheckpointError if
+    transformers has no such model, cannot build it, or the class does not take an attention function.
     """
     from accelerate import init_empty_weights
-    from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-    from transformers.masking_utils import eager_mask
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    from model.decoder.observed_attention import OBSERVED, attention_function
     from model.remote_code.register import register
 
     register()
-    AttentionInterface.register(_OBSERVED, _observed_attention)
-    AttentionMaskInterface.register(_OBSERVED, eager_mask)
     _refuse_kernels(Path(source), config)
     _check_layers(Path(source), config)
     _check_version()
@@ -185,10 +183,13 @@ def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -
             hf_config = CONFIG_MAPPING[model_type].from_dict(dict(config))
             with init_empty_weights(include_buffers=False):
                 model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    hf_config, trust_remote_code=False, dtype=torch.float32, attn_implementation=_OBSERVED
+                    hf_config,
+                    trust_remote_code=False,
+                    dtype=torch.float32,
+                    attn_implementation=attention_function(model_type),
                 )
     except CheckpointError as error:
-        if _OBSERVED in str(error):
+        if OBSERVED in str(error):
             raise no_attention_function(model_type) from error
         raise
     return model.eval()
@@ -243,61 +244,8 @@ def load_state(model: Any, state: dict[str, Tensor], prefix: str, source: str) -
             raise CheckpointError(f"{source} {problem} {sorted(map(str, names))[0]}.")
 
 
-_OBSERVED = "groupwise_observed"
-"""Our attention function's name in transformers."""
 _KNOWN_VERSION = "transformers 5.23"
 """The version of transformers that the tests use."""
-
-
-@contextmanager
-def observe_attention(attention: nn.Module, observer: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Call `observer` whenever this attention module runs, with what its attention function received.
-
-    That is `q`, `k` and `v` [B, heads, T, D] after rotation, the `mask` [B, 1, T, T] that is added to the logits, and
-    `softmax(products, mask)`, which turns the products of queries and keys into weights as the class does.
-    """
-    attention.observer = observer  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del attention.observer
-
-
-def _observed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention as transformers' eager functions do, with caps on logits (`softcap`) and sinks (`s_aux`)."""
-    attention_mask = attention_mask[..., : key.shape[2]]  # transformers 4 adds a column for some classes
-    heads_per_group = query.shape[1] // key.shape[1]
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-
-    def softmax(products: Tensor, mask: Tensor) -> Tensor:
-        logits = products * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits + mask
-        if s_aux is None:
-            return logits.softmax(dim=-1)
-        sinks = s_aux.reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-
-    observer = getattr(module, "observer", None)
-    if observer is not None:
-        observer({"q": query, "k": key, "v": value, "mask": attention_mask, "softmax": softmax})
-    key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
-    if softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
-    else:
-        out = softmax(query @ key.mT, attention_mask) @ value
-    return out.transpose(1, 2).contiguous(), None
 
 
 def layer_class_names(folder: Path) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ class ConfigKeys:
     hidden_size: str = "hidden_size"
     head_dim: str = "head_dim"
     n_kv_heads: str = "num_key_value_heads"
+    context: str = "max_position_embeddings"
     rope_theta: str = "rope_theta"
     """The key in transformers 4, as is the next one. Version 5 has `rope_parameters` in every family."""
     partial_rotary_factor: str = "partial_rotary_factor"
@@ -145,11 +146,17 @@ class Family:
     no_rope_every: int | None = None
     """Every n-th layer has no rotary embedding, if the config has neither `no_rope_layers` (per layer 1 with rotary
     embedding, 0 without) nor `no_rope_layer_interval`."""
+    alibi: str | None = None
+    """The setting that, if true, turns ALiBi on: instead of rotary embedding, each query head has a bias of its own by
+    distance."""
     not_per_head: tuple[str, ...] = ()
     """Further parts that do not depend on the number of heads, and are copied."""
     switch: Switch | None = None
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Settings that prevent a conversion: key → the value and the reason."""
+    class_ignores: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings that the class in transformers ignores: key → the values with which it computes the same. With others
+    the class cannot calibrate."""
     only_multi_query: bool = False
     """Whether the class supports only MHA and MQA, and no number of K/V heads between."""
     custom_code: CustomCode | None = None

@@ -5,7 +5,11 @@ from model.families.family import ConfigKeys, Family, HeadNorms, Switch
 FAMILY = Family(
     "mpt",
     keys=ConfigKeys(
-        n_layers=("n_layers",), n_heads=("n_heads",), hidden_size="d_model", n_kv_heads="attn_config.kv_n_heads"
+        n_layers=("n_layers",),
+        n_heads=("n_heads",),
+        hidden_size="d_model",
+        n_kv_heads="attn_config.kv_n_heads",
+        context="max_seq_len",
     ),
     default_sizes={"d_model": 2048, "n_heads": 16, "n_layers": 24},
     prefix=r"(?:transformer\.)?",
@@ -21,4 +25,13 @@ FAMILY = Family(
         merged="grouped_query_attention",
     ),
     needs_own_code="kv_n_heads",
+    alibi="attn_config.alibi",
+    class_ignores={
+        "attn_config.alibi_bias_max": (None, 8),
+        "attn_config.prefix_lm": (None, False),
+        "attn_config.sliding_window_size": (None, -1),
+        "norm_type": (None, "low_precision_layernorm", "layernorm"),
+        "norm_eps": (None, 1e-5),
+        "block_overrides": (None,),
+    },
 )

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
@@ -20,6 +22,7 @@ from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
+from model.decoder import observed_attention
 from model.decoder.rope import rotate_first
 from model.families import FAMILIES
 
@@ -36,7 +39,7 @@ IDS = torch.randint(0, 60, (3, LENGTH), generator=torch.Generator().manual_seed(
 
 
 def build(family, folder, **changes):
-    size = {} if family in ("gpt_neox", "olmo", *tiny.FLAT_NORMS) else {"head_dim": 16}
+    size = {} if family in tiny.IMPLIED_HEAD_DIM else {"head_dim": 16}
     model = tiny.build(family, hidden_size=128, initializer_range=0.2, **size, **CHANGES.get(family, {}), **changes)
     if family == "hunyuan_v1_dense":
         tiny.equal_in_pairs(model, 16)  # what is seen of norms after rotation is exact only then
@@ -51,7 +54,9 @@ class Plain:
         layers = getattr(model.base_model, FAMILIES[family].layers)
         for layer in layers:
             attention = layer.get_submodule(FAMILIES[family].attention[0])
-            layer.register_forward_hook(lambda module, args, out: self.outputs.append(out))
+            layer.register_forward_hook(
+                lambda module, args, out: self.outputs.append(out[0] if isinstance(out, tuple) else out)
+            )
             names = [FAMILIES[family].fused] if FAMILIES[family].fused else ["q_proj", "k_proj", "v_proj"]
             parts, norms = {}, FAMILIES[family].head_norms
             normed = norms is not None and norms.kind == "rms"
@@ -63,7 +68,7 @@ class Plain:
             output = attention.get_submodule(FAMILIES[family].output)
             output.register_forward_hook(lambda module, args, out: self.attended.append(out))
         with torch.no_grad():
-            self.weights = model(IDS, use_cache=False, output_attentions=True).attentions
+            self.weights = attention_weights(model, family)
 
     def heads(self, index, head_dim):
         """Return queries, keys and values before rotation, [B, T, heads, D]."""
@@ -80,6 +85,26 @@ class Plain:
         return whole.unflatten(2, (3, -1, head_dim)).unbind(2)  # as many of each kind: the models are MHA
 
 
+def attention_weights(model, family):
+    """Run the model and return its attention weights by layer.
+
+    Falcon's class returns none of its default attention: asked for them, it computes another (ALiBi twice). So those
+    that it computes are derived from its calls of torch.
+    """
+    if family != "falcon":
+        return model(IDS, use_cache=False, output_attentions=True).attentions
+    weights, attend = [], F.scaled_dot_product_attention
+
+    def watched(q, k, v, attn_mask, **others):
+        hidden = attn_mask if attn_mask.dtype != torch.bool else torch.where(attn_mask, 0.0, -torch.inf)
+        weights.append((q @ k.mT / q.shape[-1] ** 0.5 + hidden).softmax(-1))
+        return attend(q, k, v, attn_mask=attn_mask, **others)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", watched):
+        model(IDS, use_cache=False)
+    return weights
+
+
 def half_split(heads, family, n_rotated):
     if family not in INTERLEAVED:
         return heads
@@ -91,13 +116,15 @@ def assert_close(ours, theirs, limit=1e-5):
     assert float((ours - theirs).norm()) <= limit * float(theirs.norm())
 
 
-@pytest.mark.parametrize("family", tiny.FITTED)
-def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family):
-    model, folder = build(family, tmp_path / "source")
+@pytest.mark.parametrize(
+    ("family", "changes"), [*((family, {}) for family in tiny.FITTED), ("falcon", {"alibi": False})]
+)
+def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes):
+    model, folder = build(family, tmp_path / "source", **changes)
     plain = Plain(model, family)
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = TransformersLayers(checkpoint, LENGTH)
-        plan = make_plan(checkpoint, 2, Recipe("pca"), None)
+        plan = make_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
         states_BTM = layers.embed(IDS)
         for index in range(layers.n_layers):
             layer, seen = layers.load(index), []
@@ -129,7 +156,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family):
 def test_shares_of_rotated_dimensions_are_the_classes(tmp_path):
     for family in tiny.FITTED:
         with open_checkpoint(build(family, tmp_path / family)[1]) as checkpoint:
-            plan = make_plan(checkpoint, 2, Recipe("pca"), None)
+            plan = make_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
             share = 2 * plan.layers[0].n_rotary_pairs / plan.geometry.head_dim
             assert share == SHARES.get(family, 1.0), family
 
@@ -210,6 +237,10 @@ def test_buffers_of_old_checkpoints_are_ignored(convert, tmp_path):
     [
         ("olmo", {"clip_qkv": 0.05}, "changes queries, keys or values after their projections (clip_qkv, norms)"),
         ("gemma", {"is_causal": False}, "has no causal mask"),
+        ("mpt", {"attn_config": {"alibi": True, "clip_qkv": 0.05}}, "after their projections (clip_qkv, norms)"),
+        ("mpt", {"attn_config": {"alibi": False}}, "of model_type 'mpt' without attn_config.alibi = true"),
+        ("mpt", {"attn_config": {"alibi": True, "alibi_bias_max": 16}}, "attn_config.alibi_bias_max = 16, which"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type = 'rmsnorm', which transformers' class of mpt ignores"),
         ("phi3", {"partial_rotary_factor": 0.45}, "is not implemented for the attention of model_type 'phi3'"),
     ],
 )
@@ -220,6 +251,34 @@ def test_heads_that_cannot_be_mapped_are_refused(convert, tmp_path, family, chan
     options = ("--groups", 2, "--calibration-tokens", 1024)
     for given in (options, (*options, "--dry-run")):
         convert("mha-to-gqa", source, tmp_path / "out", *given).refused(words, "--method mean")
+
+
+def test_a_class_that_attends_otherwise_is_refused(tmp_path, monkeypatch):
+    def without_alibi(module, hidden_states, position_bias, **others):
+        return observed_attention._mpt(module, hidden_states, 0 * position_bias, **others)
+
+    _, folder = build("mpt", tmp_path / "source")
+    monkeypatch.setattr(observed_attention, "_FROM_INPUTS", {"mpt": without_alibi})
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="computes attention differently"):
+        TransformersLayers(checkpoint, LENGTH).check()
+
+
+@pytest.mark.parametrize("family", ["falcon", "mpt"])
+def test_alibi_slopes_stay_with_their_queries(convert, tmp_path, family):
+    source = make_tokenizer(tiny.save(tiny.build(family, vocab_size=300), tmp_path / "source"), 300)
+    options = ("--groups", 1, "--method", "fit", "--group-heads", "similar")
+    convert("mha-to-gqa", source, tmp_path / "out", *options).refused(
+        "--group-heads similar moves queries, but each has an ALiBi slope, which stays"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_windows_are_no_longer_than_mpts_context(convert, tmp_path):
+    source = make_tokenizer(tiny.save(tiny.build("mpt", vocab_size=300, max_seq_len=32), tmp_path / "source"), 300)
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    assert result.code == 0, result.err
+    calibration = json.loads((tmp_path / "out/groupwise.json").read_text())["calibration"]
+    assert (calibration["windows"], calibration["window"]) == (32, 32)
 
 
 def test_sinks_stay_with_their_queries(convert, tmp_path):

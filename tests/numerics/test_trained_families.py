@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from equivalent_heads import for_stock_class
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -51,7 +52,7 @@ def train(model, ids_NT):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FITTED)
 def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family):
-    size = {} if family in ("gpt_neox", "olmo", *tiny.FLAT_NORMS) else {"head_dim": 16}
+    size = {} if family in tiny.IMPLIED_HEAD_DIM else {"head_dim": 16}
     source = tmp_path / "source"
     model = tiny.build(
         family, vocab_size=300, hidden_size=128, intermediate_size=256, max_position_embeddings=LENGTH, **size,
@@ -68,10 +69,10 @@ def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family
         ways["refined"] = (*fit, "--refine", 131072)
     for method, options in ways.items():
         out = tmp_path / method
-        result = convert("mha-to-gqa", source, out, "--groups", 2, *options)
+        result = convert("mha-to-gqa", source, out, "--groups", tiny.few(family), *options)
         assert result.code == 0, result.err
         trust = {"trust_remote_code": True} if family == "gpt_neox" else {}
-        merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **trust).eval()
+        merged = AutoModelForCausalLM.from_pretrained(for_stock_class(out), dtype=torch.float32, **trust).eval()
         with torch.no_grad():
             losses[method] = float(loss_of(merged, ids_NT[-64:]))
     with torch.no_grad():

@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM
 IDS = torch.randint(0, 66, (3, 17), generator=torch.Generator().manual_seed(0))
 INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "glm", "glm4", "helium")
 """Families that rotate neighbouring dimensions together; the others rotate i with i + half."""
-SHARES = {"glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25, "nemotron": 0.5, "phi": 0.5, "stablelm": 0.25}
+SHARES = {
+    "falcon": 0.0, "glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25, "mpt": 0.0, "nemotron": 0.5, "phi": 0.5, "stablelm": 0.25,
+}  # fmt: skip
 """Share of a head's dimensions that have rotary embeddings, where that is not all."""
-OUTPUTS = {"gpt_neox": "dense", "phi": "dense"}
+OUTPUTS = {"falcon": "dense", "gpt_neox": "dense", "mpt": "out_proj", "phi": "dense"}
 
 
 def logits(folder, **how):
@@ -28,7 +30,7 @@ def equivalent_mha(source, folder, n_kv_heads, unrotated=()):
 
     Uses torch and complex numbers, not the tested code. The layers `unrotated` have no rotary embedding. Coordinates of
     a key without rotary embedding get a random orthogonal map. A family whose stock class holds no fewer heads
-    (gpt_neox) starts from heads that are equal already.
+    starts from heads that are equal already.
     """
     config = json.loads((source / "config.json").read_text())
     family = config["model_type"]
@@ -66,24 +68,47 @@ def equivalent_mha(source, folder, n_kv_heads, unrotated=()):
         tensors[f"{stem}{output}.weight"] = torch.einsum("mhd,hed->mhe", per_head, value_maps).flatten(1).float()
     folder.mkdir()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-    for file in (*source.glob("generation_config.json"), *source.glob("tokenizer*")):
+    for file in (*source.glob("generation_config.json"), *source.glob("tokenizer*"), *source.glob("*.py")):
         (folder / file.name).write_bytes(file.read_bytes())
-    if family != "gpt_neox":
+    if family not in tiny.ALWAYS_MHA:
         config["num_key_value_heads"] = tiny.N_HEADS
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def share_heads(source, n_kv_heads):
-    """Give neighbouring heads of a gpt_neox model one key and one value, in place."""
+    """Give neighbouring heads of a model in ALWAYS_MHA one key and one value, in place."""
     tensors = tiny.tensors(source)
-    for name in [name for name in tensors if "query_key_value" in name]:
-        heads = tensors[name].unflatten(0, (tiny.N_HEADS, 3, -1)).clone()
-        size = tiny.N_HEADS // n_kv_heads
-        heads[:, 1:] = heads[::size, 1:].repeat_interleave(size, 0)
-        tensors[name] = heads.flatten(0, 2).contiguous()
+    size = tiny.N_HEADS // n_kv_heads
+    for name in tensors:
+        if "query_key_value" in name:
+            heads = tensors[name].unflatten(0, (tiny.N_HEADS, 3, -1)).clone()
+            heads[:, 1:] = heads[::size, 1:].repeat_interleave(size, 0)
+            tensors[name] = heads.flatten(0, 2)
+        elif "Wqkv" in name:
+            heads = tensors[name].unflatten(0, (3, tiny.N_HEADS, -1)).clone()
+            heads[1:] = heads[1:, ::size].repeat_interleave(size, 1)
+            tensors[name] = heads.flatten(0, 2)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     return source
+
+
+def for_stock_class(folder):
+    """Return a merged model for the stock class. MPT's holds no fewer K/V heads: it gets a copy with them repeated."""
+    config = json.loads((folder / "config.json").read_text())
+    if "kv_n_heads" not in config.get("attn_config", ()):
+        return folder
+    n_kv_heads, tensors = config["attn_config"].pop("kv_n_heads"), tiny.tensors(folder)
+    for name in [name for name in tensors if "Wqkv" in name]:
+        q, kv = tensors[name].tensor_split([config["d_model"]])
+        kv = kv.unflatten(0, (2, n_kv_heads, -1)).repeat_interleave(tiny.N_HEADS // n_kv_heads, 1).flatten(0, 2)
+        tensors[name] = torch.cat([q, kv])
+    config["attn_config"]["attn_type"] = "multihead_attention"
+    repeated = folder.with_name(f"{folder.name}-repeated")
+    repeated.mkdir()
+    save_file(tensors, repeated / "model.safetensors", metadata={"format": "pt"})
+    (repeated / "config.json").write_text(json.dumps(config))
+    return repeated
 
 
 def _layer(stem):
@@ -95,9 +120,11 @@ def _parts(tensors, stem, kind, head_dim, n_kv_heads):
     if f"{stem}query_key_value.{kind}" in tensors:  # query, key and value of each head
         heads = tensors[f"{stem}query_key_value.{kind}"].unflatten(0, (tiny.N_HEADS, 3, head_dim))
         return {part: heads[:, i].flatten(0, 1) for i, part in enumerate("qkv")}
-    if f"{stem}qkv_proj.{kind}" in tensors:  # all queries, all keys, all values
-        sizes = [tiny.N_HEADS * head_dim, n_kv_heads * head_dim, n_kv_heads * head_dim]
-        return dict(zip("qkv", tensors[f"{stem}qkv_proj.{kind}"].split(sizes), strict=True))
+    for name in (f"{stem}qkv_proj.{kind}", f"{stem}Wqkv.{kind}"):  # all queries, all keys, all values
+        if name in tensors:
+            n = tiny.N_HEADS if "Wqkv" in name else n_kv_heads
+            sizes = [tiny.N_HEADS * head_dim, n * head_dim, n * head_dim]
+            return dict(zip("qkv", tensors[name].split(sizes), strict=True))
     names = {part: f"{stem}{part}_proj.{kind}" for part in "qkv"}
     return {part: tensors[name] for part, name in names.items() if name in tensors}
 
@@ -109,6 +136,7 @@ def _put(tensors, stem, kind, parts):
     for name, joined in (
         (f"{stem}query_key_value.{kind}", lambda: torch.stack([parts[part] for part in "qkv"], 1).flatten(0, 2)),
         (f"{stem}qkv_proj.{kind}", lambda: torch.cat([parts[part] for part in "qkv"]).flatten(0, 1)),
+        (f"{stem}Wqkv.{kind}", lambda: torch.cat([parts[part] for part in "qkv"]).flatten(0, 1)),
     ):
         if name in tensors:
             tensors[name] = joined().reshape(-1, *tensors[name].shape[1:]).float()

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from model.families import FAMILIES
-from model.families.family import Wrapper
+from model.families.family import Family, Wrapper
 
 N_LAYERS, N_HEADS, HIDDEN = 2, 8, 32
 SIDE_FILES = {
@@ -26,7 +26,7 @@ SIDE_FILES = {
     "chat_templates/tool.jinja": "{{ tools }}",
     "LICENSE": "be kind\n",
     "README.md": "---\nlicense: mit\n---\n\n# The source's own card\r\n",
-    "modeling_extra.py": "# remote code travels along\n",
+    "modeling_extra.py": "# remote code travels along, and reads kv_n_heads\n",
 }
 
 
@@ -40,8 +40,14 @@ STOCK = tuple(
 FITTED = tuple(
     name
     for name, entry in FAMILIES.items()
-    if not isinstance(entry, Wrapper) and entry.rotary_fraction is not None and not name.endswith("_gqa")
+    if not isinstance(entry, Wrapper) and (entry.rotary_fraction is not None or entry.alibi) and name[-4:] != "_gqa"
 )
+# The families with one norm over all heads together.
+FLAT_NORMS = ("flex_olmo", "olmo2", "olmo3", "olmoe")
+# Those whose stock class holds a K/V head for each query head only, or one.
+ALWAYS_MHA = ("falcon", "gpt_neox", "mpt")
+# Those whose config has no `head_dim` of its own.
+IMPLIED_HEAD_DIM = (*ALWAYS_MHA, "olmo", *FLAT_NORMS)
 # What keeps a family tiny, or its special tokens inside the vocabulary.
 SETTINGS: dict[str, dict[str, Any]] = {
     "dots1": {
@@ -49,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "n_shared_experts": 1,
     },
     "ernie4_5": {"head_dim": 4},
+    "falcon": {"multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
     "flex_olmo": EXPERTS,
     "gemma": {"head_dim": 4},
     "gemma2": {"head_dim": 4},
@@ -64,6 +71,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     }},
     "mixtral": {"num_local_experts": 2},
+    "mpt": {
+        "max_seq_len": 64, "attn_config": {"attn_type": "multihead_attention", "alibi": True},
+        "auto_map": {"AutoModelForCausalLM": "modeling_extra.MPTForCausalLM"},
+    },
     "olmoe": EXPERTS,
     "phimoe": {"num_local_experts": 2},
     "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
@@ -97,8 +108,10 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# The families with one norm over all heads together; their config classes ignore `head_dim`.
-FLAT_NORMS = ("flex_olmo", "olmo2", "olmo3", "olmoe")
+def few(family: str) -> int:
+    """Return a number of K/V heads to merge to: two if the family allows it."""
+    entry = FAMILIES[inner(family)]
+    return 1 if isinstance(entry, Family) and entry.only_multi_query else 2
 
 
 def inner(family: str) -> str:
@@ -129,7 +142,8 @@ def build(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedMod
     """Return a random float32 model; biases and attention's norms, where the family has them, are random too."""
     assert family in FAMILIES
     torch.manual_seed(seed)
-    model = model_class(family).from_config(make_config(family, **changes), attn_implementation="eager").eval()
+    attention = None if family == "falcon" else "eager"  # its eager code adds ALiBi twice
+    model = model_class(family).from_config(make_config(family, **changes), attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or ("self_attn" in name and "norm" in name):
             torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.1)
