@@ -260,7 +260,7 @@ def _compare_refined(
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0
-            findings.rounded |= dict.fromkeys(plan.layers[index].weights, excess)
+            findings.rounded |= dict.fromkeys(plan.layers[index].tensors, excess)
         else:
             findings.differences.append(
                 f"layer {index} was refined; its held-out error is {actual:.4g}, "

@@ -18,7 +18,7 @@ from convert.merging.moments import Maps, Moments, apply, moments_from_weights
 from convert.merging.norms import normalise, with_norms
 from convert.merging.rescale import renorm
 from convert.merging.rounding import round_once, widen
-from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join, pair_means
+from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join
 from convert.planning.recipe import Recipe
 from model.attention_layout import Heads, Sizes
 from model.checkpoint import Array, Checkpoint
@@ -226,6 +226,8 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
         q_HDX, k_KDX = q_HDX[:, order], k_KDX[:, order]
     o_HMD = tensors[merge.output].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
     norms = _norms(tensors, merge, q_HDX, k_KDX)
+    if norms is not None and heads == merge.source:
+        norms = _linear(norms, merge)
     if norms is not None:
         q_HDX, k_KDX = q_HDX * norms.q_HD[:, :, None], k_KDX * norms.k_KD[:, :, None]
     return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs, norms)
@@ -240,13 +242,17 @@ def _norms(tensors: dict[str, Real], merge: LayerMerge, q_HDX: Real, k_KDX: Real
     return NormWeights(q_HD, k_KD, q_length, k_length)
 
 
+def _linear(norms: NormWeights, merge: LayerMerge) -> NormWeights:
+    """Return a source's norms so that the heads after them are rotated projections, but for one number a head."""
+    assert merge.norms is not None
+    return norms.with_pair_means(merge.n_rotary_pairs) if merge.norms.after_rotation else norms
+
+
 def _ordered(norm: Real, merge: LayerMerge) -> Real:
     """Return a norm's weights in the order of LayerAttention, [H, D] or [1, D]."""
     assert merge.norms is not None
     weights_HD = norm.reshape(-1, merge.sizes.head_dim) + merge.norms.offset
-    if merge.half_split_order is not None:
-        weights_HD = weights_HD[:, merge.half_split_order]
-    return pair_means(weights_HD, merge.n_rotary_pairs) if merge.norms.after_rotation else weights_HD
+    return weights_HD if merge.half_split_order is None else weights_HD[:, merge.half_split_order]
 
 
 def _rows(tensors: dict[str, Real], heads: Heads) -> Real:

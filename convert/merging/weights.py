@@ -32,6 +32,11 @@ class NormWeights:
         """Whether each head is normalised alone."""
         return len(self.k_KD) == 1
 
+    def with_pair_means(self, n_rotary_pairs: int) -> "NormWeights":
+        """Return the norms with weights that are equal for both dimensions of each rotary pair."""
+        q_HD, k_KD = (pair_means(weights_HD, n_rotary_pairs) for weights_HD in (self.q_HD, self.k_KD))
+        return replace(self, q_HD=q_HD, k_KD=k_KD)
+
 
 @dataclass(frozen=True)
 class LayerAttention:

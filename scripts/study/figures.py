@@ -18,11 +18,30 @@ from matplotlib.ticker import NullLocator
 
 from model.common import plot_style
 from model.common.plot_style import INK, MUTED, PLOT_STYLE, SERIES
-from scripts.study.results import BETTER, WEAK, Result, Seeds, at, at_best_setting, gaps, read, shares, united
+from scripts.study.results import (
+    BETTER,
+    TODAY,
+    WEAK,
+    Result,
+    Seeds,
+    at,
+    at_best_setting,
+    gaps,
+    read,
+    shares,
+    shares_by_register,
+    united,
+)
 
 HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
 SOURCES = {
-    HEADLINE: ("merges.jsonl", "smollm2.jsonl", *(f"{plan}.jsonl" for plan in BETTER)),
+    HEADLINE: (
+        "merges.jsonl",
+        "smollm2.jsonl",
+        "calibration.jsonl",
+        "registers.jsonl",
+        *(f"{plan}.jsonl" for plan in BETTER),
+    ),
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
     RATES: ("rates.jsonl",),
@@ -30,18 +49,21 @@ SOURCES = {
 """What each figure is drawn from."""
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
 MERGES = {
+    TODAY: "the default: on mixed text",
     "random": "random", "mean": "mean (the paper's)", "first": "first", "mean-norm": "mean, norm restored",
-    "aligned-spread": "aligned, mean", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit (default)",
+    "aligned-spread": "aligned, mean", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit",
 }  # fmt: skip
 PLACES = (
     ("merges", 2, "8 → 2", BLUE, BLUE, "o"), ("longer", 2, "8 → 2, better-trained parents", BLUE, "white", "o"),
     ("merges", 1, "8 → 1", ORANGE, ORANGE, "s"), ("longer", 1, "8 → 1, better-trained parents", ORANGE, "white", "s"),
     ("smollm2", 1, "SmolLM2 3 → 1", GREEN, GREEN, "^"),
 )  # fmt: skip
+TODAYS_PLANS = {"merges": "calibration", "smollm2": "registers"}
+"""The plans that have the default merge as it is now. All other merges were calibrated on less text, of one kind."""
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
     ("mean", "distill", "mean, distilled from the parent", PINK, "v"),
-    ("fit-refit", "distill", "the default merge, distilled", BLUE, "o"),
+    ("fit-refit", "distill", "fit --refit, distilled", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
 TOP = 0.55
@@ -69,7 +91,8 @@ def digest(results: Path, figure: str) -> str:
 def headline(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 6.2), layout="constrained")
     grid = figure.add_gridspec(2, 2)
-    plans = {place[0]: read(results / f"{place[0]}.jsonl") for place in PLACES}
+    names = {*(place[0] for place in PLACES), *TODAYS_PLANS.values()}
+    plans = {name: read(results / f"{name}.jsonl") for name in names}
     draw_merges(figure.add_subplot(grid[0, :]), plans)
     left = figure.add_subplot(grid[1, 0])
     draw_both(figure, left, figure.add_subplot(grid[1, 1], sharey=left), united(results, BETTER))
@@ -148,10 +171,8 @@ def milliseconds(row: dict[str, Any]) -> float:
 def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
     axes.set_title("Right after conversion: what is left of the loss that merging by the mean costs")
     for place, (plan, groups, label, colour, inside, marker) in enumerate(PLACES):
-        lines = [line for line in results[plan] if line["groups"] == groups]
         for row, arm in enumerate(MERGES):
-            own = [line for line in lines if line["arm"] == arm and not line["alpha"]]
-            if figures := list(shares(own, lines).values()):
+            if figures := shares_left(results, TODAYS_PLANS.get(plan, plan) if arm == TODAY else plan, arm, groups):
                 error = statistics.stdev(figures) * 100 if len(figures) > 1 else 0
                 axes.errorbar(
                     statistics.mean(figures) * 100, row + (place - 2) * 0.16, xerr=error, fmt=marker, color=colour,
@@ -162,6 +183,14 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
     axes.set_xlim(left=0)
     axes.set_xlabel("% of mean's gap that is left")
     axes.legend(loc="upper right", title="K/V heads", alignment="left", title_fontsize=8)
+
+
+def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: int) -> list[float]:
+    """Return an arm's shares of mean's gap right after conversion: for each seed, or for each kind of text."""
+    if plan == "registers":
+        return list(shares_by_register(arm, results[plan]).values())
+    lines = [line for line in results[plan] if line["groups"] == groups]
+    return list(shares([line for line in lines if line["arm"] == arm and not line["alpha"]], lines).values())
 
 
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:

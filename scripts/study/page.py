@@ -3,11 +3,12 @@
     python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, updates tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
-`savings_weak`, `savings_better`, `parents`, `results` or `results_all`.
+`savings_weak`, `savings_better`, `parents`, `results` or `results_former`.
 """
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +17,20 @@ import click
 from scripts.study.arms import key_of_line
 from scripts.study.figures import draw
 from scripts.study.plan import PLANS, PlanError
-from scripts.study.results import BETTER, WEAK, Result, losses, of_seeds, read, read_lines, shares, unique, united
+from scripts.study.results import (
+    BETTER,
+    TODAY,
+    WEAK,
+    Result,
+    losses,
+    of_seeds,
+    read,
+    read_lines,
+    shares,
+    shares_by_register,
+    unique,
+    united,
+)
 from scripts.study.table import kv_heads, markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
@@ -111,8 +125,8 @@ def renewed(page: str, results: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         parts: dict[str, Callable[[Path], str]] = {
-            "results": lambda folder: headline(folder, HEADLINE),
-            "results_all": lambda folder: headline(folder, ALL_RESULTS),
+            "results": headline,
+            "results_former": lambda folder: after_conversion(folder, FORMER),
             "parents": training_of_parents,
             "weak": lambda folder: "\n\n".join(tables(united(folder, WEAK))),
             "better": lambda folder: "\n\n".join(tables(united(folder, BETTER))),
@@ -128,26 +142,37 @@ def renewed(page: str, results: Path) -> str:
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
 BETTER_PARENTS = "4.2 M parameters, 30 M tokens, 2 parents"
 SMOLLM2 = "SmolLM2-135M-Instruct, 4 bit"
-HEADLINE = ((BETTER_PARENTS, "longer", 8, 4), (BETTER_PARENTS, "longer", 8, 2), (SMOLLM2, "smollm2", 3, 1))
-"""Rows of the README's table: parent, plan, K/V heads before and after."""
-ALL_RESULTS = (
-    *((WEAK_PARENTS, "merges", 8, groups) for groups in (4, 2, 1)),
-    *((BETTER_PARENTS, "longer", 8, groups) for groups in (4, 2, 1)),
-    (SMOLLM2, "smollm2", 3, 1),
+HEADLINE = tuple((WEAK_PARENTS, "calibration", TODAY, 8, groups) for groups in (4, 2, 1))
+"""Rows of the README's table: parent, plan, arm, K/V heads before and after. A row over all kinds of text follows."""
+FORMER = (
+    *((WEAK_PARENTS, "merges", BEST, 8, groups) for groups in (4, 2, 1)),
+    *((BETTER_PARENTS, "longer", BEST, 8, groups) for groups in (4, 2, 1)),
+    (SMOLLM2, "smollm2", BEST, 3, 1),
 )
 
 
-def headline(results: Path, cases: Sequence[tuple[str, str, int, int]]) -> str:
+def headline(results: Path) -> str:
     """Return the table of the default merge right after conversion: loss, and share of mean's gap."""
+    lines = read(results / "registers.jsonl")
+    by_arm = {line["arm"]: statistics.mean(line["registers"].values()) for line in lines}
+    left = shares_by_register(TODAY, lines)
+    cells = [f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY)]
+    name = f"{SMOLLM2}; {len(left)} kinds of text"
+    span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
+    return "\n".join([after_conversion(results, HEADLINE), f"| {name} | 3 → 1 | {' | '.join(cells)} | {span} |"])
+
+
+def after_conversion(results: Path, cases: Sequence[tuple[str, str, str, int, int]]) -> str:
+    """Return a table of merges right after conversion: loss, and share of mean's gap."""
     rows = ["| | K/V heads | parent | mean | default | of mean's gap |", "|---|---|---|---|---|---|"]
-    for name, plan, before, after in cases:
+    for name, plan, arm, before, after in cases:
         lines = [line for line in read(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]]
-        mean, best = ([line for line in lines if line["arm"] == arm] for arm in ("mean", BEST))
+        mean, own = ([line for line in lines if line["arm"] == each] for each in ("mean", arm))
         figures = (
-            show(of_seeds(best, "parent_loss")),
+            show(of_seeds(own, "parent_loss")),
             show(losses(mean)),
-            show(losses(best)),
-            show(shares(best, lines), "{:.1%}"),
+            show(losses(own)),
+            show(shares(own, lines), "{:.1%}"),
         )
         rows.append(f"| {name} | {before} → {after} | {' | '.join(figures)} |")
     return "\n".join(rows)

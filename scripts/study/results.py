@@ -27,6 +27,8 @@ def read(path: Path) -> list[Result]:
 
 WEAK = ("paper", "recipe", "short")
 """The plans that uptrain the three weak parents. The first has the arms that are uptrained at every length."""
+TODAY = "shipped 65536"
+"""The arm with the default merge as it is now, in the plans `calibration` and `registers`."""
 BETTER = ("longer", "recipe_longer", "from_nothing")
 """The plans that uptrain the better-trained parents."""
 
@@ -87,6 +89,13 @@ def losses(lines: list[Result]) -> Seeds:
 def shares(start: list[Result], lines: list[Result]) -> Seeds:
     """Return the remaining share of the gap of merging by the mean."""
     return left_of(start, losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]]))
+
+
+def shares_by_register(arm: str, lines: list[Result]) -> dict[str, float]:
+    """Return an arm's remaining share of mean's gap on each kind of text, right after conversion."""
+    losses_of = {line["arm"]: line["registers"] for line in lines if not line["alpha"]}
+    parent, mean, own = losses_of["parent"], losses_of["mean"], losses_of[arm]
+    return {kind: (own[kind] - parent[kind]) / (mean[kind] - parent[kind]) for kind in own}
 
 
 def left_of(own: list[Result], losses_then: Seeds) -> Seeds:
