@@ -121,3 +121,57 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
         lost = (logits(out, T5GQAForConditionalGeneration) - expected).abs().max()
         assert lost > 50 * limit if method == "mean" else lost < limit, method
     assert convert("verify", many, tmp_path / "fit").code == 0
+
+
+def test_merging_in_two_steps_refining_and_what_is_seen_of_grouped_heads(convert, tmp_path):
+    """Our class for grouped heads runs as the stock class does."""
+    source, many = equivalent(tmp_path, 2)
+    first, second = tmp_path / "first", tmp_path / "second"
+    options = ("--method", "fit", "--refit", "--refine", 2048, "--calibration-tokens", 4096)
+    assert convert("mha-to-gqa", many, first, "--groups", 4, *options).code == 0
+    result = convert("mha-to-gqa", first, second, "--groups", 2, *options)
+    assert result.code == 0, result.err
+    expected = logits(source)
+    lost = (logits(second, T5GQAForConditionalGeneration) - expected).abs().max()
+    assert lost < 4e-4 * float(expected.abs().max())
+    assert convert("verify", first, second).code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decoder_start_token_id": None}, "config.json has no decoder_start_token_id"),
+        ({"decoder_start_token_id": 300}, "decoder_start_token_id = 300, but the model has 300 tokens"),
+    ],
+)
+def test_decoders_without_a_first_token(convert, tmp_path, changes, words):
+    source = make_tokenizer(tiny.save(t5(vocab_size=300), tmp_path / "source"), 300)
+    tiny.edit_config(source, **changes)
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(words, "--method mean")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("shared.weight", lambda t: None, "lacks the tensor shared.weight."),
+        ("encoder.block.1.layer.1.DenseReluDense.wi.weight", lambda t: None, "lacks the tensor encoder.block.1."),
+        ("encoder.block.1.layer.1.DenseReluDense.wi.weight", lambda t: t * float("nan"), "NaN or infinite values"),
+        ("decoder.block.1.layer.2.DenseReluDense.wo.weight", lambda t: t[:-1].clone(), "DenseReluDense.wo.weight"),
+    ],
+)
+def test_damaged_models_are_refused_in_one_line(convert, tmp_path, name, change, words):
+    source = make_tokenizer(tiny.save(t5(vocab_size=300), tmp_path / "source"), 300)
+    tensors = tiny.tensors(source)
+    tensors[name] = change(tensors[name])
+    save_file({n: t for n, t in tensors.items() if t is not None}, source / "model.safetensors", {"format": "pt"})
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 4096).refused(words)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_position_biases_stay_with_their_queries(convert, tmp_path):
+    source = make_tokenizer(tiny.save(t5(vocab_size=300), tmp_path / "source"), 300)
+    options = ("--groups", 2, "--method", "fit", "--group-heads", "similar")
+    convert("mha-to-gqa", source, tmp_path / "out", *options).refused("has a position bias for each of them")
+    convert("inspect", source, "--heads").refused("--heads rotates heads to compare them, which is not implemented")
