@@ -47,7 +47,8 @@ class EncoderDecoderLayers(ModelLayers):
 
     def _load(self, prefix: str) -> Any:
         """Return a module of the model with its weights, by the beginning of its tensors' names."""
-        names = [n for n in self.checkpoint.tensors if n.startswith(prefix) and not n.endswith("embed_tokens.weight")]
+        unused = ("embed_tokens.weight", *(self._model._keys_to_ignore_on_load_unexpected or ()))
+        names = [n for n in self.checkpoint.tensors if n.startswith(prefix) and not n.endswith(unused)]
         state = {name: read_tensor(self.checkpoint, name, torch.float32) for name in names}
         load_state(self._model, state, prefix, str(self.checkpoint.path))
         return self._model.get_submodule(prefix.removesuffix("."))
