@@ -120,7 +120,7 @@ def _falcon(
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)  # type: ignore[no-untyped-call]
     mask = attention_mask
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     return {"q": q, "k": k, "v": v, "mask": mask, "softmax": partial(_softmax, scale=module.head_dim**-0.5)}
 
 
