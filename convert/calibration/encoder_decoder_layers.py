@@ -66,9 +66,9 @@ class EncoderDecoderLayers(ModelLayers):
     def _added_1HAA(self) -> Tensor:
         """What is added to the logits of self-attention: the mask, and a bias that the first layer has for all."""
         attention = self._load("decoder.block.0.layer.0.").SelfAttention
-        zeros_1AM = torch.zeros(1, self._n_decoded, self._geometry.hidden_size)
-        bias_1HAA: Tensor = attention(zeros_1AM, mask=torch.zeros(1, 1, self._n_decoded, self._n_decoded))[1]
-        hidden_AA = torch.full(bias_1HAA.shape[2:], torch.finfo(torch.float32).min).triu(1)
+        zeros_1AM = attention.q.weight.new_zeros(1, self._n_decoded, self._geometry.hidden_size)
+        bias_1HAA: Tensor = attention(zeros_1AM)[1]
+        hidden_AA = torch.full_like(bias_1HAA[0, 0], torch.finfo(torch.float32).min).triu(1)
         return bias_1HAA + hidden_AA
 
     def embed(self, ids_BT: Tensor) -> Tensor:
