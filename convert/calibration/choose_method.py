@@ -128,7 +128,7 @@ def score(
         layer.run(lambda heads: None)
     config = read_llama_config(checkpoint.config)
     norm, head_VM = load_last_norm(checkpoint, config), load_head(checkpoint, config).float()
-    return _loss(np.load(last_states(checkpoint, scratch), mmap_mode="r", allow_pickle=False), norm, head_VM, text)
+    return _loss(np.load(last_states(scratch), mmap_mode="r", allow_pickle=False), norm, head_VM, text)
 
 
 def _load_merged(layer: Layer, checkpoint: Checkpoint, merge: LayerMerge, merged: Path) -> None:

@@ -49,7 +49,7 @@ def calibration_operations(plan: Plan) -> float:
         return 0.0
     if plan.recipe.method == AUTO:
         return _choosing_operations(plan, text)
-    n_weights = sum(prod(t.shape) for name, t in plan.tensors.items() if plan.in_layer(name)) / geometry.n_layers
+    n_weights = sum(prod(t.shape) for name, t in plan.tensors.items() if plan.in_layer(name)) / len(plan.layers)
     heads = geometry.n_heads * geometry.head_dim
     attention = 4 * text.window * heads
     width = geometry.n_kv_heads // plan.n_kv_heads * geometry.head_dim
@@ -59,7 +59,7 @@ def calibration_operations(plan: Plan) -> float:
     layer = text.n_tokens * (2 * n_weights + passes * attention + (passes - 1) * 8 * heads * geometry.hidden_size)
     merged = 2 * (geometry.n_heads + plan.n_kv_heads) * geometry.head_dim * geometry.hidden_size
     refining = _TRAINING * plan.recipe.refine * (2 * merged + attention)
-    return geometry.n_layers * (layer + keys + solving + refining)
+    return len(plan.layers) * (layer + keys + solving + refining)
 
 
 def _choosing_operations(plan: Plan, text: CalibrationText) -> float:

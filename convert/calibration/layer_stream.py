@@ -28,8 +28,7 @@ from convert.planning.recipe import UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.common.files import sync_file, sync_folder
-from model.families import NATIVE_FAMILIES
-from model.geometry import read_geometry
+from model.families import NATIVE_FAMILIES, find_family
 
 _BATCH_TOKENS = 1024
 """Tokens per batch. Larger batches do not fit in a processor's cache."""
@@ -111,9 +110,11 @@ def open_layers(checkpoint: Checkpoint, length: int) -> ModelLayers:
         return NativeLayers(checkpoint, length)
     if any(find_spec(package) is None for package in ("transformers", "accelerate")):
         raise UnsupportedMethodError(NO_TORCH)
-    from convert.calibration.transformers_layers import TransformersLayers  # transformers takes seconds to import
+    from convert.calibration.encoder_decoder_layers import EncoderDecoderLayers  # transformers takes seconds to import
+    from convert.calibration.transformers_layers import TransformersLayers
 
-    return TransformersLayers(checkpoint, length)
+    is_decoder = len(find_family(checkpoint.config).family.attention) == 1
+    return (TransformersLayers if is_decoder else EncoderDecoderLayers)(checkpoint, length)
 
 
 def iter_layers(
@@ -167,9 +168,10 @@ def check_tokens(layers: ModelLayers, text: CalibrationText) -> None:
         )
 
 
-def last_states(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Return the file of the last layer's output states."""
-    return _states(folder, read_geometry(checkpoint).n_layers)
+def last_states(folder: Path) -> Path:
+    """Return the file of the last layer's output states. Call after `iter_layers`."""
+    (last,) = folder.glob("states-*.npy")
+    return last
 
 
 def _states(folder: Path, index: int) -> Path:

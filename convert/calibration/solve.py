@@ -45,11 +45,10 @@ def calibrate_layers(
         return
     for layer in iter_layers(checkpoint, text, folder, progress, merges[0].recipe.refine):
         merge = merges[layer.index]
-        assert f".{layer.index}." in merge.weights[0]
         _merge(checkpoint, merge, layer, folder, progress)
     sync_folder(folder)
     (folder / "finished").touch()
-    last_states(checkpoint, folder).unlink()
+    last_states(folder).unlink()
 
 
 @torch.no_grad()

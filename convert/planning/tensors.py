@@ -74,14 +74,12 @@ def regroup(
 def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], recipe: Recipe) -> None:
     """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
     family, method = geometry.attention.family, recipe.method
-    if recipe.grouping == "similar" and "sinks" in family.not_per_head:
+    stays = {"sinks": "an attention sink", "relative_attention_bias.weight": "a position bias"}
+    each = next((stays[part] for part in family.not_per_head if part in stays), geometry.alibi and "an ALiBi slope")
+    if recipe.grouping == "similar" and each:
         raise UnsupportedMethodError(
-            f"--group-heads similar moves queries, but model_type {family.model_type!r} has an attention sink for each "
-            "of them, which stays; leave it out."
-        )
-    if recipe.grouping == "similar" and geometry.alibi:
-        raise UnsupportedMethodError(
-            "--group-heads similar moves queries, but each has an ALiBi slope, which stays; leave it out."
+            f"--group-heads similar moves queries, but model_type {family.model_type!r} has {each} for each of them, "
+            "which stays; leave it out."
         )
     if geometry.n_rotary_pairs is None:
         without = "" if family.alibi is None else f" without {family.alibi} = true"
@@ -89,8 +87,7 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], recipe:
             f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
             f"model_type {family.model_type!r}{without}; choose {', '.join(METHODS)}."
         )
-    for stem in _stems(geometry):
-        place = f"{stem}{family.attention[0]}."
+    for place in _places(geometry):
         biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", place)}
         if len(biases & tensors.keys()) not in (0, len(biases)):
             raise UnsupportedMethodError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
@@ -114,9 +111,10 @@ def _check_norms(family: Family, place: str, tensors: Mapping[str, Tensor], meth
         )
 
 
-def _stems(geometry: Geometry) -> list[str]:
-    """Return the beginnings of the layers' tensor names, in order."""
-    return list(dict.fromkeys(stem for stem, _ in geometry.attention.present))
+def _places(geometry: Geometry) -> list[str]:
+    """Return the beginnings of the attention modules' tensor names, in the order of layers."""
+    stems = dict.fromkeys(stem for stem, _ in geometry.attention.present)
+    return [f"{stem}{module}." for stem in stems for module in geometry.attention.family.attention]
 
 
 def _regroup_layers(
@@ -127,8 +125,8 @@ def _regroup_layers(
     family, sizes = geometry.attention.family, geometry.attention.sizes
     norms = family.head_norms if family.head_norms and family.head_norms.kind == "rms" else None
     regrouped: dict[str, OutputTensor] = {}
-    for stem, n_rotary_pairs in zip(_stems(geometry), geometry.n_rotary_pairs, strict=True):
-        place = f"{stem}{family.attention[0]}."
+    per_layer = len(family.attention)
+    for i, place in enumerate(_places(geometry)):
         source, target = (
             tuple(
                 heads
@@ -139,7 +137,7 @@ def _regroup_layers(
             for n in (sizes.n_kv_heads, n_kv_heads)
         )
         merge = LayerMerge(
-            recipe, n_rotary_pairs, family.rotary_pairing, sizes, n_kv_heads, source, target,
+            recipe, geometry.n_rotary_pairs[i // per_layer], family.rotary_pairing, sizes, n_kv_heads, source, target,
             f"{place}{family.output}.weight", norms,
         )  # fmt: skip
         for name in merge.tensors:

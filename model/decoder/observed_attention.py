@@ -60,14 +60,22 @@ def _observed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' eager functions do, with caps on logits (`softcap`) and sinks (`s_aux`)."""
+    """Compute attention as transformers' eager functions do.
+
+    That includes caps on logits (`softcap`), sinks (`s_aux`) and T5's biases, which are added to the mask.
+    """
+    if attention_mask is None:  # nothing is hidden
+        attention_mask = query.new_zeros(1, 1, query.shape[2], key.shape[2])
     attention_mask = attention_mask[..., : key.shape[2]]  # transformers 4 adds a column for some classes
+    if position_bias is not None:
+        attention_mask = attention_mask + position_bias
     heads_per_group = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     softmax = partial(_softmax, scale=scale, softcap=softcap, s_aux=s_aux)
@@ -112,7 +120,7 @@ def _falcon(
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)  # type: ignore[no-untyped-call]
     mask = attention_mask
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     return {"q": q, "k": k, "v": v, "mask": mask, "softmax": partial(_softmax, scale=module.head_dim**-0.5)}
 
 

@@ -169,7 +169,7 @@ def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -
     transformers has no such model, cannot build it, or the class does not take an attention function.
     """
     from accelerate import init_empty_weights
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from model.decoder.observed_attention import OBSERVED, attention_function
     from model.remote_code.register import register
@@ -181,8 +181,9 @@ def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -
     try:
         with refusing(f"transformers can build no model from the config of {source}"):
             hf_config = CONFIG_MAPPING[model_type].from_dict(dict(config))
+            auto_class = AutoModelForSeq2SeqLM if hf_config.is_encoder_decoder else AutoModelForCausalLM
             with init_empty_weights(include_buffers=False):
-                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                model = auto_class.from_config(  # type: ignore[no-untyped-call]
                     hf_config,
                     trust_remote_code=False,
                     dtype=torch.float32,

@@ -40,6 +40,7 @@ FAMILY = Family(
     output="o",
     not_per_head=("relative_attention_bias.weight",),  # one number for each query head
     custom_code=CODE,
+    rotary_fraction=0.0,
 )
 GQA_FAMILY = replace(FAMILY, model_type="t5_gqa")
 """The family with grouped heads, as `convert` writes it."""

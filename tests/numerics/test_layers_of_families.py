@@ -268,7 +268,7 @@ def test_alibi_slopes_stay_with_their_queries(convert, tmp_path, family):
     source = make_tokenizer(tiny.save(tiny.build(family, vocab_size=300), tmp_path / "source"), 300)
     options = ("--groups", 1, "--method", "fit", "--group-heads", "similar")
     convert("mha-to-gqa", source, tmp_path / "out", *options).refused(
-        "--group-heads similar moves queries, but each has an ALiBi slope, which stays"
+        f"--group-heads similar moves queries, but model_type {family!r} has an ALiBi slope for each of them, which"
     )
     assert not (tmp_path / "out").exists()
 

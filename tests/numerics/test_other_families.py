@@ -158,8 +158,8 @@ def gpt_neox(**changes):
 def t5(**changes):
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=67, d_model=HIDDEN, d_ff=192, num_heads=N_HEADS, decoder_start_token_id=0, dropout_rate=0.0,
-        **{"d_kv": HEAD_DIM, "num_layers": 2, **changes},
+        d_model=HIDDEN, d_ff=192, num_heads=N_HEADS, decoder_start_token_id=0, dropout_rate=0.0,
+        **{"vocab_size": 67, "d_kv": HEAD_DIM, "num_layers": 2, **changes},
     )  # fmt: skip
     return randomised(AutoModelForSeq2SeqLM.from_config(config))
 

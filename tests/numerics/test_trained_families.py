@@ -9,9 +9,12 @@ import tiny
 import torch
 import torch.nn.functional as F
 from equivalent_heads import for_stock_class
+from numerics.test_other_families import t5
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+
+from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 
 TEXT = Path(__file__).parents[2] / "convert/calibration/sample_texts/mixture.jsonl.xz"
 LENGTH, BATCH, STEPS = 64, 16, 250
@@ -32,6 +35,9 @@ def read_ids(folder):
 
 
 def loss_of(model, ids_BT):
+    if model.config.is_encoder_decoder:  # the encoder reads the first half, the decoder writes the second
+        encoded_BT, decoded_BT = ids_BT.chunk(2, dim=1)
+        return model(input_ids=encoded_BT, labels=decoded_BT.contiguous()).loss
     logits_BTV = model(ids_BT, use_cache=False).logits
     return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
 
@@ -49,15 +55,26 @@ def train(model, ids_NT):
     return model.eval()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", tiny.FITTED)
-def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family):
+def make(family):
     size = {} if family in tiny.IMPLIED_HEAD_DIM else {"head_dim": 16}
-    source = tmp_path / "source"
-    model = tiny.build(
+    return tiny.build(
         family, vocab_size=300, hidden_size=128, intermediate_size=256, max_position_embeddings=LENGTH, **size,
         **CHANGES.get(family, {}),
     )  # fmt: skip
+
+
+def opened(folder, family):
+    if family == "t5":
+        return T5GQAForConditionalGeneration.from_pretrained(folder).eval()
+    trust = {"trust_remote_code": True} if family == "gpt_neox" else {}
+    return AutoModelForCausalLM.from_pretrained(for_stock_class(folder), dtype=torch.float32, **trust).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*tiny.FITTED, "t5"])
+def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family):
+    source = tmp_path / "source"
+    model = t5(vocab_size=300, max_position_embeddings=LENGTH) if family == "t5" else make(family)
     make_tokenizer(source, 300, bos=False)
     ids_NT = read_ids(source)
     tiny.save(train(model.train(), ids_NT[:-64]), source)
@@ -71,8 +88,7 @@ def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family
         out = tmp_path / method
         result = convert("mha-to-gqa", source, out, "--groups", tiny.few(family), *options)
         assert result.code == 0, result.err
-        trust = {"trust_remote_code": True} if family == "gpt_neox" else {}
-        merged = AutoModelForCausalLM.from_pretrained(for_stock_class(out), dtype=torch.float32, **trust).eval()
+        merged = opened(out, family)
         with torch.no_grad():
             losses[method] = float(loss_of(merged, ids_NT[-64:]))
     with torch.no_grad():

@@ -36,12 +36,13 @@ LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 STOCK = tuple(
     name for name in FAMILIES if isinstance(entry := FAMILIES[name], Wrapper) or entry.stock_class_supports_gqa
 )
-# The families that `fit`, `pca` and `aligned` merge.
+# The families that `fit`, `pca` and `aligned` merge; tests/numerics/test_layers_of_t5.py has T5.
 FITTED = tuple(
     name
     for name, entry in FAMILIES.items()
-    if not isinstance(entry, Wrapper) and (entry.rotary_fraction is not None or entry.alibi) and name[-4:] != "_gqa"
-)
+    if not isinstance(entry, Wrapper) and (entry.rotary_fraction is not None or entry.alibi)
+    and len(entry.attention) == 1 and name[-4:] != "_gqa"
+)  # fmt: skip
 # The families with one norm over all heads together.
 FLAT_NORMS = ("flex_olmo", "olmo2", "olmo3", "olmoe")
 # Those whose stock class holds a K/V head for each query head only, or one.

@@ -1,0 +1,190 @@
+"""Run T5's decoder by its class in transformers, one layer in memory at a time.
+
+A window of text is halved: the encoder reads its first half, the decoder its second half, after the token that begins
+a decoder's text. The states [B, T, M] of a window are the encoder's output, then the decoder's states. Each layer of
+the decoder counts as two here: its self-attention, and its cross-attention with the feed-forward network. Attention has
+no output at the encoder's positions; zeros are there. The letters are those of `layer_module`, and E the encoder's
+positions, A those of the decoder.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
+from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
+from model.decoder.loading import check_readable, read_tensor
+from model.decoder.observed_attention import observe_attention
+from model.decoder.transformers_model import build_empty_model, load_state, no_attention_function, refusing
+from model.families import find_family
+from model.geometry import Geometry, read_geometry
+
+
+class EncoderDecoderLayers(ModelLayers):
+    """The decoder of a T5, run by its class. Raises CheckpointError for one that cannot be run so."""
+
+    embedding_name = "shared.weight"
+
+    def __init__(self, checkpoint: Checkpoint, length: int) -> None:
+        self.checkpoint, self._n_encoded, self._n_decoded = checkpoint, length // 2, length - length // 2
+        self._geometry = read_geometry(checkpoint)
+        match = find_family(checkpoint.config)
+        self._model: Any = build_empty_model(match.family.model_type, match.config, str(checkpoint.path))
+        self._start = self._model.config.decoder_start_token_id
+        if self._start is None:
+            raise CheckpointError("config.json has no decoder_start_token_id, which begins a text of the decoder.")
+        self.n_layers = 2 * self._geometry.n_layers
+        for name in checkpoint.tensors:
+            check_readable(checkpoint, name)
+
+    def _load(self, prefix: str) -> Any:
+        """Return a module of the model with its weights, by the beginning of its tensors' names."""
+        unused = ("embed_tokens.weight", *(self._model._keys_to_ignore_on_load_unexpected or ()))
+        names = [n for n in self.checkpoint.tensors if n.startswith(prefix) and not n.endswith(unused)]
+        state = {name: read_tensor(self.checkpoint, name, torch.float32) for name in names}
+        load_state(self._model, state, prefix, str(self.checkpoint.path))
+        return self._model.get_submodule(prefix.removesuffix("."))
+
+    def _refusing(self) -> AbstractContextManager[None]:
+        return refusing(f"transformers cannot run the model of {self.checkpoint.path}")
+
+    @cached_property
+    def _encoder(self) -> Any:
+        """The encoder with its weights, all of them in memory."""
+        self._model.encoder.embed_tokens = None  # it gets states
+        return self._load("encoder.")
+
+    @cached_property
+    def _added_1HAA(self) -> Tensor:
+        """What is added to the logits of self-attention: the mask, and a bias that the first layer has for all."""
+        attention = self._load("decoder.block.0.layer.0.").SelfAttention
+        zeros_1AM = attention.q.weight.new_zeros(1, self._n_decoded, self._geometry.hidden_size)
+        bias_1HAA: Tensor = attention(zeros_1AM)[1]
+        hidden_AA = torch.full_like(bias_1HAA[0, 0], torch.finfo(torch.float32).min).triu(1)
+        return bias_1HAA + hidden_AA
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        encoded_BE, decoded_BA = ids_BT.tensor_split([self._n_encoded], dim=1)
+        decoded_BA = F.pad(decoded_BA[:, :-1], (1, 0), value=self._start)
+        ids_V, rows_BT = torch.unique(torch.cat([encoded_BE, decoded_BA], dim=1), return_inverse=True)
+        rows = [self.checkpoint.rows(self.embedding_name, i, i + 1) for i in ids_V.tolist()]
+        states_BTM = torch.from_numpy(np.concatenate(rows).astype(np.float32))[rows_BT]
+        with self._refusing(), torch.no_grad():
+            encoded_BEM = self._encoder(inputs_embeds=states_BTM[:, : self._n_encoded]).last_hidden_state
+        return torch.cat([encoded_BEM, states_BTM[:, self._n_encoded :]], dim=1)
+
+    def load(self, index: int) -> "DecoderLayer":
+        self.__dict__.pop("_encoder", None)  # its memory is the layers' now
+        with self._refusing(), torch.no_grad():
+            added_1HAA = self._added_1HAA
+            self._model.to_empty(device="meta")
+            stem = f"decoder.block.{index // 2}.layer."
+            if index % 2 == 0:
+                sublayer = self._load(f"{stem}0.")
+                return DecoderLayer(
+                    index, self._geometry, self._n_encoded, sublayer, sublayer.SelfAttention, added_1HAA
+                )
+            sublayer, feed_forward = self._load(f"{stem}1."), self._load(f"{stem}2.")
+            attention = sublayer.EncDecAttention
+            return DecoderLayer(index, self._geometry, self._n_encoded, sublayer, attention, None, feed_forward)
+
+    def check(self) -> None:
+        if not 0 <= self._start < self.n_embeddings:
+            raise CheckpointError(
+                f"config.json has decoder_start_token_id = {self._start}, but the model has {self.n_embeddings} tokens."
+            )
+        states_1TM = torch.zeros(1, self._n_encoded + self._n_decoded, self._geometry.hidden_size)
+        for index in range(2):
+            with torch.no_grad():
+                self.load(index).run(states_1TM, lambda heads: None)
+
+
+class DecoderLayer(LayerModule):
+    """Self-attention or, with a feed-forward network, cross-attention of a layer of the decoder."""
+
+    rotation = None
+    output_bias = None
+
+    def __init__(
+        self,
+        index: int,
+        geometry: Geometry,
+        n_encoded: int,
+        sublayer: Any,
+        attention: Any,
+        added_1HAA: Tensor | None,
+        feed_forward: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.index, self._n_encoded, self._model_type = index, n_encoded, geometry.attention.family.model_type
+        self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
+        self._sublayer, self._attention, self._feed_forward = sublayer, attention, feed_forward
+        self._added_1HAA = added_1HAA
+        self._last_call: dict[str, Any] = {}
+        """What the class's attention function received last."""
+
+    def _arguments(self, encoded_BEM: Tensor) -> dict[str, Any]:
+        """Return the arguments of the attention, but for the states."""
+        if self._feed_forward is None:
+            return {"position_bias": self._added_1HAA}
+        return {"key_value_states": encoded_BEM}
+
+    def inputs(self, states_BTM: Tensor) -> Tensor:
+        encoded_BEM, states_BAM = states_BTM.tensor_split([self._n_encoded], dim=1)
+        return torch.cat([encoded_BEM, self._sublayer.layer_norm(states_BAM)], dim=1)
+
+    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+        attended: list[Tensor] = []
+
+        def observe(call: dict[str, Any]) -> None:
+            self._last_call = call
+            q_BAHD, k_BSGD, v_BSGD = (call[name].transpose(1, 2) for name in "qkv")
+            self.check_finite(q_BAHD, k_BSGD, v_BSGD)
+            watch(Heads(q_BAHD, q_BAHD, k_BSGD, v_BSGD))
+
+        encoded_BEM, states_BAM = states_BTM.tensor_split([self._n_encoded], dim=1)
+        hook = self._attention.o.register_forward_hook(lambda module, args, out: attended.append(out))
+        try:
+            with observe_attention(self._model_type, self._attention, observe):
+                next_BAM = self._sublayer(states_BAM, **self._arguments(encoded_BEM))[0]
+        finally:
+            hook.remove()
+        if not self._last_call:
+            raise no_attention_function(self._model_type)
+        if self._feed_forward is not None:
+            next_BAM = self._feed_forward(next_BAM)
+        self.check_finite(next_BAM)
+        return self._after_encoder(attended[0]), torch.cat([encoded_BEM, next_BAM], dim=1)
+
+    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+        call = self._last_call
+        q_GND = q_HSD.reshape(len(k_GTD), -1, self.head_dim)
+        logits_HST: Tensor = (q_GND @ k_GTD.mT).view(self.n_heads, -1, k_GTD.shape[1])
+        weights_1HST = call["softmax"](logits_HST[None], call["mask"][:1, :, at_S])
+        return weights_1HST[0]  # type: ignore[no-any-return]
+
+    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+        mixed: list[Tensor] = []
+        repeats = self.n_kv_heads * self.head_dim // len(weights.k_CX)
+        k_CX, v_CX = (
+            rows.view(-1, self.head_dim, rows.shape[1]).repeat_interleave(repeats, dim=0).flatten(0, 1)
+            for rows in (weights.k_CX, weights.v_CX)
+        )
+        parameters = {"q.weight": weights.q_CX, "k.weight": k_CX, "v.weight": v_CX}
+        encoded_BEM, x_BAM = x_BTM.tensor_split([self._n_encoded], dim=1)
+        hook = self._attention.o.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
+        try:
+            functional_call(self._attention, parameters, (x_BAM,), self._arguments(encoded_BEM))
+        finally:
+            hook.remove()
+        return self._after_encoder(mixed[0])
+
+    def _after_encoder(self, x_BAM: Tensor) -> Tensor:
+        return F.pad(x_BAM, (0, 0, self._n_encoded, 0))
