@@ -95,7 +95,7 @@ class TransformersLayers(ModelLayers):
             self._layers[index - 1].to_empty(device="meta")
         stem = f"{self._geometry.attention.family.layers}.{index}."
         state = {
-            self._parameter_name(name): read_tensor(self.checkpoint, name, torch.float32)
+            self._parameter_name(name): read_tensor(self.checkpoint, name, torch.float32, scalar=True)
             for name in self._parameters
             if name.startswith(self._prefix + stem)
         }

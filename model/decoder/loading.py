@@ -213,9 +213,11 @@ def _read_checked(
     return tensor
 
 
-def read_tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str = "cpu") -> Tensor:
-    """Read a whole tensor. Raises CheckpointError if it is missing, or not of floats."""
-    shape = check_readable(checkpoint, name, scalar=True).shape
+def read_tensor(
+    checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str = "cpu", scalar: bool = False
+) -> Tensor:  # fmt: skip
+    """Read a whole tensor. Raises CheckpointError as `check_readable` does."""
+    shape = check_readable(checkpoint, name, scalar).shape
     n_rows = shape[0] if shape else 1
     # A view of a mapped file would not be writable, so it could not be trained.
     rows = np.require(checkpoint.rows(name, 0, n_rows), requirements=["C", "W"])
