@@ -31,7 +31,7 @@ from scripts.study.results import (
     unique,
     united,
 )
-from scripts.study.table import kv_heads, markdown, savings, show, tables
+from scripts.study.table import by_heads, kv_heads, markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), RESULTS / "tables.md")
@@ -131,6 +131,8 @@ def renewed(page: str, results: Path) -> str:
             "weak": lambda folder: "\n\n".join(tables(united(folder, WEAK))),
             "better": lambda folder: "\n\n".join(tables(united(folder, BETTER))),
             "savings_weak": lambda folder: savings(united(folder, WEAK), BEST),
+            "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
+            "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))

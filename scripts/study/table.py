@@ -103,6 +103,21 @@ def table(lines: list[Result]) -> str:
     return markdown(["arm", "after conversion", "of mean's gap", *map(name_of, stages)], rows)
 
 
+def by_heads(lines: list[Result]) -> str:
+    """Return one table for all numbers of K/V heads: of each model its loss and its share of mean's gap."""
+    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
+    before = next(line["groups"] for line in lines if is_parent(line))
+    rows = []
+    for arm, stage in models([line for line in lines if not is_parent(line)]):
+        cells = []
+        for groups in heads:
+            own = at(lines, arm, stage, groups)
+            left = shares(own, [line for line in lines if line["groups"] == groups])
+            cells.append(f"{show(losses(own), '{:.3f}')}, {show(left, '{:.1%}')}" if own else "–")
+        rows.append([arm if stage == START else f"{arm}; {name_of(stage)}", *cells])
+    return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
+
+
 def rates(lines: list[Result]) -> Iterator[str]:
     """Yield a table of losses by learning rate, schedule and batch for each uptraining with several learning rates."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
