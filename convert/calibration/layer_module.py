@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
@@ -38,14 +39,19 @@ class Weights:
     v_CX: Tensor
     o_MC: Tensor
 
+    def to(self, device: torch.device) -> "Weights":
+        """Return the weights on a device."""
+        return Weights(*(matrix.to(device) for matrix in self))
+
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.q_CX, self.k_CX, self.v_CX, self.o_MC))
 
 
 class LayerModule(ABC):
-    """One layer in memory, in float32."""
+    """One layer in memory, in float32. All its tensors, inputs and outputs are on one device."""
 
     index: int
+    device: torch.device
     n_heads: int
     n_kv_heads: int
     head_dim: int
@@ -88,6 +94,8 @@ class ModelLayers(ABC):
     """A model whose layers are loaded one at a time, for texts in windows of one length."""
 
     checkpoint: Checkpoint
+    device: torch.device
+    """The device of the layers, one at a time."""
     n_layers: int
     embedding_name: str
     """The embedding's tensor in the checkpoint."""
@@ -101,7 +109,7 @@ class ModelLayers(ABC):
 
     @abstractmethod
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """Return the input states of the first layer, [B, T, M], in float32."""
+        """Return the input states of the first layer, [B, T, M], in float32, on any device."""
 
     @abstractmethod
     def check(self) -> None:

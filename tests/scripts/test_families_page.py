@@ -33,7 +33,7 @@ def test_row(convert, tmp_path, family):
     assert merged.code == (0 if default == "fit" else 2)
     if default == "fit":
         with open_checkpoint(folder) as checkpoint:
-            open_checked(checkpoint)
+            open_checked(checkpoint, "cpu")
     else:
         assert default == "mean: norms"
     assert trained == how_trained(family, folder)
