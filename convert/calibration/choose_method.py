@@ -21,6 +21,7 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.common.staging import Staging
 from model.decoder.config import read_llama_config
+from model.decoder.devices import faster_products
 from model.decoder.llama import RMSNorm
 from model.decoder.loading import load_head, load_last_norm
 from model.decoder.losses import chunked_cross_entropy
@@ -124,9 +125,10 @@ def score(
 ) -> float:
     """Return the loss of the model with its merged layers on a text, in nats per token."""
     device = merges[0].recipe.device
-    for layer in iter_layers(checkpoint, text, scratch, progress, device):
-        _load_merged(layer, checkpoint, merges[layer.index], merged)
-        layer.run(lambda heads: None)
+    with faster_products(device):
+        for layer in iter_layers(checkpoint, text, scratch, progress, device):
+            _load_merged(layer, checkpoint, merges[layer.index], merged)
+            layer.run(lambda heads: None)
     config = read_llama_config(checkpoint.config)
     norm, head_VM = load_last_norm(checkpoint, config).to(device), load_head(checkpoint, config).float().to(device)
     return _loss(np.load(last_states(checkpoint, scratch), mmap_mode="r", allow_pickle=False), norm, head_VM, text)

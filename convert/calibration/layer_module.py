@@ -84,7 +84,8 @@ class LayerModule(ABC):
 
     def check_finite(self, *tensors: Tensor) -> None:
         """Raise CheckpointError if a tensor holds NaN or infinity."""
-        if not all(tensor.isfinite().all() for tensor in tensors):
+        extremes = (extreme for tensor in tensors for extreme in tensor.aminmax())  # faster than all, and NaN stays
+        if not all(extreme.isfinite() for extreme in extremes):
             raise CheckpointError(
                 f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
             )

@@ -26,7 +26,7 @@ from convert.merging.weights import LayerAttention, Real
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.files import sync_folder
-from model.decoder.devices import float64_device, naming_lack_of_memory, to_float64
+from model.decoder.devices import faster_products, float64_device, naming_lack_of_memory, to_float64
 
 JUDGED_TOKENS = 4096
 """Maximum held-out tokens on which solutions are compared."""
@@ -44,7 +44,7 @@ def calibrate_layers(
     if (folder / "finished").exists():
         return
     recipe = merges[0].recipe
-    with naming_lack_of_memory(recipe.device):
+    with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, progress, recipe.device, recipe.refine):
             merge = merges[layer.index]
             assert f".{layer.index}." in merge.weights[0]
@@ -69,12 +69,13 @@ def held_out_errors(
     assert recipe.text is not None
     folder.mkdir(parents=True)
     errors = {}
-    for layer in iter_layers(checkpoint, recipe.text, folder, lambda n: None, recipe.device):
-        layer.run(lambda heads: None)
-        if layer.index in indices:
-            windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
-            attentions = versions(layer.index)
-            errors[layer.index] = [squared_error(layer, weights_of(attention), windows) for attention in attentions]
+    with faster_products(recipe.device):
+        for layer in iter_layers(checkpoint, recipe.text, folder, lambda n: None, recipe.device):
+            layer.run(lambda heads: None)
+            if layer.index in indices:
+                windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+                attentions = versions(layer.index)
+                errors[layer.index] = [squared_error(layer, weights_of(attention), windows) for attention in attentions]
     return errors
 
 
