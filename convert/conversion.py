@@ -127,7 +127,7 @@ def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: 
         return plan
     from convert.calibration.generated_text import OwnText  # imported here, because it needs torch
 
-    own = OwnText(checkpoint, text.first, len(text.own), text.window, plan.recipe.seed)
+    own = OwnText(checkpoint, text.first, len(text.own), text.window, plan.recipe.seed, plan.recipe.device)
     with console.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
         own_NT = own.write(staging.scratch / "own-text", progress)
     recipe = replace(plan.recipe, text=text.with_own(own_NT))

@@ -33,6 +33,7 @@ from convert.planning.recipe import GROUPINGS, MAX_TOKENS, NONE, RENORMS, Recipe
 from model.checkpoint import Array, Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.writer import index_text
+from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.common.files import has_content
 
@@ -77,18 +78,19 @@ def verify(
     progress: Callable[[int], None],
     workers: int,
     quiet: bool = True,
+    device: str = AUTO_DEVICE,
 ) -> Findings:
     """Compare the folder `out_path` with a conversion of `source`. `progress` counts bytes of OUT's tensors.
 
-    A calibration is repeated on the tokens stored in OUT. The text that OUT names is neither opened nor downloaded,
-    because OUT may be untrusted.
+    A calibration is repeated on `device`, with the tokens stored in OUT. The text that OUT names is neither opened nor
+    downloaded, because OUT may be untrusted.
 
     Raises CheckpointError if either cannot be read, or OUT does not record its recipe.
     """
     record = read_record(out_path)
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
-        plan = make_plan(source, record["groups"], _recipe(source, out_path, record, findings), None)
+        plan = make_plan(source, record["groups"], _recipe(source, out_path, record, device, findings), None)
         same_names = _compare_names(plan, out, findings)
         layers = _layers(source, plan, Path(scratch), findings, workers, quiet)
         if layers is not None and plan.recipe.refine and set(plan.regrouped) <= set(same_names):
@@ -115,8 +117,11 @@ def verify(
     return findings
 
 
-def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings: Findings) -> Recipe:
-    """Return the recipe that OUT records. If OUT's calibration tokens are not usable, add to `findings.unchecked`."""
+def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], device: str, findings: Findings) -> Recipe:
+    """Return the recipe that OUT records, for a device.
+
+    If OUT's calibration tokens are not usable, add to `findings.unchecked`.
+    """
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
         raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
     renorm, refit = record.get("renorm", NONE), record.get("refit", False)
@@ -126,8 +131,8 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
     if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
         raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
     recorded = record.get("calibration")
-    text = None if recorded is None else _stored_text(source, out_path, recorded, findings)
-    recipe = Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, text)
+    text = None if recorded is None else _stored_text(source, out_path, recorded, device, findings)
+    recipe = Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, text, device)
     try:
         recipe.check()
     except UnsupportedMethodError as error:
@@ -135,7 +140,9 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], findings
     return recipe
 
 
-def _stored_text(source: Checkpoint, out_path: Path, recorded: dict[str, Any], findings: Findings) -> CalibrationText:
+def _stored_text(
+    source: Checkpoint, out_path: Path, recorded: dict[str, Any], device: str, findings: Findings
+) -> CalibrationText:  # fmt: skip
     """Return OUT's calibration text, with the tokens stored in OUT if they match the record."""
     try:
         if find_spec("torch") is None:
@@ -143,7 +150,7 @@ def _stored_text(source: Checkpoint, out_path: Path, recorded: dict[str, Any], f
         from convert.calibration.layer_stream import check_tokens, open_layers
 
         text = read_stored(out_path, recorded)
-        check_tokens(open_layers(source, text.window), text)
+        check_tokens(open_layers(source, text.window, device), text)
         return text
     except CheckpointError as error:
         findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")
@@ -238,9 +245,6 @@ def _compare_refined(
     """Compare refined layers that differ from the recomputed ones by their held-out output errors."""
     from convert.calibration.solve import held_out_errors
 
-    text = plan.recipe.text
-    assert text is not None
-
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""
         expected = layers.get(plan.layers[index]).tensors
@@ -256,7 +260,7 @@ def _compare_refined(
         return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
 
     different = {index for index in range(len(plan.layers)) if differs(index)}
-    errors = held_out_errors(source, text, scratch, different, attentions) if different else {}
+    errors = held_out_errors(source, plan.recipe, scratch, different, attentions) if different else {}
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0

@@ -21,6 +21,7 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.common.staging import Staging
 from model.decoder.config import read_llama_config
+from model.decoder.devices import faster_products
 from model.decoder.llama import RMSNorm
 from model.decoder.loading import load_head, load_last_norm
 from model.decoder.losses import chunked_cross_entropy
@@ -123,11 +124,13 @@ def score(
     progress: Progress,
 ) -> float:
     """Return the loss of the model with its merged layers on a text, in nats per token."""
-    for layer in iter_layers(checkpoint, text, scratch, progress):
-        _load_merged(layer, checkpoint, merges[layer.index], merged)
-        layer.run(lambda heads: None)
+    device = merges[0].recipe.device
+    with faster_products(device):
+        for layer in iter_layers(checkpoint, text, scratch, progress, device):
+            _load_merged(layer, checkpoint, merges[layer.index], merged)
+            layer.run(lambda heads: None)
     config = read_llama_config(checkpoint.config)
-    norm, head_VM = load_last_norm(checkpoint, config), load_head(checkpoint, config).float()
+    norm, head_VM = load_last_norm(checkpoint, config).to(device), load_head(checkpoint, config).float().to(device)
     return _loss(np.load(last_states(scratch), mmap_mode="r", allow_pickle=False), norm, head_VM, text)
 
 
@@ -137,7 +140,7 @@ def _load_merged(layer: Layer, checkpoint: Checkpoint, merge: LayerMerge, merged
     tensors = load_layer(checkpoint, merge, merged).tensors
     for name, values in tensors.items():
         *_, part, leaf = name.split(".")
-        parameter = nn.Parameter(torch.from_numpy(values.astype(np.float32)))
+        parameter = nn.Parameter(layer.on_device(values.astype(np.float32)))
         setattr(layer.module.block.self_attn.get_submodule(part), leaf, parameter)
 
 
@@ -146,8 +149,8 @@ def _loss(states_NTM: np.ndarray, norm: RMSNorm, head_VM: torch.Tensor, text: Ca
     total = n = 0.0
     for start in range(0, len(states_NTM), _BATCH):
         rows = slice(start, start + _BATCH)
-        hidden_BTM = norm(torch.from_numpy(states_NTM[rows].copy()))
-        targets_BT = torch.from_numpy(text.ids_NT[rows])[:, 1:]
+        hidden_BTM = norm(torch.from_numpy(states_NTM[rows].copy()).to(head_VM.device))
+        targets_BT = torch.from_numpy(text.ids_NT[rows]).to(head_VM.device)[:, 1:]
         loss, count = chunked_cross_entropy(hidden_BTM[:, :-1].flatten(0, 1), head_VM, targets_BT.flatten())
         total, n = total + float(loss), n + int(count)
     return total / n

@@ -19,23 +19,22 @@ class ClassNorms:
     Weights have the class's order of dimensions, and one row for each head, or one row for all heads.
     """
 
-    def __init__(self, attention: Any, norms: HeadNorms, head_dim: int, order_D: Tensor, n_rotary_pairs: int) -> None:
-        self._norms, self._order = norms, order_D
-        self._back = torch.argsort(order_D)
+    def __init__(self, attention: Any, norms: HeadNorms, order_D: Tensor, n_rotary_pairs: int) -> None:
+        self._norms, self._back = norms, torch.argsort(order_D)
         self.weights: dict[Kind, Tensor] = {}
         self._factors: dict[Kind, Tensor | None] = {"q": None, "k": None}
         """What observed heads, in half-split order, are multiplied by."""
         kinds: tuple[tuple[Kind, str], ...] = (("q", norms.query), ("k", norms.key))
         for kind, name in kinds:
             if norms.layout == "none":
-                self.weights[kind] = torch.ones(1, head_dim)
+                self.weights[kind] = torch.ones(1, len(order_D), device=order_D.device)
                 continue
-            weights_HD = attention.get_submodule(name).weight.view(-1, head_dim) + norms.offset
+            weights_HD = attention.get_submodule(name).weight.view(-1, len(order_D)) + norms.offset
             self.weights[kind] = weights_HD
             if norms.after_rotation:
-                ordered_HD = weights_HD[:, order_D].double().numpy()
+                ordered_HD = weights_HD[:, order_D].cpu().double().numpy()
                 means_HD = pair_means(ordered_HD, n_rotary_pairs)
-                self._factors[kind] = torch.from_numpy(means_HD / ordered_HD).float()
+                self._factors[kind] = torch.from_numpy(means_HD / ordered_HD).float().to(order_D.device)
 
     def apply(self, kind: Kind, heads_BTHD: Tensor) -> Tensor:
         """Return projected heads as the norm makes them, without rotation."""

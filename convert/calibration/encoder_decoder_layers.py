@@ -21,6 +21,7 @@ from torch.func import functional_call
 from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
+from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, read_tensor
 from model.decoder.observed_attention import observe_attention
 from model.decoder.transformers_model import build_empty_model, load_state, no_attention_function, refusing
@@ -33,7 +34,8 @@ class EncoderDecoderLayers(ModelLayers):
 
     embedding_name = "shared.weight"
 
-    def __init__(self, checkpoint: Checkpoint, length: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, length: int, device: str = "cpu") -> None:
+        self.device = find_device(device)
         self.checkpoint, self._n_encoded, self._n_decoded = checkpoint, length // 2, length - length // 2
         self._geometry = read_geometry(checkpoint)
         match = find_family(checkpoint.config)
@@ -51,7 +53,7 @@ class EncoderDecoderLayers(ModelLayers):
         names = [n for n in self.checkpoint.tensors if n.startswith(prefix) and not n.endswith(unused)]
         state = {name: read_tensor(self.checkpoint, name, torch.float32) for name in names}
         load_state(self._model, state, prefix, str(self.checkpoint.path))
-        return self._model.get_submodule(prefix.removesuffix("."))
+        return self._model.get_submodule(prefix.removesuffix(".")).to(self.device)
 
     def _refusing(self) -> AbstractContextManager[None]:
         return refusing(f"transformers cannot run the model of {self.checkpoint.path}")
@@ -76,7 +78,7 @@ class EncoderDecoderLayers(ModelLayers):
         decoded_BA = F.pad(decoded_BA[:, :-1], (1, 0), value=self._start)
         ids_V, rows_BT = torch.unique(torch.cat([encoded_BE, decoded_BA], dim=1), return_inverse=True)
         rows = [self.checkpoint.rows(self.embedding_name, i, i + 1) for i in ids_V.tolist()]
-        states_BTM = torch.from_numpy(np.concatenate(rows).astype(np.float32))[rows_BT]
+        states_BTM = torch.from_numpy(np.concatenate(rows).astype(np.float32))[rows_BT].to(self.device)
         with self._refusing(), torch.no_grad():
             encoded_BEM = self._encoder(inputs_embeds=states_BTM[:, : self._n_encoded]).last_hidden_state
         return torch.cat([encoded_BEM, states_BTM[:, self._n_encoded :]], dim=1)
@@ -101,7 +103,7 @@ class EncoderDecoderLayers(ModelLayers):
             raise CheckpointError(
                 f"config.json has decoder_start_token_id = {self._start}, but the model has {self.n_embeddings} tokens."
             )
-        states_1TM = torch.zeros(1, self._n_encoded + self._n_decoded, self._geometry.hidden_size)
+        states_1TM = torch.zeros(1, self._n_encoded + self._n_decoded, self._geometry.hidden_size).to(self.device)
         for index in range(2):
             with torch.no_grad():
                 self.load(index).run(states_1TM, lambda heads: None)
@@ -126,7 +128,7 @@ class DecoderLayer(LayerModule):
         self.index, self._n_encoded, self._model_type = index, n_encoded, geometry.attention.family.model_type
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
         self._sublayer, self._attention, self._feed_forward = sublayer, attention, feed_forward
-        self._added_1HAA = added_1HAA
+        self._added_1HAA, self.device = added_1HAA, attention.o.weight.device
         self._last_call: dict[str, Any] = {}
         """What the class's attention function received last."""
 

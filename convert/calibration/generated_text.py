@@ -57,6 +57,8 @@ class OwnText:
     window: int
     """Tokens per window."""
     seed: int
+    device: str = "cpu"
+    """The device of the model. Tokens are drawn on the CPU."""
 
     @property
     def n_tokens(self) -> int:
@@ -75,8 +77,9 @@ class OwnText:
         return -(-self.n_windows // self._rows) * self.window
 
     def check_memory(self) -> None:
-        """Raise CheckpointError if the machine has less free memory than `memory`."""
-        available = psutil.virtual_memory().available
+        """Raise CheckpointError if the device has less free memory than `memory`."""
+        on_gpu = self.device.startswith("cuda")
+        available = torch.cuda.mem_get_info(self.device)[0] if on_gpu else psutil.virtual_memory().available
         if self.memory > available:
             raise CheckpointError(
                 f"--calibration self holds the whole model in memory, which takes {self.memory / 1e9:.1f} GB; "
@@ -95,7 +98,7 @@ class OwnText:
         unwritten = {file: start for file, start in batches.items() if not file.exists()}
         progress(self.n_tokens - sum(self._rows_from(start) * self.window for start in unwritten.values()))
         if unwritten:
-            writer = _Writer(self.checkpoint, self.first)
+            writer = _Writer(self.checkpoint, self.first, self.device)
             for file, start in unwritten.items():
                 ids_BT = writer.write(self._rows_from(start), self.window, (self.seed, start), progress)
                 replace_file(file, ids_BT.tobytes())
@@ -121,8 +124,8 @@ class OwnText:
 class _Writer:
     """A model in memory, and the tokens that its documents begin with."""
 
-    def __init__(self, checkpoint: Checkpoint, first: Sequence[int]) -> None:
-        self._model: LlamaForCausalLM = load_llama(checkpoint, None, "cpu")
+    def __init__(self, checkpoint: Checkpoint, first: Sequence[int], device: str) -> None:
+        self._model: LlamaForCausalLM = load_llama(checkpoint, None, device)
         self._ends = frozenset(stop_ids(checkpoint))
         self._first = tuple(first) or _token_before_texts(checkpoint) or tuple(sorted(self._ends))[:1]
         self._chat, vocabulary = _read_tokenizer(checkpoint)
@@ -148,7 +151,8 @@ class _Writer:
         chosen_B: Sequence[int | None] = [None] * n_rows
         for t in range(window):
             ids_BT[:, t] = [row.next_token(chosen) for row, chosen in zip(rows, chosen_B, strict=True)]
-            logits_BV = decode(self._model, torch.from_numpy(ids_BT[:, t]), cache)
+            ids_B = torch.from_numpy(ids_BT[:, t]).to(weight.device)
+            logits_BV = decode(self._model, ids_B, cache).cpu()
             if not logits_BV.isfinite().all():
                 raise CheckpointError("the model makes NaN or infinite values of its own text; it is damaged.")
             chosen_B = choose(logits_BV, TEMPERATURE, TOP_P, generator).tolist()

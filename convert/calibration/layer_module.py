@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
@@ -44,15 +45,20 @@ class Weights:
     k_norm_GD: Tensor | None = None
     """The weights of norms, for each head, or one row for all heads; None without them."""
 
+    def to(self, device: torch.device) -> "Weights":
+        """Return the weights on a device."""
+        return Weights(*(matrix.to(device) for matrix in self))
+
     def __iter__(self) -> Iterator[Tensor]:
         matrices = (self.q_CX, self.k_CX, self.v_CX, self.o_MC, self.q_norm_HD, self.k_norm_GD)
         return (matrix for matrix in matrices if matrix is not None)
 
 
 class LayerModule(ABC):
-    """One layer in memory, in float32."""
+    """One layer in memory, in float32. All its tensors, inputs and outputs are on one device."""
 
     index: int
+    device: torch.device
     n_heads: int
     n_kv_heads: int
     head_dim: int
@@ -92,7 +98,8 @@ class LayerModule(ABC):
 
     def check_finite(self, *tensors: Tensor) -> None:
         """Raise CheckpointError if a tensor holds NaN or infinity."""
-        if not all(tensor.isfinite().all() for tensor in tensors):
+        extremes = (extreme for tensor in tensors for extreme in tensor.aminmax())  # faster than all, and NaN stays
+        if not all(extreme.isfinite() for extreme in extremes):
             raise CheckpointError(
                 f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
             )
@@ -102,6 +109,8 @@ class ModelLayers(ABC):
     """A model whose layers are loaded one at a time, for texts in windows of one length."""
 
     checkpoint: Checkpoint
+    device: torch.device
+    """The device of the layers, one at a time."""
     n_layers: int
     embedding_name: str
     """The embedding's tensor in the checkpoint."""
@@ -115,7 +124,7 @@ class ModelLayers(ABC):
 
     @abstractmethod
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """Return the input states of the first layer, [B, T, M], in float32."""
+        """Return the input states of the first layer, [B, T, M], in float32, on any device."""
 
     @abstractmethod
     def check(self) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from convert.calibration.layer_module import Weights
 from convert.calibration.layer_stream import Layer
 from convert.merging.weights import LayerAttention, Real
+from model.decoder.devices import to_float64
 
 
 def weights_of(attention: LayerAttention) -> Weights:
-    """Copy a layer's attention to float32."""
+    """Copy a layer's attention to float32, on the CPU."""
     rows = [heads.reshape(-1, heads.shape[2]) for heads in (*attention.projections, attention.v_KDX)]
     norms = (attention.norms.q_HD, attention.norms.k_KD) if attention.norms else ()
     return Weights(*(torch.from_numpy(matrix).float() for matrix in (*rows, output_matrix(attention), *norms)))
@@ -25,7 +26,7 @@ def weights_of(attention: LayerAttention) -> Weights:
 
 def with_weights(attention: LayerAttention, weights: Weights) -> LayerAttention:
     """Return the attention with other values, in float64."""
-    q_CX, k_CX, v_CX, o_MC, *norms = (matrix.detach().double().numpy() for matrix in weights)
+    q_CX, k_CX, v_CX, o_MC, *norms = (matrix.detach().cpu().double().numpy() for matrix in weights)
     q_HDX, k_KDX, v_KDX = q_CX.reshape(attention.q_HDX.shape), k_CX.reshape(attention.k_KDX.shape), v_CX
     if norms:
         q_HDX, k_KDX = (heads * norm[:, :, None] for heads, norm in zip((q_HDX, k_KDX), norms, strict=True))
@@ -55,21 +56,21 @@ def parents_output(layer: Layer, windows: list[int]) -> Tensor:
 
     Reads the file that `Layer.run` writes, so call that first.
     """
-    whole_BTM, bias_M = torch.from_numpy(layer.attended_NTM[windows]), layer.module.output_bias
+    whole_BTM, bias_M = layer.on_device(layer.attended_NTM[windows]), layer.module.output_bias
     return whole_BTM if bias_M is None else whole_BTM - bias_M
 
 
 def outputs(layer: Layer, merged: LayerAttention, windows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
-    weights = weights_of(merged)
+    weights = weights_of(merged).to(layer.module.device)
     for batch in layer.text.batches(list(windows)):
         yield from zip(layer.module.heads_out(weights, layer.inputs(batch)), parents_output(layer, batch), strict=True)
 
 
 def squared_error(layer: Layer, weights: Weights, windows: Iterable[int]) -> float:
     """Return the squared output error of a merged layer, summed over windows."""
-    total = 0.0
+    total, weights = 0.0, weights.to(layer.module.device)
     for batch in layer.text.batches(list(windows)):
         out_BTM = layer.module.heads_out(weights, layer.inputs(batch)) @ weights.o_MC.T
-        total += float((parents_output(layer, batch) - out_BTM).double().square().sum())
+        total += float(to_float64(parents_output(layer, batch) - out_BTM).square().sum())
     return total

@@ -72,14 +72,18 @@ class Layer:
 
     def inputs(self, windows: list[int]) -> Tensor:
         """Return the inputs of the layer's attention, [B, T, M]."""
-        return self.module.inputs(torch.from_numpy(self.states_NTM[windows]))
+        return self.module.inputs(self.on_device(self.states_NTM[windows]))
+
+    def on_device(self, states_BTM: States) -> Tensor:
+        """Return states that were read from a file, on the layer's device."""
+        return torch.from_numpy(states_BTM).to(self.module.device)
 
     def run(self, watch: Watch) -> None:
         """Run the layer on the text, with its current weights. Calls `watch` with each batch's heads."""
         shape = self.states_NTM.shape
         with _writing(self._attended, shape) as write_attended, _writing(_following(self.folder), shape) as write_next:
             for windows in self.text.batches():
-                attended_BTM, next_BTM = self.module.run(torch.from_numpy(self.states_NTM[windows]), watch)
+                attended_BTM, next_BTM = self.module.run(self.on_device(self.states_NTM[windows]), watch)
                 write_attended(attended_BTM)
                 write_next(next_BTM)
                 self.progress(len(windows) * self.text.length)
@@ -101,32 +105,38 @@ class Layer:
         _states(self.folder, self.index).unlink()
 
 
-def open_layers(checkpoint: Checkpoint, length: int) -> ModelLayers:
-    """Return the layers of a model, for texts in windows of `length` tokens.
+def open_layers(checkpoint: Checkpoint, length: int, device: str) -> ModelLayers:
+    """Return the layers of a model on a device, for texts in windows of `length` tokens. `device`: as in `find_device`.
 
-    Raises CheckpointError if neither the project's own decoder nor transformers can run the model.
+    Raises CheckpointError if neither the project's own decoder nor transformers can run the model, and InputError if
+    the device is not available.
     """
     if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
-        return NativeLayers(checkpoint, length)
+        return NativeLayers(checkpoint, length, device)
     if any(find_spec(package) is None for package in ("transformers", "accelerate")):
         raise UnsupportedMethodError(NO_TORCH)
     from convert.calibration.encoder_decoder_layers import EncoderDecoderLayers  # transformers takes seconds to import
     from convert.calibration.transformers_layers import TransformersLayers
 
     is_decoder = len(find_family(checkpoint.config).family.attention) == 1
-    return (TransformersLayers if is_decoder else EncoderDecoderLayers)(checkpoint, length)
+    return (TransformersLayers if is_decoder else EncoderDecoderLayers)(checkpoint, length, device)
 
 
 def iter_layers(
-    checkpoint: Checkpoint, text: CalibrationText, folder: Path, progress: Progress, more_tokens: int = 0
+    checkpoint: Checkpoint,
+    text: CalibrationText,
+    folder: Path,
+    progress: Progress,
+    device: str,
+    more_tokens: int = 0,
 ) -> Iterator[Layer]:
-    """Yield each layer. The caller must call its `run`.
+    """Yield each layer, on the device. The caller must call its `run`.
 
     `more_tokens`: tokens of a layer that the caller reports to `progress` itself; those of finished layers count too.
 
     Use it without gradients. The states after the last layer stay in the folder (`last_states`).
     """
-    windows, layers = CalibrationWindows(text), open_layers(checkpoint, text.window)
+    windows, layers = CalibrationWindows(text), open_layers(checkpoint, text.window, device)
     first = _begin(layers, text, windows, folder)
     progress(first * (text.n_tokens + more_tokens))
     for index in range(first, layers.n_layers):
@@ -136,10 +146,13 @@ def iter_layers(
         layer.finish()
 
 
-def open_checked(checkpoint: Checkpoint) -> ModelLayers:
-    """Return the layers of a model, for short texts. Raises UnsupportedMethodError if no code can run them."""
+def open_checked(checkpoint: Checkpoint, device: str) -> ModelLayers:
+    """Return the layers of a model on a device, for short texts.
+
+    Raises UnsupportedMethodError if no code can run them, and InputError if the device is not available.
+    """
     try:
-        layers = open_layers(checkpoint, _CHECKED_LENGTH)
+        layers = open_layers(checkpoint, _CHECKED_LENGTH, device)
         layers.check()
     except CheckpointError as error:
         raise UnsupportedMethodError(str(error)) from error
@@ -215,7 +228,7 @@ def _writing(path: Path, shape: tuple[int, ...]) -> Iterator[Callable[[Tensor], 
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
 
         def write(windows_BTM: Tensor) -> None:
-            file.write(windows_BTM.float().contiguous().numpy().data)
+            file.write(windows_BTM.float().contiguous().cpu().numpy().data)
 
         yield write
     partial.rename(path)

@@ -11,6 +11,7 @@ from torch import Tensor
 from convert.calibration.layer_module import Heads
 from convert.calibration.layer_stream import Layer
 from convert.merging.moments import Moments
+from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import rotate_first
 
 KEY_QUERIES = 4096
@@ -24,7 +25,10 @@ _DRAWN_VALUES = 1 << 22
 
 
 class MomentSums:
-    """The second moments of a layer's heads, summed over windows in float64."""
+    """The second moments of a layer's heads, summed over windows in float64.
+
+    Queries and keys are drawn on the CPU, so that the draws do not depend on the layer's device.
+    """
 
     def __init__(self, layer: Layer, n_kv_heads: int, order: list[int], raw_keys: bool = False) -> None:
         module = layer.module
@@ -32,12 +36,13 @@ class MomentSums:
         self._size, self._n_heads = module.head_dim, module.n_heads
         self._per_key, self._per_group = module.n_heads // module.n_kv_heads, module.n_heads // n_kv_heads
         width = module.n_kv_heads // n_kv_heads * module.head_dim
-        zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64)
+        place = float64_device(module.device)
+        zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64, device=place)
         self._keys_GFF, self._values_GFF = zeros, zeros.clone()
         self._raw_keys_GFF = zeros.clone() if raw_keys else None
-        self._scales_2K = torch.zeros(2, module.n_kv_heads, dtype=torch.float64)
-        self._queries_HDD = torch.zeros(module.n_heads, module.head_dim, module.head_dim, dtype=torch.float64)
-        self._order = order
+        self._scales_2K = zeros.new_zeros(2, module.n_kv_heads)
+        self._queries_HDD = zeros.new_zeros(module.n_heads, module.head_dim, module.head_dim)
+        self._order = torch.tensor(order).to(module.device)
         self._rng = np.random.default_rng(layer.index)
         self._draws = torch.Generator().manual_seed(layer.index)
         per_window = self._per_group * layer.text.n_windows
@@ -52,15 +57,16 @@ class MomentSums:
         )
         rotated_k_BTKD, v_BTKD = (x[:, :, self._order] for x in (heads.rotated_k_BTGD, heads.v_BTGD))
         module = self._layer.module
-        q_HND = q_BTHD.flatten(0, 1).transpose(0, 1).double()
+        q_HND = to_float64(q_BTHD.flatten(0, 1).transpose(0, 1))
         self._queries_HDD += q_HND.mT @ q_HND
         if heads.key_scales_BTG is not None:
             self._add_key_scales(rotated_k_BTKD, heads.key_scales_BTG[:, :, self._order])
         if self._raw_keys_GFF is not None:
             keys_GNF = self._grouped(module.unrotated(rotated_k_BTKD).flatten(0, 1).transpose(0, 1))
-            self._raw_keys_GFF += (keys_GNF.mT @ keys_GNF).double()
+            self._raw_keys_GFF += to_float64(keys_GNF.mT @ keys_GNF)
         for window in range(len(q_BTHD)):
-            at_S = torch.from_numpy(self._rng.permutation(q_BTHD.shape[1])[: self._queries])
+            drawn = self._rng.permutation(q_BTHD.shape[1])[: self._queries]
+            at_S = torch.from_numpy(drawn).to(module.device)
             k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
             q_HSD = rotated_q_BTHD[window, at_S].transpose(0, 1)
             weights_HST = module.attention_weights(q_HSD, k_KTD, at_S)
@@ -75,31 +81,33 @@ class MomentSums:
     def _add_values(self, weights_HST: Tensor, v_KTD: Tensor) -> None:
         """Accumulate the second moments of the values mixed by attention."""
         weights_GNT = weights_HST.reshape(self._n_groups, -1, v_KTD.shape[1])
-        mixed_GNF = (weights_GNT @ self._grouped(v_KTD)).double()
+        mixed_GNF = to_float64(weights_GNT @ self._grouped(v_KTD))
         self._values_GFF += mixed_GNF.mT @ mixed_GNF / weights_GNT.shape[1]
 
     def _add_keys(self, weights_HST: Tensor, k_KTD: Tensor, at_S: Tensor) -> None:
         """Accumulate the attention-weighted covariance of keys rotated to the query's position."""
         for group, weights_NT in enumerate(weights_HST.reshape(self._n_groups, -1, k_KTD.shape[1])):
             keys_TF = self._grouped(k_KTD)[group]
-            drawn_NC = torch.multinomial(weights_NT, KEYS_DRAWN, replacement=True, generator=self._draws)
+            drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
+            drawn_NC = drawn_NC.to(keys_TF.device)
             mean_NF, at_N = weights_NT @ keys_TF, at_S.repeat(self._per_group)
-            for part in torch.split(torch.arange(len(at_N)), max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))):
+            step = max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))
+            for part in (slice(start, start + step) for start in range(0, len(at_N), step)):
                 centred_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
                 rotated_XF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
-                self._keys_GFF[group] += (rotated_XF.mT @ rotated_XF).double() / (len(at_N) * KEYS_DRAWN)
+                self._keys_GFF[group] += to_float64(rotated_XF.mT @ rotated_XF) / (len(at_N) * KEYS_DRAWN)
 
     def _add_key_scales(self, k_BTKD: Tensor, scales_BTK: Tensor) -> None:
         """Accumulate the two sums of a least-squares fit of the keys by the keys without their scales."""
-        power_BTK = k_BTKD.square().sum(dim=3).double()
+        power_BTK = k_BTKD.square().sum(dim=3)
         for i in range(2):
             power_BTK = power_BTK / scales_BTK
-            self._scales_2K[i] += power_BTK.sum(dim=(0, 1))
+            self._scales_2K[i] += to_float64(power_BTK).sum(dim=(0, 1))
 
     @property
     def key_scales(self) -> np.ndarray | None:
         """What norms of each head multiply the keys by on average, [K]; None if they do not differ."""
-        products_K, powers_K = self._scales_2K
+        products_K, powers_K = self._scales_2K.cpu()
         return (products_K / powers_K).nan_to_num(1.0).numpy() if powers_K.any() else None
 
     def _rotated_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
@@ -113,7 +121,7 @@ class MomentSums:
     def moments(self, outputs_HDD: np.ndarray, n_rotary_pairs: int) -> list[Moments]:
         """Return the moments of each group: the sums divided by the number of windows. Call once, after all `add`s."""
         n_windows = self._layer.text.n_windows
-        queries_HDD = self._queries_HDD.numpy() / (n_windows * self._layer.text.length)
+        queries_HDD = self._queries_HDD.cpu().numpy() / (n_windows * self._layer.text.length)
         for sums_GFF in (self._keys_GFF, self._values_GFF):
             sums_GFF /= n_windows  # in place: with one group they are large
         if self._raw_keys_GFF is not None:
@@ -121,7 +129,7 @@ class MomentSums:
         moments = []
         for group in range(self._n_groups):
             heads = slice(group * self._per_group, (group + 1) * self._per_group)
-            keys_FF, values_FF = (x[group].numpy() for x in (self._keys_GFF, self._values_GFF))
-            raw_FF = None if self._raw_keys_GFF is None else self._raw_keys_GFF[group].numpy()
+            keys_FF, values_FF = (x[group].cpu().numpy() for x in (self._keys_GFF, self._values_GFF))
+            raw_FF = None if self._raw_keys_GFF is None else self._raw_keys_GFF[group].cpu().numpy()
             moments.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_rotary_pairs, raw_FF))
         return moments

@@ -10,6 +10,7 @@ from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Wa
 from model.checkpoint import Checkpoint
 from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config
+from model.decoder.devices import find_device
 from model.decoder.llama import Block, Rotation
 from model.decoder.loading import check_runnable, embedding_name, load_block, load_embedding
 from model.decoder.masks import text_mask
@@ -19,8 +20,8 @@ from model.decoder.rope import rotate, rotations
 class NativeLayers(ModelLayers):
     """The layers of a model of NATIVE_FAMILIES. Raises CheckpointError for one that the decoder cannot run."""
 
-    def __init__(self, checkpoint: Checkpoint, length: int) -> None:
-        self.checkpoint, self._length = checkpoint, length
+    def __init__(self, checkpoint: Checkpoint, length: int, device: str = "cpu") -> None:
+        self.checkpoint, self._length, self.device = checkpoint, length, find_device(device)
         self.config = read_llama_config(checkpoint.config)
         check_runnable(checkpoint)
         self.n_layers = self.config.n_layers
@@ -28,8 +29,9 @@ class NativeLayers(ModelLayers):
 
     @cached_property
     def _rotation(self) -> Rotation:
-        positions_1T = torch.arange(self._length)[None]
-        return rotations(self.config.rope, positions_1T, torch.tensor([[self._length]]), torch.float32)
+        positions_1T = torch.arange(self._length, device=self.device)[None]
+        lengths_11 = torch.full((1, 1), self._length, device=self.device)
+        return rotations(self.config.rope, positions_1T, lengths_11, torch.float32)
 
     @cached_property
     def _embedding_VM(self) -> Tensor:
@@ -43,7 +45,8 @@ class NativeLayers(ModelLayers):
 
     def load(self, index: int) -> "NativeLayer":
         self.__dict__.pop("_embedding_VM", None)  # its memory is the layers' now
-        return NativeLayer(self.config, index, load_block(self.checkpoint, self.config, index), self._rotation)
+        block = load_block(self.checkpoint, self.config, index, str(self.device))
+        return NativeLayer(self.config, index, block, self._rotation)
 
 
 class NativeLayer(LayerModule):
@@ -54,6 +57,7 @@ class NativeLayer(LayerModule):
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         self._rotation, self._window = rotation, config.windows[index]
         cos_TD, sin_TD = (x[0, :, 0] for x in rotation)
+        self.device = cos_TD.device
         self.rotation = cos_TD, sin_TD
         self.output_bias = block.self_attn.o_proj.bias
 
@@ -82,7 +86,7 @@ class NativeLayer(LayerModule):
         length = k_GTD.shape[1]
         q_GND = q_HSD.reshape(len(k_GTD), -1, self.head_dim)
         logits_HST: Tensor = (q_GND @ k_GTD.mT).view(self.n_heads, -1, length) * self.head_dim**-0.5
-        distance_ST = at_S[:, None] - torch.arange(length)
+        distance_ST = at_S[:, None] - torch.arange(length, device=self.device)
         seen_ST = distance_ST >= 0
         if self._window is not None:
             seen_ST &= distance_ST < self._window
@@ -95,7 +99,7 @@ class NativeLayer(LayerModule):
         return attend(q_BTHD, k_BTGD, v_BTGD, self._mask(*x_BTM.shape[:2])).flatten(2)
 
     def _mask(self, n_rows: int, length: int) -> Mask:
-        return text_mask(n_rows, 0, length, self._window, None, torch.device("cpu"))
+        return text_mask(n_rows, 0, length, self._window, None, self.device)
 
 
 def _project(x_BTM: Tensor, rows_CX: Tensor, head_dim: int) -> Tensor:

@@ -44,10 +44,10 @@ def refine(layer: Layer, merged: LayerAttention, n_tokens: int, progress: Progre
     held = [n for n in range(layer.text.n_windows) if is_held_out(n)]
     batch = max(1, BATCH_TOKENS // layer.text.length)
     n_steps = max(1, n_tokens // (batch * layer.text.length))
-    best = start = weights_of(merged)
+    best = start = weights_of(merged).to(layer.module.device)
     least = squared_error(layer, best, held)
     with torch.enable_grad():
-        training = _Training(layer, merged, n_steps)
+        training = _Training(layer, start, n_steps)
         for step, windows in enumerate(islice(_shuffled(layer, batch), n_steps), start=1):
             training.step(windows)
             progress(step * n_tokens // n_steps - (step - 1) * n_tokens // n_steps)
@@ -75,10 +75,10 @@ def _shuffled(layer: Layer, batch: int) -> Iterator[list[int]]:
 class _Training:
     """Adam on a layer's attention, in float32."""
 
-    def __init__(self, layer: Layer, merged: LayerAttention, n_steps: int) -> None:
+    def __init__(self, layer: Layer, start: Weights, n_steps: int) -> None:
         self._layer, self._n_steps = layer, n_steps
-        self._weights = Weights(*(matrix.clone().requires_grad_() for matrix in weights_of(merged)))
-        share = RATE / math.sqrt(merged.o_HMD.shape[1])
+        self._weights = Weights(*(matrix.clone().requires_grad_() for matrix in start))
+        share = RATE / math.sqrt(len(start.o_MC))
         peaks = [share * float(matrix.detach().square().mean().sqrt()) for matrix in self._weights]
         groups = [{"params": [matrix], "lr": peak} for matrix, peak in zip(self._weights, peaks, strict=True)]
         self._optimizer = torch.optim.Adam(groups, betas=BETAS, foreach=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from convert.calibration.layer_output import output_matrix, with_output
 from convert.merging.weights import LayerAttention
+from model.decoder.devices import float64_device, to_float64
 
 RIDGE_PENALTIES = (1e-1, 1e-2, 1e-3)
 """Ridge penalties tried, as shares of the features' mean power."""
@@ -20,13 +21,13 @@ HELD_OUT_EVERY = 4
 class _Sums:
     """The products of features and targets that least squares needs, summed over windows. C features, M outputs."""
 
-    def __init__(self, n_features: int, n_outputs: int) -> None:
-        self.power_CC = torch.zeros(n_features, n_features, dtype=torch.float64)
-        self.cross_CM = torch.zeros(n_features, n_outputs, dtype=torch.float64)
+    def __init__(self, like_CM: Tensor) -> None:
+        self.power_CC = like_CM.new_zeros(len(like_CM), len(like_CM))
+        self.cross_CM = torch.zeros_like(like_CM)
 
     def add(self, heads_TC: Tensor, target_TM: Tensor) -> None:
-        self.power_CC += (heads_TC.T @ heads_TC).double()
-        self.cross_CM += (heads_TC.T @ target_TM).double()
+        self.power_CC += to_float64(heads_TC.T @ heads_TC)
+        self.cross_CM += to_float64(heads_TC.T @ target_TM)
 
     def slope(self, o_CM: Tensor) -> Tensor:
         """Return half the negative gradient of the squared error, [C, M]."""
@@ -37,21 +38,23 @@ class _Sums:
         return float((o_CM * (self.power_CC @ o_CM - 2 * self.cross_CM)).sum())
 
 
-def refit_output(merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]]) -> LayerAttention:
+def refit_output(
+    merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
+) -> LayerAttention:  # fmt: skip
     """Return the layer with the output projection that has the least held-out error.
 
     `answers` yields for each window the merged heads' outputs [T, H·D] and the target output [T, M], without the
-    projection's bias.
+    projection's bias, on `device`.
     """
-    old_CM = torch.from_numpy(output_matrix(merged).T.copy())
-    fit, held = (_Sums(*old_CM.shape) for _ in range(2))
+    old_CM = torch.from_numpy(output_matrix(merged).T.copy()).to(float64_device(torch.device(device)))
+    fit, held = (_Sums(old_CM) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
         (held if is_held_out(window) else fit).add(heads_TC, target_TM)
     best_CM, least = old_CM, held.error(old_CM)
     for o_CM in _solutions(old_CM, fit):
         if (error := held.error(o_CM)) < least:
             best_CM, least = o_CM, error
-    return merged if best_CM is old_CM else with_output(merged, best_CM.T.numpy())
+    return merged if best_CM is old_CM else with_output(merged, best_CM.T.cpu().numpy())
 
 
 def _solutions(old_CM: Tensor, fit: _Sums) -> Iterator[Tensor]:

@@ -27,6 +27,7 @@ from convert.merging.weights import LayerAttention, Real
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.files import sync_folder
+from model.decoder.devices import faster_products, float64_device, naming_lack_of_memory, to_float64
 
 JUDGED_TOKENS = 4096
 """Maximum held-out tokens on which solutions are compared."""
@@ -43,9 +44,11 @@ def calibrate_layers(
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "finished").exists():
         return
-    for layer in iter_layers(checkpoint, text, folder, progress, merges[0].recipe.refine):
-        merge = merges[layer.index]
-        _merge(checkpoint, merge, layer, folder, progress)
+    recipe = merges[0].recipe
+    with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
+        for layer in iter_layers(checkpoint, text, folder, progress, recipe.device, recipe.refine):
+            merge = merges[layer.index]
+            _merge(checkpoint, merge, layer, folder, progress)
     sync_folder(folder)
     (folder / "finished").touch()
     last_states(folder).unlink()
@@ -54,23 +57,25 @@ def calibrate_layers(
 @torch.no_grad()
 def held_out_errors(
     checkpoint: Checkpoint,
-    text: CalibrationText,
+    recipe: Recipe,
     folder: Path,
     indices: Container[int],
     versions: Callable[[int], Sequence[LayerAttention]],
 ) -> dict[int, list[float]]:
-    """Return the held-out output errors of versions of some layers, by layer index.
+    """Return the held-out output errors of versions of some layers on a recipe's text, by layer index.
 
     `versions` returns the versions of a layer, given its index.
     """
+    assert recipe.text is not None
     folder.mkdir(parents=True)
     errors = {}
-    for layer in iter_layers(checkpoint, text, folder, lambda n: None):
-        layer.run(lambda heads: None)
-        if layer.index in indices:
-            windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
-            attentions = versions(layer.index)
-            errors[layer.index] = [squared_error(layer, weights_of(attention), windows) for attention in attentions]
+    with faster_products(recipe.device):
+        for layer in iter_layers(checkpoint, recipe.text, folder, lambda n: None, recipe.device):
+            layer.run(lambda heads: None)
+            if layer.index in indices:
+                windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+                attentions = versions(layer.index)
+                errors[layer.index] = [squared_error(layer, weights_of(attention), windows) for attention in attentions]
     return errors
 
 
@@ -87,7 +92,8 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
     after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe)
     if merge.recipe.refit:
-        after = refit_output(after, outputs(layer, after, range(layer.text.n_windows)))
+        answers = outputs(layer, after, range(layer.text.n_windows))
+        after = refit_output(after, answers, layer.module.device)
     if merge.recipe.refine:
         after = refine(layer, after, merge.recipe.refine, progress)
     save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
@@ -115,11 +121,11 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: 
 def _root(layer: Layer, attention: LayerAttention) -> Real:
     """Return a Cholesky factor of the second moments of a layer's attention inputs, [X, X], with a small ridge."""
     n_columns = attention.q_HDX.shape[2]
-    sum_XX = torch.zeros(n_columns, n_columns, dtype=torch.float64)
+    sum_XX = torch.zeros(n_columns, n_columns, dtype=torch.float64, device=float64_device(layer.module.device))
     for windows in layer.text.batches():
         x_BTM = layer.inputs(windows)
-        x_NX = F.pad(x_BTM.flatten(0, 1).double(), (0, n_columns - x_BTM.shape[2]), value=1.0)
+        x_NX = F.pad(to_float64(x_BTM.flatten(0, 1)), (0, n_columns - x_BTM.shape[2]), value=1.0)
         sum_XX += x_NX.T @ x_NX
-    ridge = 1e-9 * float(sum_XX.diagonal().mean()) or 1.0
-    root: Real = torch.linalg.cholesky(sum_XX + ridge * torch.eye(n_columns, dtype=torch.float64)).numpy()
+    sum_XX.diagonal().add_(1e-9 * float(sum_XX.diagonal().mean()) or 1.0)
+    root: Real = torch.linalg.cholesky(sum_XX).cpu().numpy()
     return root

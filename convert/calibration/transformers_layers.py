@@ -22,6 +22,7 @@ from convert.merging.weights import half_split_order
 from model.attention_layout import BUFFERS, Kind, projections
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
+from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, read_tensor
 from model.decoder.observed_attention import observe_attention
 from model.decoder.transformers_model import (
@@ -50,8 +51,8 @@ class _StopForwardError(Exception):
 class TransformersLayers(ModelLayers):
     """The layers of a model, run by its class. Raises CheckpointError for one that cannot be run so."""
 
-    def __init__(self, checkpoint: Checkpoint, length: int) -> None:
-        self.checkpoint, self._length = checkpoint, length
+    def __init__(self, checkpoint: Checkpoint, length: int, device: str = "cpu") -> None:
+        self.checkpoint, self._length, self.device = checkpoint, length, find_device(device)
         self._geometry = read_geometry(checkpoint)
         match = find_family(checkpoint.config)
         family = match.family
@@ -59,6 +60,7 @@ class TransformersLayers(ModelLayers):
         self._model: Any = build_empty_model(family.model_type, match.config, str(checkpoint.path))
         self._decoder = self._model.base_model
         self._layers: nn.ModuleList = getattr(self._decoder, family.layers)
+        _move_buffers(self._decoder, self.device)
         stem = self._geometry.attention.present[0][0]
         self._prefix = stem.removesuffix(f"{family.layers}.0.")
         """The beginning of the decoder's tensor names in the checkpoint."""
@@ -100,6 +102,7 @@ class TransformersLayers(ModelLayers):
             if name.startswith(self._prefix + stem)
         }
         load_state(self._model, state, self._model_prefix + stem, str(self.checkpoint.path))
+        self._layers[index].to(self.device)
         with self._refusing(), torch.no_grad():
             return TransformersLayer(
                 self._layers[index], index, self._geometry, self._length, lambda n_rows: self._arguments(n_rows)[index]
@@ -115,20 +118,27 @@ class TransformersLayers(ModelLayers):
     def _arguments(self, n_rows: int) -> list[Call]:
         """Return the arguments that each layer receives for a batch of `n_rows` windows."""
         if n_rows not in self._calls:
-            self._calls[n_rows] = self._record(torch.zeros(n_rows, self._length, dtype=torch.long))[1]
+            self._calls[n_rows] = self._record(torch.zeros(n_rows, self._length, dtype=torch.long, device="cpu"))[1]
         return self._calls[n_rows]
 
     def _record(self, ids_BT: Tensor) -> tuple[Tensor, list[Call]]:
         """Return the input states of the first layer and the arguments of each layer, for a batch of token ids."""
         ids_V, rows_BT = torch.unique(ids_BT, return_inverse=True)
         rows = [self.checkpoint.rows(self.embedding_name, i, i + 1) for i in ids_V.tolist()]
-        weight_VM = torch.from_numpy(np.concatenate(rows).astype(np.float32))
+        weight_VM = torch.from_numpy(np.concatenate(rows).astype(np.float32)).to(self.device)
         self._embedding.weight = nn.Parameter(weight_VM, requires_grad=False)  # the rows of this text only
         received: list[tuple[Tensor, Call]] = []
         recording = _recording(list(self._layers), received)
         with self._refusing(), recording, torch.no_grad(), suppress(_StopForwardError):
-            self._decoder(rows_BT, use_cache=False)
+            self._decoder(rows_BT.to(self.device), use_cache=False)
         return received[0][0], [call for _, call in received]
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model to a device. Its parameters have no memory, and cannot be moved."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part.register_buffer(name, buffer.to(device), persistent=name not in part._non_persistent_buffers_set)
 
 
 @contextmanager
@@ -171,11 +181,11 @@ class TransformersLayer(LayerModule):
         family, sizes = geometry.attention.family, geometry.attention.sizes
         self._attention: Any = layer.get_submodule(family.attention[0])
         self._output: Any = self._attention.get_submodule(family.output)
-        self.output_bias = self._output.bias
+        self.device, self.output_bias = self._output.weight.device, self._output.bias
         self._rotates_back = family.rotates_back
         self._n_rotated = 2 * geometry.n_rotary_pairs[index]
         order = half_split_order(self.head_dim, self._n_rotated // 2, family.rotary_pairing)
-        self._order = torch.from_numpy(order)
+        self._order = torch.from_numpy(order).to(self.device)
         self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
         self._norms = _class_norms(self._attention, family, self._order, self._n_rotated // 2)
         self._calls: dict[int, Call] = {}
@@ -250,7 +260,7 @@ class TransformersLayer(LayerModule):
             for name in dict.fromkeys(each.tensors[0] for each in heads):
                 sharing = [i for i, each in enumerate(heads) if each.tensors[0] == name]
                 joined = torch.cat([rows[i] for i in sharing])
-                places = torch.from_numpy(np.concatenate([heads[i].rows for i in sharing]))
+                places = torch.from_numpy(np.concatenate([heads[i].rows for i in sharing])).to(self.device)
                 parameters[name] = joined[torch.argsort(places)][:, columns]
         return parameters
 
@@ -268,7 +278,7 @@ class TransformersLayer(LayerModule):
     def _attention_call(self, n_rows: int) -> Call:
         """Return the attention's arguments, but for the states, for a batch of `n_rows` windows."""
         if n_rows not in self._calls:
-            zeros_BTM = torch.zeros(n_rows, self._length, self._hidden_size)
+            zeros_BTM = torch.zeros(n_rows, self._length, self._hidden_size, device=self.device)
             self._calls[n_rows] = self._until_attention(zeros_BTM)[1]
         return self._calls[n_rows]
 
@@ -303,7 +313,7 @@ class TransformersLayer(LayerModule):
             calls.append({**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))})
         received: list[Call] = []
         generator = torch.Generator().manual_seed(0)
-        x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator)
+        x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator, device="cpu").to(self.device)
         mixed: list[Tensor] = []
         hook = self._output.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
         try:
@@ -352,11 +362,11 @@ class TransformersLayer(LayerModule):
     def _projected(self, x_BTM: Tensor, kind: int) -> Tensor:
         """Return queries (kind 0), keys (1) or values (2) by the class's projections alone, [B, T, heads, D]."""
         weights, biases = (self._heads[parameter][kind] for parameter in ("weight", "bias"))
-        name, rows = weights.tensors[0], torch.from_numpy(weights.rows)
+        name, rows = weights.tensors[0], torch.from_numpy(weights.rows).to(self.device)
         module = self._attention.get_submodule(name.removesuffix(".weight"))
         heads_BTC: Tensor = x_BTM @ module.weight[rows].T
         if module.bias is not None:
-            heads_BTC = heads_BTC + module.bias[torch.from_numpy(biases.rows)]
+            heads_BTC = heads_BTC + module.bias[torch.from_numpy(biases.rows).to(self.device)]
         return heads_BTC.view(*heads_BTC.shape[:2], -1, self.head_dim)
 
 
@@ -365,7 +375,7 @@ def _class_norms(attention: Any, family: Family, order_D: Tensor, n_rotary_pairs
     norms = family.head_norms
     if norms is None or norms.kind != "rms":
         return None
-    return ClassNorms(attention, norms, len(order_D), order_D, n_rotary_pairs)
+    return ClassNorms(attention, norms, order_D, n_rotary_pairs)
 
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -6,7 +6,7 @@ import click
 
 from convert.merging.methods import AUTO, LAYER_METHODS, METHODS
 from convert.planning.recipe import GROUPINGS, MAX_TOKENS, RENORMS
-from model.common.command_options import Command, add_options
+from model.common.command_options import Command, add_options, device_option
 
 WORKERS = 4
 
@@ -68,6 +68,7 @@ def merge_options(command: Command) -> Command:
                      "[default: shipped]"),
         click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                      help="Tokens of the text to use.  [default: 65536]"),
+        device_option("calibrate on"),
         click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
                      help="Seed of --method random and --calibration self."),
     )  # fmt: skip

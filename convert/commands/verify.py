@@ -8,6 +8,7 @@ import click
 
 from convert.commands.options import WORKERS
 from model.common import console
+from model.common.command_options import device_option
 
 if TYPE_CHECKING:
     from convert.verify import Findings
@@ -18,8 +19,9 @@ DIFFERENT, NOT_ALL_CHECKED = 3, 4
 @click.command("verify")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
+@device_option("repeat the calibration on")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
-def command(source: Path, out: Path, as_json: bool) -> None:
+def command(source: Path, out: Path, device: str, as_json: bool) -> None:
     """Check OUT against SOURCE.
 
     Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
@@ -31,7 +33,7 @@ def command(source: Path, out: Path, as_json: bool) -> None:
     with open_checkpoint(source) as checkpoint:
         total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         with console.progress_bar("Verifying", total, quiet=as_json) as progress:
-            findings = verify(checkpoint, out, progress, WORKERS, as_json)
+            findings = verify(checkpoint, out, progress, WORKERS, as_json, device)
     if as_json:
         console.print_json({"ok": findings.ok, **vars(findings)})
     else:

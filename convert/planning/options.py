@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from convert.planning.recipe import GROUPINGS, NONE
+from model.common.command_options import AUTO_DEVICE
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,14 @@ class MergeOptions:
     calibration: str | None = None
     """`none`, `shipped`, `self`, the path of a text, `hub:NAME…`, or several joined by +."""
     calibration_tokens: int | None = None
+    device: str = AUTO_DEVICE
 
     @property
-    def requests_calibration(self) -> bool:
-        """Whether calibration was requested explicitly."""
-        return self.calibration not in (None, NONE) or self.calibration_tokens is not None
+    def of_calibration(self) -> str | None:
+        """An option that was given and needs a calibration text."""
+        given = {
+            "--calibration": self.calibration not in (None, NONE),
+            "--calibration-tokens": self.calibration_tokens is not None,
+            "--device": self.device != AUTO_DEVICE,
+        }
+        return next((option for option, is_given in given.items() if is_given), None)

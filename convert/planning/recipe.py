@@ -33,6 +33,8 @@ class Recipe:
     grouping: str = "contiguous"
     text: "CalibrationText | None" = None
     """The calibration text; None to merge by the weights alone."""
+    device: str = "cpu"
+    """The device that runs the model. It is not recorded, since it changes no more than rounding."""
 
     @property
     def by_layer(self) -> bool:
@@ -41,7 +43,7 @@ class Recipe:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The recipe's entries in `groupwise.json`: all that the output depends on."""
+        """The recipe's entries in `groupwise.json`: all that the output depends on, but for rounding."""
         record: dict[str, Any] = {"method": self.method, "seed": self.seed}
         if self.method == REPEAT:
             return record

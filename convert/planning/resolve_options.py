@@ -22,8 +22,8 @@ def resolve_options(checkpoint: Checkpoint, n_kv_heads: int | None, options: Mer
     Raises CheckpointError if the model does not support the options, or the options are incompatible. If it does not
     support the default method, another one must be requested: the others cost far more quality.
     """
-    if options.calibration == NONE and options.calibration_tokens is not None:
-        raise CheckpointError("--calibration-tokens needs a calibration text, but --calibration none was given.")
+    if options.calibration == NONE and options.of_calibration:
+        raise CheckpointError(f"{options.of_calibration} needs a calibration text, but --calibration none was given.")
     geometry = read_geometry(checkpoint)
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     check_n_kv_heads(geometry, n_kv_heads, options.method)
@@ -48,10 +48,9 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
     """Return the recipe of a requested method, with its calibration text."""
     assert options.method is not None
     by_layer = options.method in (*LAYER_METHODS, AUTO)
-    if not by_layer and options.requests_calibration:
-        option = "--calibration" if options.calibration else "--calibration-tokens"
+    if not by_layer and options.of_calibration:
         raise UnsupportedMethodError(
-            f"{option} cannot be combined with --method {options.method}, which needs no text."
+            f"{options.of_calibration} cannot be combined with --method {options.method}, which needs no text."
         )
     renorm = options.renorm or ("spread" if by_layer else "none")
     recipe = Recipe(options.method, options.seed, renorm, options.refit, options.refine, options.grouping)
@@ -75,7 +74,7 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -
         from convert.calibration.layer_stream import check_native, check_tokens, open_checked
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
-    layers = open_checked(checkpoint)
+    layers = open_checked(checkpoint, options.device)
     name, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
     if SELF in split_name(name):
         check_native(checkpoint, "--calibration self")
@@ -84,7 +83,7 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -
     text = read_calibration_text(checkpoint, name, n_tokens)
     check_tokens(layers, text)
     if text.own:
-        own = OwnText(checkpoint, text.first, len(text.own), text.window, options.seed)
+        own = OwnText(checkpoint, text.first, len(text.own), text.window, options.seed, str(layers.device))
         own.check_memory()
         text = replace(text, own_bytes=own.memory, own_steps=own.n_steps)
-    return replace(recipe, text=text)
+    return replace(recipe, text=text, device=str(layers.device))

@@ -1,4 +1,4 @@
-"""Add options to click commands, and collect their values in dataclasses."""
+"""Add options to click commands, and collect their values in dataclasses. Define the options of several packages."""
 
 from collections.abc import Callable
 from copy import copy
@@ -9,6 +9,17 @@ import click
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+AUTO_DEVICE = "auto"
+"""Stands for the best device that torch finds (`model.decoder.devices.find_device`)."""
+
+
+def device_option(purpose: str) -> Callable[[Command], Command]:
+    """Return the option --device. `purpose`: a verb phrase for the help."""
+    return click.option(
+        "--device", default=AUTO_DEVICE, show_default=True, metavar="auto|cpu|cuda|cuda:N|mps",
+        help=f"Device to {purpose}. auto: a GPU if torch finds one, else the CPU.",
+    )  # fmt: skip
 
 
 def add_options(command: Command, *options: Callable[[Command], Command]) -> Command:

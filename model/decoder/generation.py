@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from model.common import checks, console
+from model.common.command_options import device_option
 from model.common.console import echo
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
+from model.decoder.devices import find_device
 from model.decoder.kv_cache import KVCache
 from model.decoder.linear import linear
 from model.decoder.llama import LlamaForCausalLM
@@ -111,9 +113,11 @@ def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch
     return order_BV.gather(1, choice_B1)[:, 0]
 
 
-def show(folder: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
+def show(
+    folder: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int, device: str
+) -> None:  # fmt: skip
     """Print the continuation of a prompt while it is generated, then the speeds and the size of the KV cache."""
-    model, tokenizer = load_model(folder), open_tokenizer(folder)
+    model, tokenizer = load_model(folder, device=str(find_device(device))), open_tokenizer(folder)
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")
     ids: list[int] = tokenizer(prompt).input_ids
@@ -153,8 +157,9 @@ def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[f
 @click.option("--temperature", type=checks.FiniteFloat(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=checks.FiniteFloat(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True)
+@device_option("run the model on")
 def command(folder: Path, **options: Any) -> None:
-    """Generate text with the checkpoint in FOLDER, on the CPU."""
+    """Generate text with the checkpoint in FOLDER."""
     show(folder, **options)
 
 

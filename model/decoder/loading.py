@@ -118,13 +118,13 @@ def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype 
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> Block:
+def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int, device: str = "cpu") -> Block:
     """Load one layer of an open checkpoint, in float32."""
     with torch.device("meta"):
         block = Block(config)
     prefix = f"{_prefix(checkpoint)}layers.{index}."
     for name, parameter in list(block.named_parameters()):
-        _put(block, name, _read_checked(checkpoint, prefix + name, parameter, torch.float32, "cpu"))
+        _put(block, name, _read_checked(checkpoint, prefix + name, parameter, torch.float32, device))
     return block.eval()
 
 

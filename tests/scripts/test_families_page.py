@@ -34,7 +34,7 @@ def test_row(convert, tmp_path, family):
     )
     assert (default, merged.code) == ("fit", 0)
     with open_checkpoint(folder) as checkpoint:
-        open_checked(checkpoint)
+        open_checked(checkpoint, "cpu")
     assert trained == how_trained(family, folder)
     assert opens == ("the stock class" + f" (the `{tiny.inner(family)}` inside is merged)" * (family in tiny.WRAPPERS))
 

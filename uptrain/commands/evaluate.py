@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from model.common import console
+from model.common.command_options import device_option
 from uptrain.commands.options import seq_len_option
 from uptrain.runs.settings import PRECISIONS
 
@@ -23,8 +24,9 @@ FOLDER = click.Path(path_type=Path)
 )
 @seq_len_option
 @click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The parent, to compare with.")
-@click.option("--precision", type=click.Choice(PRECISIONS), help="[default: bf16 on a GPU, fp32 on a CPU]")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="[default: bf16 on a GPU, fp32 on a CPU or a Mac]")
 @click.option("--micro-batch", type=click.IntRange(min=1), metavar="N", help="[default: as many as make 8192 tokens]")
+@device_option("evaluate on")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
     """Measure MODEL's loss and perplexity on held-out text.

@@ -15,7 +15,9 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
+from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
+from model.decoder.devices import find_device
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
 
 PATIENCE = timedelta(minutes=30)
@@ -32,10 +34,31 @@ def has_accelerator() -> bool:
     return str(torch.accelerator.current_accelerator()) != "mps"
 
 
+def choose_device(name: str) -> torch.device:
+    """Return this process's device for `--device`, and make it the current one of its kind.
+
+    Raises InputError if it is not available, or several processes were started: each has a device of its own.
+    """
+    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if name != AUTO_DEVICE and n_processes > 1:
+        raise InputError(f"--device {name} is for one process, but {n_processes} were started; leave it out.")
+    if name == AUTO_DEVICE and (n_processes > 1 or _is_set("ACCELERATE_USE_CPU")):
+        gpu = torch.accelerator.current_accelerator() if has_accelerator() else None
+        return gpu or torch.device("cpu")
+    device = find_device(name)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
 def make_accelerator(
-    precision: str, block_names: Sequence[str], track: Sequence[str] = (), folder: Path | None = None
+    precision: str,
+    block_names: Sequence[str],
+    track: Sequence[str] = (),
+    folder: Path | None = None,
+    device: torch.device | None = None,
 ) -> Accelerator:
-    """Return the Accelerator of the process group that the launcher started.
+    """Return the Accelerator of the process group that the launcher started. `device`: from `choose_device`.
 
     Raises InputError if the processes do not form one group, or sharding was requested and is unavailable. accelerate
     would silently run several trainings in one folder, or train unsharded.
@@ -50,7 +73,7 @@ def make_accelerator(
             "DeepSpeed is not supported by this version; use scripts/launch/accelerate/fsdp2.yaml or ddp.yaml."
         )
     accelerator = Accelerator(
-        cpu=not has_accelerator(),
+        cpu=not has_accelerator() if device is None else device.type == "cpu",
         mixed_precision="bf16" if precision == "bf16" else "no",
         fsdp_plugin=fsdp_plugin(precision, block_names) if wants_sharding else None,
         # The loop accumulates gradients itself. Without this, accelerate would divide by a number from the environment.
@@ -62,6 +85,8 @@ def make_accelerator(
         log_with=list(track) or None,
         project_config=ProjectConfiguration(str(folder), logging_dir=f"{folder}/tensorboard") if track else None,
     )
+    if device is not None and accelerator.device.type != device.type:
+        raise InputError(f"--device {device} is not possible with ACCELERATE_USE_CPU; unset that variable.")
     # A rank that exits now with an error would break the others while they still join.
     accelerator.wait_for_everyone()
     launched = int(os.environ.get("WORLD_SIZE", "1"))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.decoder.devices import float64_device, to_float64
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.losses import IGNORED, ChunkLogits
 from uptrain.data.batch import Batch
@@ -56,7 +57,7 @@ def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: 
     targets_N = batch.labels_BT[:, 1:].flatten()
     kept_N = targets_N != IGNORED
     targets_N = targets_N[kept_N]
-    sums = torch.zeros(5, dtype=torch.float64, device=targets_N.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=float64_device(targets_N.device))
     sums[0] = len(targets_N)
     step = max(1, _CHUNK_LOGITS // len(student.head_weight))
     student_NV = _logits(student, batch, kept_N, step)
@@ -64,12 +65,12 @@ def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: 
     for start in range(0, len(targets_N), step):
         chunk = slice(start, start + step)
         p_CV = student_NV.of(chunk).log_softmax(dim=1)
-        sums[1] += F.nll_loss(p_CV, targets_N[chunk], reduction="none").double().sum()
+        sums[1] += to_float64(F.nll_loss(p_CV, targets_N[chunk], reduction="none")).sum()
         if teacher_NV is not None:
             q_CV = teacher_NV.of(chunk).log_softmax(dim=1)
-            sums[2] += F.nll_loss(q_CV, targets_N[chunk], reduction="none").double().sum()
-            sums[3] += (q_CV.exp() * (q_CV - p_CV)).sum(dim=1).double().sum()
-            sums[4] += (q_CV.argmax(dim=1) == p_CV.argmax(dim=1)).sum()
+            sums[2] += to_float64(F.nll_loss(q_CV, targets_N[chunk], reduction="none")).sum()
+            sums[3] += to_float64((q_CV.exp() * (q_CV - p_CV)).sum(dim=1)).sum()
+            sums[4] += (q_CV.argmax(dim=1) == p_CV.argmax(dim=1)).sum().to(sums.device)
     return sums
 
 

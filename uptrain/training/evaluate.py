@@ -12,10 +12,11 @@ from torch import nn
 
 from model.common import console
 from model.common.errors import InputError
+from model.decoder.devices import float64_device
 from uptrain.data.batch import Batch, micro_batches
 from uptrain.data.run_data import cache_of, seq_len_of
 from uptrain.data.token_cache import Cache
-from uptrain.distributed.accelerator import has_accelerator, make_accelerator
+from uptrain.distributed.accelerator import choose_device, make_accelerator
 from uptrain.distributed.collectives import all_reduce_sum, destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.runs.checks import check_packing, check_teacher, check_tokenizer, check_vocabulary
@@ -43,7 +44,7 @@ def evaluate(
 
     Raises Stopped on all ranks once `should_stop` is true on one.
     """
-    sums = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=float64_device(accelerator.device))
     was_training = loss_module.training
     loss_module.eval()
     with torch.no_grad():
@@ -87,12 +88,14 @@ def _evaluate_folder(
     teacher: Path | None,
     precision: str | None,
     micro_batch: int | None,
+    device: str,
     quiet: bool,
     scratch: Path,
 ) -> EvalResult:
     seq_len = seq_len_of([data], model, seq_len)
-    precision = precision or ("bf16" if has_accelerator() else "fp32")
-    accelerator = make_accelerator(precision, block_names(model))
+    chosen = choose_device(device)
+    precision = precision or ("fp32" if chosen.type in ("cpu", "mps") else "bf16")
+    accelerator = make_accelerator(precision, block_names(model), device=chosen)
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     path = on_main(accelerator, lambda: cache_of([data], model, seq_len, scratch / "tokens"))

@@ -9,12 +9,17 @@ is one matrix per query head, O_h V_h. The best shared V is spanned by the first
 stacked outputs of those matrices. Unrotated key dimensions are shared in the same way.
 """
 
+from contextlib import suppress
+
 import numpy as np
 
 from convert.merging.moments import Maps, Moments, key_planes, scaled_planes
 from convert.merging.weights import Complex, Real
+from model.common.errors import CheckpointError
 
 _TINY = 1e-9
+RIDGES = (1e-9, 1e-6, 1e-5, 1e-4)
+"""Shares of the mean moment that are added to the diagonal of moments, in turn."""
 
 
 def merge(moments: Moments) -> Maps:
@@ -91,17 +96,15 @@ def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
 
 
 def _root(heads_FF: Real) -> Real:
-    """Return the Cholesky factor with a small ridge.
+    """Return the Cholesky factor with the smallest ridge that allows one.
 
     Key moments are sums of float32 products. Where keys have fewer independent dimensions than numbers, rounding can
-    make an eigenvalue slightly negative; then the ridge is larger.
+    make an eigenvalue slightly negative; then the ridge grows.
     """
     mean = float(np.trace(heads_FF) / len(heads_FF))
-    ridged_FF: Real = heads_FF.copy()
-    diagonal = np.diag_indices_from(ridged_FF)
-    ridged_FF[diagonal] += _TINY * mean or 1.0
-    try:
-        return np.asarray(np.linalg.cholesky(ridged_FF))
-    except np.linalg.LinAlgError:
-        ridged_FF[diagonal] += 1e3 * _TINY * mean
-        return np.asarray(np.linalg.cholesky(ridged_FF))
+    for ridge in RIDGES:
+        ridged_FF: Real = heads_FF.copy()
+        ridged_FF[np.diag_indices_from(ridged_FF)] += ridge * mean or 1.0
+        with suppress(np.linalg.LinAlgError):
+            return np.asarray(np.linalg.cholesky(ridged_FF))
+    raise CheckpointError("the second moments of a layer's heads are not positive definite; use --method mean.")

@@ -1,0 +1,76 @@
+"""Find the device that runs a model, and compute in float64 for it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from model.common.command_options import AUTO_DEVICE
+from model.common.errors import InputError, RunError
+
+
+def available_devices() -> list[str]:
+    """Return the names of the devices here, the best first."""
+    gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if gpu is None or gpu.type == "mps":
+        return ["cpu"] if gpu is None else ["mps", "cpu"]
+    return [*(f"{gpu.type}:{index}" for index in range(torch.accelerator.device_count())), "cpu"]
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device that `--device` names. Raises InputError if this machine, or torch, lacks it."""
+    available = available_devices()
+    full_name = available[0] if name == AUTO_DEVICE else f"{name}:0" if f"{name}:0" in available else name
+    if full_name not in available:
+        choices = ", ".join([AUTO_DEVICE, *available])
+        raise InputError(f"--device {name} is not available here; choose one of {choices}.")
+    return torch.device(full_name)
+
+
+@contextmanager
+def faster_products(device: str) -> Iterator[None]:
+    """Let oneDNN multiply float32 matrices on the CPU, where it is as exact as torch's default library, MKL.
+
+    MKL leaves half of an AMD processor's vector units unused. oneDNN uses all of them, but torch gives it float32 only
+    with leave to round to bfloat16. It rounds on processors with AMX. So try it, and keep it if it does not round.
+    """
+    before = torch.get_float32_matmul_precision()
+    if find_device(device).type != "cpu" or before != "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("medium")
+    try:
+        if not _is_exact():
+            torch.set_float32_matmul_precision(before)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _is_exact() -> bool:
+    """Return whether the CPU's float32 products are as exact as float32 (bfloat16 has a relative error of 2e-3)."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator, device="cpu") for _ in range(2))
+    exact = a.double() @ b.double()
+    return bool((a @ b - exact).norm() <= 1e-5 * exact.norm())
+
+
+@contextmanager
+def naming_lack_of_memory(device: str) -> Iterator[None]:
+    """Raise RunError where a GPU lacks memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(".")[0]
+        raise RunError(f"{device} has too little memory ({reason}); continue with --device cpu.") from error
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Return the device for float64: the CPU for mps, which has none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on its `float64_device`."""
+    return tensor.to(float64_device(tensor.device)).double()

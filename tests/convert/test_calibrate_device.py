@@ -1,0 +1,100 @@
+"""`--device`: calibrate on another device than the CPU, which is pretended here; tests/gpu use a real one."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from calibrated import FIT
+from pretended_device import NAME, pretended_device
+from safetensors.torch import load_file
+from tiny_tokenizers import make_tokenizer
+
+from convert.calibration import solve
+
+WAYS = {
+    "fit": ("--method", "fit", "--refit", "--refine", 1024, "--calibration-tokens", 1024),
+    "pca": ("--method", "pca", "--group-heads", "similar", "--calibration-tokens", 1024),
+    "auto": ("--method", "auto", "--calibration-tokens", 1024),
+    "self": ("--method", "fit", "--calibration", "self+shipped", "--calibration-tokens", 1024),
+}
+
+
+def source(family, folder, **changes):
+    return make_tokenizer(tiny.save(tiny.build(family, vocab_size=300, **changes), folder), 300)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_calibrates_on_the_device_that_is_named(convert, tmp_path, monkeypatch, way):
+    """No tensor is left on the CPU, the draws are the same, and `verify` on the CPU agrees."""
+    folder = source("mistral", tmp_path / "source", sliding_window=20)
+    with pretended_device(monkeypatch):
+        for out, device in (("device", NAME), ("auto", "auto")):
+            result = convert("mha-to-gqa", folder, tmp_path / out, "--groups", 2, *WAYS[way], "--device", device)
+            assert result.code == 0, result.err
+    assert convert("mha-to-gqa", folder, tmp_path / "cpu", "--groups", 2, *WAYS[way], "--device", "cpu").code == 0
+    compare(tmp_path / "device", tmp_path / "cpu", 0.3 if "--refine" in WAYS[way] else 1e-3)
+    assert tiny.snapshot(tmp_path / "device") == tiny.snapshot(tmp_path / "auto")
+    assert convert("verify", folder, tmp_path / "device", "--device", "cpu").code == 0
+    with pretended_device(monkeypatch):
+        assert convert("verify", folder, tmp_path / "cpu", "--device", NAME).code == 0
+
+
+@pytest.mark.parametrize("family", tiny.FITTED)
+def test_every_family_calibrates_on_a_device(convert, tmp_path, monkeypatch, family):
+    size = {} if family in tiny.IMPLIED_HEAD_DIM else {"head_dim": 16}
+    folder = source(family, tmp_path / "source", hidden_size=128, **size)
+    with pretended_device(monkeypatch):
+        result = convert("mha-to-gqa", folder, tmp_path / "device", "--groups", tiny.few(family), *WAYS["fit"])
+        assert result.code == 0, result.err
+
+
+def compare(one, other, limit):
+    """Compare the merged weights of two conversions: the largest difference as a share of a tensor's norm."""
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
+    for name, tensor in ours.items():
+        assert float((tensor - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-9)) <= limit, name
+    records = [json.loads((folder / "groupwise.json").read_text()) for folder in (one, other)]
+    assert records[0].keys() == records[1].keys()
+
+
+def test_too_little_memory_on_the_device(convert, parent, tmp_path, monkeypatch):
+    """What is finished stays, and the CPU continues."""
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(solve, "refit_output", fail)
+        result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit")
+    words = "Error: cpu has too little memory (CUDA out of memory); continue with --device cpu."
+    assert (result.code, words in result.err, result.err.count("\n")) == (1, True, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.groupwise", "source"]
+    assert convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit").code == 0
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "xla", "gpu", "cpu:1"])
+def test_a_device_that_is_not_there(convert, uptrain, generation, parent, tmp_path, device):
+    words = f"Error: --device {device} is not available here; choose one of auto, cpu."
+    out = tmp_path / "out"
+    for option in ("--overwrite", "--dry-run"):
+        convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--device", device, option).refused(words)
+        convert("mha-to-mqa", parent, out, "--device", device, option).refused(words)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).code == 0
+    convert("verify", parent, out, "--device", device).refused(words)
+    generation(parent, "--prompt", "a", "--device", device).refused(words)
+    (tmp_path / "text.txt").write_text("Some words. " * 99)
+    uptrain("evaluate", parent, "--data", tmp_path / "text.txt", "--seq-len", 16, "--device", device).refused(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--method", "mean"), "--device cannot be combined with --method mean, which needs no text"),
+        (("--method", "pca", "--calibration", "none"), "--device needs a calibration text, but --calibration none"),
+        (("--calibration", "none"), "--device needs a calibration text, but --calibration none"),
+    ],
+)
+def test_a_device_without_a_calibration(convert, parent, tmp_path, options, words):
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *options, "--device", "cpu").refused(words)

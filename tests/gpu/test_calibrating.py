@@ -1,0 +1,61 @@
+"""Calibration on a GPU against calibration on the CPU: `scripts/test --gpu tests/gpu`."""
+
+import pytest
+import tiny
+from calibrated import FIT
+from safetensors.torch import load_file
+from tiny_tokenizers import make_tokenizer
+
+ALLOWED = 1e-2
+"""Largest difference of a merged tensor, as a share of its norm. It is what `convert verify` allows: sums in another
+order change some of the drawn keys."""
+
+
+@pytest.fixture(autouse=True)
+def gpu_only(device):
+    """Skip without a GPU."""
+    if device.type == "cpu":
+        pytest.skip("needs a GPU")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma", "mixtral"])
+def test_fit_with_refit(convert, tmp_path, device, family):
+    folder = convert_on_both(convert, tmp_path, device, family, *FIT, "--refit")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in (device.type, "cpu"))
+    for name, tensor in ours.items():
+        assert float((tensor - theirs[name]).norm()) <= ALLOWED * float(theirs[name].norm()), name
+    verify_on_both(convert, tmp_path, device, folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*FIT, "--refit", "--refine", 2048),
+        ("--method", "pca", "--group-heads", "similar", "--calibration-tokens", 1024),
+    ],
+)
+def test_other_ways(convert, tmp_path, device, family, options):
+    """Training magnifies rounding, so `verify` compares refined layers by their held-out errors."""
+    verify_on_both(convert, tmp_path, device, convert_on_both(convert, tmp_path, device, family, *options))
+
+
+def test_a_text_that_the_model_writes(convert, tmp_path, device):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    options = ("--groups", 2, *FIT, "--calibration", "self", "--device", device.type)
+    assert convert("mha-to-gqa", folder, tmp_path / "out", *options).code == 0
+    assert convert("verify", folder, tmp_path / "out", "--device", "cpu").code == 0
+
+
+def convert_on_both(convert, tmp_path, device, family, *options):
+    folder = make_tokenizer(tiny.save(tiny.build(family, vocab_size=300), tmp_path / "source"), 300)
+    for name in (device.type, "cpu"):
+        result = convert("mha-to-gqa", folder, tmp_path / name, "--groups", 2, *options, "--device", name)
+        assert result.code == 0, result.err
+    return folder
+
+
+def verify_on_both(convert, tmp_path, device, folder):
+    for out, other in ((device.type, "cpu"), ("cpu", device.type)):
+        result = convert("verify", folder, tmp_path / out, "--device", other)
+        assert result.code == 0, result.err
