@@ -81,7 +81,8 @@ def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
     if text:
         n_tokens = text["windows"] * text["window"]
         time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
-        rows.append(("calibration", f"{n_tokens:,} tokens, estimate {time}, with {room} of temporary disk space"))
+        work = f"{n_tokens:,} tokens on {planned['device']}"
+        rows.append(("calibration", f"{work}, estimate {time}, with {room} of temporary disk space"))
     return rows
 
 

@@ -1,80 +1,158 @@
-"""Estimate how long calibration takes: its floating-point operations, at the measured speed of this machine.
+"""Estimate how long calibration takes, from the times that the first layer takes on a window or its beginning.
 
-Where the model writes the text, each step also reads the weights and the KV cache. That may take longer than the
-products.
+The layer runs on the device of the calibration. Moments are solved on the CPU, whatever the device. Where the model
+writes the text, each step also reads the weights and the KV cache. That may take longer than the products.
 """
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from convert.calibration.choose_method import candidates, part_tried
-from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN
-from convert.calibration.text import CalibrationText
-from convert.merging.methods import AUTO
+from convert.calibration.layer_module import Weights
+from convert.calibration.layer_stream import CalibrationWindows, Layer, open_layers
+from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
+from convert.calibration.refine import EVALUATIONS
+from convert.calibration.refit_output import HELD_OUT_EVERY
+from convert.calibration.solve import JUDGED_TOKENS
+from convert.merging.methods import AUTO, find_alternatives
 from convert.planning.plan import Plan
+from model.checkpoint import Checkpoint
+from model.decoder.devices import faster_products
 
-_SIZE, _REPEATS = 1024, 4
-_EFFICIENCY = 0.6
-"""Speed of calibration as a share of one matrix product's (SmolLM2-135M on two cores: 0.63)."""
-_WRITING_EFFICIENCY = 0.35
-"""Speed of writing text as a share of one matrix product's (SmolLM2-135M on two cores, 64 rows: 0.39)."""
+_MEASURED_OPERATIONS = 5e10
+"""Maximum FLOPs of the layer's run, and of its key moments, that are measured: a quarter of a second at 200 GFLOP/s."""
+_LEAST_TOKENS = 16
+_REPEATS, _ENOUGH_SECONDS = 3, 0.2
+"""Runs of which the fastest counts; fewer if they take longer than this."""
+_SQUARE = 512
+_SOLUTIONS = 3
+"""Solutions that are compared, of a method with alternatives."""
 _TRAINING = 3
 """Cost of training on a token, in forward passes."""
+_WRITING_EFFICIENCY = 0.5
+"""Speed of writing text as a share of a layer's speed."""
 _BYTES_PER_SECOND = 1e10
 """Speed of reading weights from memory."""
 
 
-def calibration_seconds(plan: Plan) -> float:
-    """Return an estimate in seconds, correct within a factor of two. Measuring takes a tenth of a second."""
-    speed = _operations_per_second()
-    return calibration_operations(plan) / (_EFFICIENCY * speed) + _writing_seconds(plan, speed)
+@dataclass(frozen=True)
+class _Measured:
+    """Seconds of a layer, per window but for `load`; and the FLOPs per second of a float64 product on the CPU."""
+
+    load: float
+    run: float
+    """With its moments."""
+    output: float
+    """The attention with merged heads, and the sums to refit it."""
+    solving_speed: float
 
 
-def _writing_seconds(plan: Plan, operations_per_second: float) -> float:
+def calibration_seconds(checkpoint: Checkpoint, plan: Plan) -> float:
+    """Return an estimate in seconds, correct within a factor of two. Measuring takes about a second."""
+    if plan.recipe.text is None or not plan.layers:
+        return 0.0
+    with torch.inference_mode(), faster_products(plan.recipe.device):
+        measured = _measure(checkpoint, plan)
+    plans = _tried(plan) if plan.recipe.method == AUTO else [plan]
+    layers = sum(_layer_seconds(each, measured) for each in plans)
+    return len(plan.layers) * layers + _writing_seconds(plan, measured)
+
+
+def _tried(plan: Plan) -> list[Plan]:
+    """Return the plans of `auto`: all candidates on a part of the text, then the costliest one on the whole text."""
+    tried = candidates(plan.recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
+    assert plan.recipe.text is not None
+    part = part_tried(plan.recipe.text)
+    on_part = [replace(plan, recipe=replace(recipe, text=part)) for recipe in tried.values()]
+    return [*on_part, replace(plan, recipe=tried["fit"])]
+
+
+def _layer_seconds(plan: Plan, measured: _Measured) -> float:
+    recipe, text = plan.recipe, plan.recipe.text
+    assert text is not None
+    held_out = text.n_windows / HELD_OUT_EVERY
+    outputs = float(text.n_windows if recipe.refit else 0)
+    if find_alternatives(recipe.method):
+        outputs += _SOLUTIONS * min(held_out, JUDGED_TOKENS / text.window)
+    if recipe.refine:
+        outputs += (EVALUATIONS + 1) * held_out + _TRAINING * recipe.refine / text.window
+    # Decompositions and linear systems: 55 to 98 times the width cubed, for widths of 512 to 2048.
+    solving = 80 * plan.n_kv_heads * _width(plan) ** 3 / measured.solving_speed
+    return measured.load + text.n_windows * measured.run + outputs * measured.output + solving
+
+
+def _writing_seconds(plan: Plan, measured: _Measured) -> float:
     text = plan.recipe.text
-    if text is None or not text.own or not plan.layers:
+    if text is None or not text.own:
         return 0.0
     n_weights = sum(prod(tensor.shape) for tensor in plan.tensors.values())
-    computing = 2.0 * n_weights * len(text.own) * text.window / (_WRITING_EFFICIENCY * operations_per_second)
+    speed = 2 * _layer_weights(plan) * text.window / measured.run
+    computing = 2.0 * n_weights * len(text.own) * text.window / (_WRITING_EFFICIENCY * speed)
     return max(computing, text.own_steps * text.own_bytes / _BYTES_PER_SECOND)
 
 
-def calibration_operations(plan: Plan) -> float:
-    """Return the FLOPs of forward passes, moments, decompositions and refinement."""
+def _width(plan: Plan) -> int:
+    """Return the dimensions of a group's keys."""
+    return plan.geometry.n_kv_heads // plan.n_kv_heads * plan.geometry.head_dim
+
+
+def _layer_weights(plan: Plan) -> float:
+    """Return the mean number of weights of a layer."""
+    return sum(prod(t.shape) for name, t in plan.tensors.items() if plan.in_layer(name)) / len(plan.layers)
+
+
+def _measure(checkpoint: Checkpoint, plan: Plan) -> _Measured:
+    """Run the first layer on random states, of a window or, for a large layer, of its beginning."""
     text, geometry = plan.recipe.text, plan.geometry
-    if text is None or not plan.layers:
-        return 0.0
-    if plan.recipe.method == AUTO:
-        return _choosing_operations(plan, text)
-    n_weights = sum(prod(t.shape) for name, t in plan.tensors.items() if plan.in_layer(name)) / len(plan.layers)
-    heads = geometry.n_heads * geometry.head_dim
-    attention = 4 * text.window * heads
-    width = geometry.n_kv_heads // plan.n_kv_heads * geometry.head_dim
-    keys = 2 * plan.n_kv_heads * KEY_QUERIES * KEYS_DRAWN * width**2
-    passes = 2 if plan.recipe.refit else 1
-    solving = 60 * plan.n_kv_heads * width**3
-    layer = text.n_tokens * (2 * n_weights + passes * attention + (passes - 1) * 8 * heads * geometry.hidden_size)
-    merged = 2 * (geometry.n_heads + plan.n_kv_heads) * geometry.head_dim * geometry.hidden_size
-    refining = _TRAINING * plan.recipe.refine * (2 * merged + attention)
-    return len(plan.layers) * (layer + keys + solving + refining)
-
-
-def _choosing_operations(plan: Plan, text: CalibrationText) -> float:
-    """Return the FLOPs of trying all candidates on a part of the text, then the costliest one on the whole text."""
-    tried = candidates(plan.recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads).values()
-    on_part = [replace(plan, recipe=replace(recipe, text=part_tried(text))) for recipe in tried]
-    on_all = [replace(plan, recipe=recipe) for recipe in tried]
-    return sum(map(calibration_operations, on_part)) + max(map(calibration_operations, on_all))
-
-
-def _operations_per_second() -> float:
-    """Measure the speed of a float32 matrix product."""
-    a = torch.ones(_SIZE, _SIZE)
-    a @ a
+    assert text is not None
+    length = min(text.window, max(_LEAST_TOKENS, int(_MEASURED_OPERATIONS / (2 * _layer_weights(plan)))))
+    layers = open_layers(checkpoint, length, plan.recipe.device)
     started = time.perf_counter()
-    for _ in range(_REPEATS):
-        a @ a
-    return _REPEATS * 2 * _SIZE**3 / (time.perf_counter() - started)
+    module = layers.load(0)
+    load = time.perf_counter() - started
+    # Over the whole text there are always as many queries. So a window of a longer text has fewer.
+    keys = 2 * plan.n_kv_heads * KEY_QUERIES * KEYS_DRAWN * _width(plan) ** 2 / text.n_windows
+    times_longer = max(1, round(keys / _MEASURED_OPERATIONS))
+    shorter = replace(text, window=length, n_windows=text.n_windows * times_longer)
+    states_NTM = np.random.default_rng(0).standard_normal((1, length, geometry.hidden_size), dtype=np.float32)
+    layer = Layer(CalibrationWindows(shorter), module, states_NTM, Path(), lambda n: None)
+    sums = MomentSums(layer, plan.n_kv_heads, list(range(geometry.n_kv_heads)))
+    weights = _random_weights(plan).to(module.device)
+
+    def output() -> None:
+        out_TC: Tensor = module.heads_out(weights, layer.inputs([0]))[0]
+        float((out_TC.T @ out_TC).sum() + (out_TC.T @ layer.on_device(states_NTM)[0]).sum())  # waits for a GPU
+
+    run = _fastest(lambda: module.run(layer.on_device(states_NTM), lambda heads: None))
+    with_moments = _fastest(lambda: module.run(layer.on_device(states_NTM), sums.add))
+    run += times_longer * max(0.0, with_moments - run)
+    square = np.ones((_SQUARE, _SQUARE))
+    solving_speed = 2 * _SQUARE**3 / _fastest(lambda: square @ square)
+    whole = text.window / length
+    return _Measured(load, whole * run, whole * _fastest(output), solving_speed)
+
+
+def _random_weights(plan: Plan) -> Weights:
+    """Return weights of a merged layer's shapes."""
+    geometry, generator = plan.geometry, torch.Generator().manual_seed(0)
+    n_inputs = geometry.hidden_size + bool(plan.layers[0].biases)
+    rows = [n * geometry.head_dim for n in (geometry.n_heads, plan.n_kv_heads, plan.n_kv_heads)]
+    shapes = [*((n_rows, n_inputs) for n_rows in rows), (geometry.hidden_size, rows[0])]
+    return Weights(*(torch.randn(shape, generator=generator) for shape in shapes))
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of several runs. The first one also fills caches."""
+    seconds: list[float] = []
+    while len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS:
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

@@ -9,7 +9,7 @@ from convert.merging.methods import AUTO, REPEAT
 from convert.planning.options import MergeOptions
 from convert.planning.plan import Plan, make_plan
 from convert.planning.resolve_options import resolve_options
-from model.checkpoint import open_checkpoint
+from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.checkpoint.writer import parse_size
 from model.common import console
@@ -25,7 +25,7 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
         staging = conversion.open_target(checkpoint, out, output.overwrite)
         recipe = resolve_options(checkpoint, n_kv_heads, merge)
         plan = requested = make_plan(checkpoint, n_kv_heads, recipe, size)
-        estimate = _estimate(plan, quiet=output.dry_run or output.as_json)
+        estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
             conversion.check_space(plan, checkpoint, staging)
         elif recipe.method == AUTO:
@@ -57,17 +57,17 @@ def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], 
         )
 
 
-def _estimate(plan: Plan, quiet: bool) -> dict[str, Any]:
-    """Return the time and disk space of a calibration; announce a slow one."""
+def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]:
+    """Return the device, time and disk space of a calibration; announce a slow one."""
     if plan.recipe.text is None:
         return {}
     from convert.calibration.estimate import calibration_seconds
 
-    seconds = round(calibration_seconds(plan))
+    seconds = round(calibration_seconds(checkpoint, plan))
     if not quiet and seconds > SLOW_SECONDS:
         console.echo(
-            f"Calibrating takes about {console.duration(seconds)} here; "
+            f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; "
             "--method mean takes little longer than copying, but starts with a higher loss.",
             err=True,
         )
-    return {"calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}
+    return {"device": plan.recipe.device, "calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}

@@ -1,6 +1,8 @@
 """`--device`: calibrate on another device than the CPU, which is pretended here; tests/gpu use a real one."""
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -12,6 +14,7 @@ from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import solve
 
+DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 WAYS = {
     "fit": ("--method", "fit", "--refit", "--refine", 1024, "--calibration-tokens", 1024),
     "pca": ("--method", "pca", "--group-heads", "similar", "--calibration-tokens", 1024),
@@ -71,6 +74,24 @@ def test_too_little_memory_on_the_device(convert, parent, tmp_path, monkeypatch)
     assert (result.code, words in result.err, result.err.count("\n")) == (1, True, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.groupwise", "source"]
     assert convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit").code == 0
+
+
+def test_the_plan_names_the_device_and_the_time(convert, parent, tmp_path, monkeypatch):
+    command = ("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--dry-run")
+    with pretended_device(monkeypatch):
+        assert f"1,024 tokens on {NAME}, estimate " in convert(*command).out
+        assert json.loads(convert(*command, "--json").out)["device"] == NAME
+    assert json.loads(convert(*command, "--device", "cpu", "--json").out)["device"] == "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--refine", 16384), ("--method", "pca")])
+def test_the_estimate_is_within_a_factor_of_two(convert, tmp_path, more):
+    command = ("mha-to-gqa", DEMO, tmp_path / "out", "--groups", 2, "--calibration-tokens", 32768, *more)
+    estimate = json.loads(convert(*command, "--dry-run", "--json").out)["calibration_seconds"]
+    started = time.perf_counter()
+    assert convert(*command).code == 0
+    assert 0.5 < estimate / (time.perf_counter() - started) < 2
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "xla", "gpu", "cpu:1"])
