@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,9 @@ class ClassNorms:
             self.weights[kind] = weights_HD
             if norms.after_rotation:
                 ordered_HD = weights_HD[:, order_D].cpu().double().numpy()
-                means_HD = pair_means(ordered_HD, n_rotary_pairs)
-                self._factors[kind] = torch.from_numpy(means_HD / ordered_HD).float().to(order_D.device)
+                # Where a weight is 0, nothing is observed.
+                factors_HD = pair_means(ordered_HD, n_rotary_pairs) / np.where(ordered_HD == 0, np.inf, ordered_HD)
+                self._factors[kind] = torch.from_numpy(factors_HD).float().to(order_D.device)
 
     def apply(self, kind: Kind, heads_BTHD: Tensor) -> Tensor:
         """Return projected heads as the norm makes them, without rotation."""
