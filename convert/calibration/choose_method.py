@@ -21,7 +21,7 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.common.staging import Staging
 from model.decoder.config import read_llama_config
-from model.decoder.devices import faster_products
+from model.decoder.devices import faster_products, naming_lack_of_memory
 from model.decoder.llama import RMSNorm
 from model.decoder.loading import load_head, load_last_norm
 from model.decoder.losses import chunked_cross_entropy
@@ -125,7 +125,7 @@ def score(
 ) -> float:
     """Return the loss of the model with its merged layers on a text, in nats per token."""
     device = merges[0].recipe.device
-    with faster_products(device):
+    with naming_lack_of_memory(device), faster_products(device):
         for layer in iter_layers(checkpoint, text, scratch, progress, device):
             _load_merged(layer, checkpoint, merges[layer.index], merged)
             layer.run(lambda heads: None)

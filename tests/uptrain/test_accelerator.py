@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from uptrain.distributed.accelerator import has_accelerator, make_accelerator
+from model.common.errors import InputError
+from uptrain.distributed.accelerator import choose_device, has_accelerator, make_accelerator
 
 
 @pytest.mark.parametrize(("available", "kind", "expected"), [
@@ -22,3 +23,19 @@ def test_the_loop_alone_accumulates(monkeypatch):
     """Else accelerate would divide the gradient by what stands in the environment."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert make_accelerator("fp32", ()).gradient_accumulation_steps == 1
+
+
+def test_one_device_for_many_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="--device cpu is for one process, but 2 were started; leave it out"):
+        choose_device("cpu")
+    assert choose_device("auto").type == "cpu"
+
+
+def test_a_device_against_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(
+        InputError, match="--device cuda:0 is not possible with ACCELERATE_USE_CPU; unset"
+    ):
+        make_accelerator("fp32", (), device=torch.device("cuda:0"))
+    assert choose_device("auto").type == "cpu"
