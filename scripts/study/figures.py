@@ -49,9 +49,9 @@ SOURCES = {
 """What each figure is drawn from."""
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
 MERGES = {
-    TODAY: "the default: on mixed text",
     "random": "random", "mean": "mean (the paper's)", "first": "first", "mean-norm": "mean, norm restored",
     "aligned-spread": "aligned, mean", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit",
+    TODAY: "the default, on mixed text",
 }  # fmt: skip
 PLACES = (
     ("merges", 2, "8 → 2", BLUE, BLUE, "o"), ("longer", 2, "8 → 2, better-trained parents", BLUE, "white", "o"),
@@ -180,7 +180,7 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
                     label=label if arm == "mean" else None,
                 )  # fmt: skip
     axes.set_yticks(range(len(MERGES)), MERGES.values())
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=0, right=200)  # leaves room for the legend
     axes.set_xlabel("% of mean's gap that is left")
     axes.legend(loc="upper right", title="K/V heads", alignment="left", title_fontsize=8)
 
