@@ -96,7 +96,7 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
         after = refit_output(after, answers, layer.module.device)
     if merge.recipe.refine:
         after = refine(layer, after, merge.recipe.refine, progress)
-    save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
+    save_layer(finish_layer(checkpoint, merge, projected, after), merge, folder)
 
 
 def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:

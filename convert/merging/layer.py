@@ -109,12 +109,14 @@ class MergedLayer:
 
 def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
     """Merge a layer by its weights alone. Raises CheckpointError for NaN or infinity, before or after rounding."""
-    before = normalise(read_attention(checkpoint, merge), merge.norms)
+    projected = read_attention(checkpoint, merge)
+    before = normalise(projected, merge.norms)
     if merge.recipe.grouping == "similar":
-        before = reorder(before, similar_order(moments_from_weights(before), merge.n_kv_heads))
+        order = similar_order(moments_from_weights(before), merge.n_kv_heads)
+        projected, before = reorder(projected, order), reorder(before, order)
     raw_keys = before.norms is not None
     moments = [moments_from_weights(group, raw_keys=raw_keys) for group in before.groups(merge.n_kv_heads)]
-    return finish_layer(checkpoint, merge, before, merge_attention(before, moments, merge.recipe))
+    return finish_layer(checkpoint, merge, projected, merge_attention(before, moments, merge.recipe))
 
 
 def merge_attention(attention: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:

@@ -91,8 +91,10 @@ def _what_was_done(plan: Plan) -> str:
             f"what the base model does. All other weights are the base model's, {exactly}."
         )
     if plan.recipe.by_layer:
+        norms = any(merge.norm_tensors for merge in plan.layers)
+        changed = "queries, the norms of queries and keys," if norms else "queries"
         return (
-            "The K/V heads of each group were merged, and queries and output projections changed so that the group\n"
+            f"The K/V heads of each group were merged, and {changed} and output projections changed so that the group\n"
             f"can share them; all other weights are the base model's, {exactly}. Merging costs quality, which\n"
             "*uptraining* restores: measure before you use it as it is."
         )
