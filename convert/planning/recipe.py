@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS, REPEAT
+from convert.merging.methods import CALIBRATED, LAYER_METHODS, REPEAT
 from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Recipe:
     @property
     def by_layer(self) -> bool:
         """Whether the method merges whole layers, and so changes queries and output projections too."""
-        return self.method in (*LAYER_METHODS, AUTO)
+        return self.method in LAYER_METHODS
 
     @property
     def record(self) -> dict[str, Any]:
@@ -54,13 +54,13 @@ class Recipe:
 
     def check(self) -> None:
         """Raise UnsupportedMethodError if the choices are incompatible."""
-        if self.method in (*CALIBRATED, AUTO) and self.text is None:
+        if self.method in CALIBRATED and self.text is None:
             raise UnsupportedMethodError(
                 f"--method {self.method} needs a calibration text; of the weights alone: --method aligned or pca."
             )
         if self.refit and (self.text is None or not self.by_layer):
             raise UnsupportedMethodError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
-        if self.refine and (self.text is None or self.method not in LAYER_METHODS):
+        if self.refine and (self.text is None or not self.by_layer):
             raise UnsupportedMethodError(f"--refine needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
         if self.grouping == "similar" and not self.by_layer:
             raise UnsupportedMethodError(

@@ -227,17 +227,11 @@ def test_a_tokenizer_of_another_model(convert, tmp_path, stated, option):
 
 
 def test_the_memory_estimate_counts_the_embedding(convert, tmp_path):
-    """It is read before the layers; and `auto` holds the head in float32 too."""
+    """It is read before the layers."""
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=1_000_000), tmp_path / "source"), 300)
     embedding = 4 * 1_000_000 * tiny.HIDDEN
-    estimates = []
-    for method in ("mean", "fit", "auto"):
-        options = () if method == "mean" else ("--calibration-tokens", 1024)
-        result = convert(
-            "mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", method, *options, "--dry-run", "--json"
-        )
-        estimates.append(json.loads(result.out)["peak_memory_bytes"])
-    assert embedding < estimates[1] < estimates[2] - embedding // 2
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--dry-run", "--json")
+    assert embedding < json.loads(result.out)["peak_memory_bytes"]
 
 
 def test_short_records_without_a_beginning_token(convert, tmp_path):
@@ -278,6 +272,17 @@ def test_heads_of_zeros(convert, tmp_path, part):
     result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, *options)
     assert result.code == 0, result.err
     assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("method", ["fit", "pca"])
+def test_text_is_ignored_if_nothing_is_merged(convert, parent, tmp_path, prose, method):
+    options = ("--groups", 8, "--method", method, "--calibration", prose, "--calibration-tokens", 1024)
+    result = convert("mha-to-gqa", parent, tmp_path / "out", *options, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["n_regrouped"] == 0
+    assert record(tmp_path / "out")["calibration"] is None
+    prose.unlink()
+    assert convert("verify", parent, tmp_path / "out").code == 0
 
 
 def test_a_text_for_a_method_that_needs_none(convert, parent, tmp_path, prose):

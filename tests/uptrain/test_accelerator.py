@@ -34,8 +34,6 @@ def test_one_device_for_many_processes(monkeypatch):
 
 def test_a_device_against_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    with pytest.raises(
-        InputError, match="--device cuda:0 is not possible with ACCELERATE_USE_CPU; unset"
-    ):
+    with pytest.raises(InputError, match="--device cuda:0 is not possible with ACCELERATE_USE_CPU; unset"):
         make_accelerator("fp32", (), device=torch.device("cuda:0"))
     assert choose_device("auto").type == "cpu"
