@@ -90,7 +90,7 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
     layer.run(sums.add)
     before = normalise(projected, merge.norms, sums.key_scales)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
-    after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe)
+    after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe.method)
     if merge.recipe.refit:
         answers = outputs(layer, after, range(layer.text.n_windows))
         after = refit_output(after, answers, layer.module.device)
@@ -99,11 +99,11 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
     save_layer(finish_layer(checkpoint, merge, before, after), merge, folder)
 
 
-def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
+def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
     """Return the merged layer. Of a method's several solutions, choose the one with the least held-out output error."""
-    merge_group, find_others = find_group_method(recipe.method), find_alternatives(recipe.method)
+    merge_group, find_others = find_group_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]
-    best = apply_maps(before, moments, maps, recipe)
+    best = apply_maps(before, moments, maps)
     if find_others is None:
         return best
     windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
@@ -111,7 +111,7 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: 
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
     others = [find_others(known, own_maps, moments_from_weights(group)) for known, own_maps, group in groups]
     for other_maps in zip(*others, strict=True):
-        merged = apply_maps(before, moments, list(other_maps), recipe)
+        merged = apply_maps(before, moments, list(other_maps))
         error = squared_error(layer, weights_of(merged), windows)
         if error < least:
             best, least = merged, error

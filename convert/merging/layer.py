@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from convert.merging.grouping import reorder, similar_order
 from convert.merging.heads import GroupReport, compare_heads
 from convert.merging.methods import find_group_method
-from convert.merging.moments import Maps, Moments, apply, moments_from_weights
+from convert.merging.moments import Maps, Moments, apply, keep_spread, moments_from_weights
 from convert.merging.norms import normalise, with_norms
-from convert.merging.rescale import renorm
 from convert.merging.rounding import round_once, widen
 from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join
 from convert.planning.recipe import Recipe
@@ -114,18 +113,18 @@ def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
         before = reorder(before, similar_order(moments_from_weights(before), merge.n_kv_heads))
     raw_keys = before.norms is not None
     moments = [moments_from_weights(group, raw_keys=raw_keys) for group in before.groups(merge.n_kv_heads)]
-    return finish_layer(checkpoint, merge, before, merge_attention(before, moments, merge.recipe))
+    return finish_layer(checkpoint, merge, before, merge_attention(before, moments, merge.recipe.method))
 
 
-def merge_attention(attention: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
+def merge_attention(attention: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
     """Return the attention with one K/V head per group. `moments` has one entry for each group."""
-    merge_group = find_group_method(recipe.method)
-    return apply_maps(attention, moments, [merge_group(group_moments) for group_moments in moments], recipe)
+    merge_group = find_group_method(method)
+    return apply_maps(attention, moments, [merge_group(group_moments) for group_moments in moments])
 
 
-def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps], recipe: Recipe) -> LayerAttention:
-    """Return the attention with each group's heads mapped, and rescaled by the recipe's renorm."""
-    maps = [renorm(*pair, recipe.renorm) for pair in zip(moments, maps, strict=True)]
+def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
+    """Return the attention with each group's heads mapped. Each query head keeps the spread of its logits."""
+    maps = [keep_spread(*pair) for pair in zip(moments, maps, strict=True)]
     groups = zip(attention.groups(len(moments)), maps, strict=True)
     merged = join([apply(group, group_maps) for group, group_maps in groups])
     return merged if attention.norms is None else with_norms(merged, attention.norms, moments, maps)

@@ -141,6 +141,23 @@ def head_selector(moments: Moments, head: int) -> Real:
     return map_DF
 
 
+def keep_spread(moments: Moments, maps: Maps) -> Maps:
+    """Return the maps with queries scaled so that each query head's logits keep their variance.
+
+    The model's loss depends more on the variance of the logits than on their squared error: attention that is too
+    uniform costs more than attention that is slightly wrong. A least-squares merge shrinks keys, because it cancels the
+    components in which a group's heads differ.
+    """
+    shared_DD = maps.keys_DF @ moments.keys_FF @ maps.keys_DF.T
+    scales = []
+    for head, (queries_DD, map_DD) in enumerate(zip(moments.queries_HDD, maps.queries_HDD, strict=True)):
+        own_DD = moments.keys_FF[moments.key_of(head), moments.key_of(head)]
+        before = float(np.einsum("de,de->", queries_DD, own_DD))
+        after = float(np.einsum("de,de->", map_DD @ queries_DD @ map_DD.T, shared_DD))
+        scales.append(np.sqrt(before / after) if before > 0 < after else 1.0)
+    return replace(maps, queries_HDD=maps.queries_HDD * np.array(scales)[:, None, None])
+
+
 def apply(group: LayerAttention, maps: Maps) -> LayerAttention:
     """Return the group's attention with its one shared K/V head."""
     k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (group.k_KDX, group.v_KDX))

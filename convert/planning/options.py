@@ -12,7 +12,6 @@ class MergeOptions:
 
     method: str | None = None
     seed: int = 0
-    renorm: str | None = None
     refit: bool = False
     refine: int = 0
     grouping: str = GROUPINGS[0]

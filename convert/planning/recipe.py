@@ -13,7 +13,6 @@ NONE = "none"
 MAX_TOKENS = 1 << 24
 """Maximum tokens of calibration text, and of refinement."""
 GROUPINGS = ("contiguous", "similar")
-RENORMS = ("none", "norm", "spread")
 
 
 class UnsupportedMethodError(CheckpointError):
@@ -26,7 +25,6 @@ class Recipe:
 
     method: str
     seed: int = 0
-    renorm: str = "none"
     refit: bool = False
     refine: int = 0
     """Tokens that each merged layer is trained on; 0 for none."""
@@ -48,7 +46,7 @@ class Recipe:
         if self.method == REPEAT:
             return record
         return {
-            **record, "renorm": self.renorm, "refit": self.refit, "refine": self.refine, "grouping": self.grouping,
+            **record, "refit": self.refit, "refine": self.refine, "grouping": self.grouping,
             "calibration": self.text.record if self.text else None,
         }  # fmt: skip
 
@@ -66,9 +64,4 @@ class Recipe:
             raise UnsupportedMethodError(
                 f"--group-heads similar moves queries, which --method {self.method} leaves as they are; choose one of "
                 f"{', '.join(LAYER_METHODS)}."
-            )
-        if self.renorm == "spread" and not self.by_layer:
-            raise UnsupportedMethodError(
-                f"--renorm spread scales queries, which --method {self.method} leaves as they are; choose one of "
-                f"{', '.join(LAYER_METHODS)}, or --renorm norm."
             )

@@ -52,8 +52,7 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
         raise UnsupportedMethodError(
             f"{options.of_calibration} cannot be combined with --method {options.method}, which needs no text."
         )
-    renorm = options.renorm or ("spread" if by_layer else "none")
-    recipe = Recipe(options.method, options.seed, renorm, options.refit, options.refine, options.grouping)
+    recipe = Recipe(options.method, options.seed, options.refit, options.refine, options.grouping)
     if by_layer:
         check_layer_merge(geometry, checkpoint.tensors, recipe)  # before a text is read, or downloaded
     if by_layer and options.calibration != NONE:

@@ -8,7 +8,6 @@ import datasets
 import numpy as np
 import pytest
 import tiny
-import torch
 import zstandard
 from calibrated import FIT, TEXT, TOKENS, record
 from safetensors.torch import save_file
@@ -21,7 +20,7 @@ def test_record_and_verify(convert, parent, tmp_path, prose):
     result = convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--refit", "--calibration", prose, "--json")
     assert result.code == 0, result.err
     planned = json.loads(result.out)
-    expected = {"method": "fit", "renorm": "spread", "refit": True, "grouping": "contiguous"}
+    expected = {"method": "fit", "refit": True, "grouping": "contiguous"}
     for report in (planned, record(out)):
         assert {key: report[key] for key in expected} == expected
         assert report["calibration"]["text"] == str(prose)
@@ -117,10 +116,6 @@ def test_dataset_without_texts(convert, parent, tmp_path):
         ),
         (("--method", "mean", "--refit"), "--refit needs a calibration text"),
         (
-            ("--method", "mean", "--renorm", "spread"),
-            "--renorm spread scales queries, which --method mean leaves as they are",
-        ),
-        (
             ("--method", "mean", "--group-heads", "similar"),
             "--group-heads similar moves queries, which --method mean leaves",
         ),
@@ -201,19 +196,6 @@ def test_sizes_that_the_config_leaves_to_the_class(convert, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT)
     assert result.code == 0, result.err
-
-
-def test_mean_rescaled_to_the_norm(convert, parent, tmp_path):
-    """For every method and family: no text is needed."""
-    out = tmp_path / "out"
-    assert convert("mha-to-gqa", parent, out, "--groups", 2, "--method", "mean", "--renorm", "norm").code == 0
-    assert all(entry["norm_ratio"] == pytest.approx(1, abs=2e-3) for entry in record(out)["merge_report"])
-    heads = tiny.tensors(parent)["model.layers.0.self_attn.k_proj.weight"].double().view(2, 4, -1)
-    mean = heads.mean(1)
-    wanted = mean * (heads.norm(dim=2).mean(1) / mean.norm(dim=1))[:, None]
-    merged = tiny.tensors(out)["model.layers.0.self_attn.k_proj.weight"]
-    assert torch.equal(merged.view(2, -1), wanted.to(torch.bfloat16))
-    assert json.loads(convert("verify", parent, out, "--json").out)["ok"]
 
 
 @pytest.mark.parametrize("stated", [100, 300])

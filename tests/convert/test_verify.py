@@ -125,6 +125,22 @@ def test_stray_weights_and_wrong_index(convert, source, out):
     assert "total_size" in result.err
 
 
+@pytest.mark.parametrize(("method", "repeated"), [("mean", "none"), ("pca", "spread")])
+def test_records_of_earlier_versions(convert, source, tmp_path, method, repeated):
+    """They name an option that is gone: what this version always does is verified, and all else refused."""
+    out = tmp_path / "out"
+    more = () if method == "mean" else ("--calibration", "none")
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *more).code == 0
+    record = json.loads((out / "groupwise.json").read_text())
+    for renorm in ("none", "norm", "spread"):
+        (out / "groupwise.json").write_text(json.dumps({**record, "renorm": renorm}))
+        result = convert("verify", source, out)
+        if renorm == repeated:
+            assert result.code == 0, result.err
+        else:
+            result.refused(f"records renorm = '{renorm}', which this version cannot repeat")
+
+
 def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
     other = tiny.save(tiny.build(seed=1), tmp_path / "other", "bfloat16")
     assert convert("verify", other, out).code == 3

@@ -167,7 +167,7 @@ def merged(tmp_path, monkeypatch, use_class):
     folder, place = tmp_path / "source", tmp_path / f"merged-{use_class}"
     with open_checkpoint(folder) as checkpoint:
         text = read_calibration_text(checkpoint, "shipped", 1024)
-        recipe = Recipe("fit", renorm="spread", refit=True, refine=256, text=text)
+        recipe = Recipe("fit", refit=True, refine=256, text=text)
         plan = make_plan(checkpoint, 2, recipe, None)
         solve.calibrate_layers(checkpoint, plan.layers, text, place, lambda n: None)
         return [load_layer(checkpoint, layer, place).tensors for layer in plan.layers]
