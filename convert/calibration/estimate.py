@@ -111,7 +111,7 @@ def _measure(checkpoint: Checkpoint, plan: Plan) -> _Measured:
     shorter = replace(text, window=length, n_windows=text.n_windows * times_longer)
     states_NTM = np.random.default_rng(0).standard_normal((1, length, geometry.hidden_size), dtype=np.float32)
     layer = Layer(CalibrationWindows(shorter), module, states_NTM, Path(), lambda n: None)
-    sums = MomentSums(layer, plan.n_kv_heads, list(range(geometry.n_kv_heads)))
+    sums = MomentSums(layer, plan.n_kv_heads)
     weights = _random_weights(plan).to(module.device)
 
     def output() -> None:

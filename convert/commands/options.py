@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import click
 
 from convert.merging.methods import LAYER_METHODS, METHODS
-from convert.planning.recipe import GROUPINGS, MAX_TOKENS
+from convert.planning.recipe import MAX_TOKENS
 from model.common.command_options import Command, add_options, device_option
 
 WORKERS = 4
@@ -46,10 +46,6 @@ def merge_options(command: Command) -> Command:
                      "principal components (pca), or these fitted to what attention computes (fit); not for "
                      "families that normalise queries and keys.  "
                      "[default: fit with --refit]"),
-        click.option("--group-heads", "grouping", type=click.Choice(GROUPINGS), default=GROUPINGS[0],
-                     show_default=True,
-                     help="Which heads share a group: neighbours, or for aligned, pca and fit those that are most "
-                     "alike; queries move with them."),
         click.option("--refit", is_flag=True,
                      help="Fit output projections to the original layers' outputs, where that lowers the error on "
                      "held-out text.  [default: only where no --method is given]"),

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.merging.grouping import reorder, similar_order
 from convert.merging.heads import GroupReport, compare_heads
 from convert.merging.methods import find_group_method
 from convert.merging.moments import Maps, Moments, apply, keep_spread, moments_from_weights
@@ -109,8 +108,6 @@ class MergedLayer:
 def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
     """Merge a layer by its weights alone. Raises CheckpointError for NaN or infinity, before or after rounding."""
     before = normalise(read_attention(checkpoint, merge), merge.norms)
-    if merge.recipe.grouping == "similar":
-        before = reorder(before, similar_order(moments_from_weights(before), merge.n_kv_heads))
     raw_keys = before.norms is not None
     moments = [moments_from_weights(group, raw_keys=raw_keys) for group in before.groups(merge.n_kv_heads)]
     return finish_layer(checkpoint, merge, before, merge_attention(before, moments, merge.recipe.method))

@@ -70,8 +70,6 @@ def _method(plan: Plan) -> str:
     parts = [f"`{recipe.method}`"]
     if recipe.by_layer:
         parts.append("renorm spread")  # in the words of earlier versions, whose cards `verify` compares
-    if recipe.grouping == "similar":
-        parts.append("similar heads grouped")
     if recipe.refit:
         parts.append("output projections refitted")
     if recipe.refine:

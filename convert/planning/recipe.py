@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 NONE = "none"
 MAX_TOKENS = 1 << 24
 """Maximum tokens of calibration text, and of refinement."""
-GROUPINGS = ("contiguous", "similar")
 
 
 class UnsupportedMethodError(CheckpointError):
@@ -21,14 +20,13 @@ class UnsupportedMethodError(CheckpointError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to merge. `refit`, `refine`, `grouping` and `text` apply to LAYER_METHODS only."""
+    """One way to merge. `refit`, `refine` and `text` apply to LAYER_METHODS only."""
 
     method: str
     seed: int = 0
     refit: bool = False
     refine: int = 0
     """Tokens that each merged layer is trained on; 0 for none."""
-    grouping: str = "contiguous"
     text: "CalibrationText | None" = None
     """The calibration text; None to merge by the weights alone."""
     device: str = "cpu"
@@ -46,7 +44,7 @@ class Recipe:
         if self.method == REPEAT:
             return record
         return {
-            **record, "refit": self.refit, "refine": self.refine, "grouping": self.grouping,
+            **record, "refit": self.refit, "refine": self.refine,
             "calibration": self.text.record if self.text else None,
         }  # fmt: skip
 
@@ -60,8 +58,3 @@ class Recipe:
             raise UnsupportedMethodError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
         if self.refine and (self.text is None or not self.by_layer):
             raise UnsupportedMethodError(f"--refine needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
-        if self.grouping == "similar" and not self.by_layer:
-            raise UnsupportedMethodError(
-                f"--group-heads similar moves queries, which --method {self.method} leaves as they are; choose one of "
-                f"{', '.join(LAYER_METHODS)}."
-            )

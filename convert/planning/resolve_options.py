@@ -52,9 +52,9 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
         raise UnsupportedMethodError(
             f"{options.of_calibration} cannot be combined with --method {options.method}, which needs no text."
         )
-    recipe = Recipe(options.method, options.seed, options.refit, options.refine, options.grouping)
+    recipe = Recipe(options.method, options.seed, options.refit, options.refine)
     if by_layer:
-        check_layer_merge(geometry, checkpoint.tensors, recipe)  # before a text is read, or downloaded
+        check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
     if by_layer and options.calibration != NONE:
         try:
             recipe = _calibrated(checkpoint, recipe, options)

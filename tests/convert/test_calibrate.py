@@ -20,7 +20,7 @@ def test_record_and_verify(convert, parent, tmp_path, prose):
     result = convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--refit", "--calibration", prose, "--json")
     assert result.code == 0, result.err
     planned = json.loads(result.out)
-    expected = {"method": "fit", "refit": True, "grouping": "contiguous"}
+    expected = {"method": "fit", "refit": True}
     for report in (planned, record(out)):
         assert {key: report[key] for key in expected} == expected
         assert report["calibration"]["text"] == str(prose)
@@ -115,10 +115,6 @@ def test_dataset_without_texts(convert, parent, tmp_path):
             "--calibration-tokens cannot be combined with --method mean",
         ),
         (("--method", "mean", "--refit"), "--refit needs a calibration text"),
-        (
-            ("--method", "mean", "--group-heads", "similar"),
-            "--group-heads similar moves queries, which --method mean leaves",
-        ),
         (("--method", "pca", "--calibration", "/nowhere/text.txt"), "/nowhere/text.txt: no such file or folder. ("),
         (("--method", "pca", "--calibration", "SOURCE"), "no file of a known format; known are .jsonl, "),
         (("--method", "pca", "--calibration", "hub:nobody/nothing"), "hub:nobody/nothing cannot be loaded ("),
@@ -250,8 +246,7 @@ def test_heads_of_zeros(convert, tmp_path, part):
     tensors = tiny.tensors(folder)
     tensors[f"model.layers.0.self_attn.{part}.weight"].zero_()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    options = ("--refit", "--group-heads", "similar")
-    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, *options)
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--refit")
     assert result.code == 0, result.err
     assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
 

@@ -39,8 +39,8 @@ def test_fit_and_refit_where_the_model_can_run(convert, source, tmp_path):
 
 
 def test_given_options_are_kept(convert, source, tmp_path):
-    plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--group-heads", "similar")
-    assert plan.items() >= {**FIT, "grouping": "similar"}.items()
+    plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--refine", 1024)
+    assert plan.items() >= {**FIT, "refine": 1024}.items()
     assert not notes
 
 

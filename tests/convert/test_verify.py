@@ -127,18 +127,19 @@ def test_stray_weights_and_wrong_index(convert, source, out):
 
 @pytest.mark.parametrize(("method", "repeated"), [("mean", "none"), ("pca", "spread")])
 def test_records_of_earlier_versions(convert, source, tmp_path, method, repeated):
-    """They name an option that is gone: what this version always does is verified, and all else refused."""
+    """They name options that are gone: what this version always does is verified, and all else refused."""
     out = tmp_path / "out"
     more = () if method == "mean" else ("--calibration", "none")
     assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *more).code == 0
     record = json.loads((out / "groupwise.json").read_text())
-    for renorm in ("none", "norm", "spread"):
-        (out / "groupwise.json").write_text(json.dumps({**record, "renorm": renorm}))
+    renorms, groupings = ("none", "norm", "spread"), ("contiguous", "similar")
+    for option, value in [*(("renorm", value) for value in renorms), *(("grouping", value) for value in groupings)]:
+        (out / "groupwise.json").write_text(json.dumps({**record, option: value}))
         result = convert("verify", source, out)
-        if renorm == repeated:
+        if value in (repeated, "contiguous"):
             assert result.code == 0, result.err
         else:
-            result.refused(f"records renorm = '{renorm}', which this version cannot repeat")
+            result.refused(f"records {option} = '{value}', which this version cannot repeat")
 
 
 def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
