@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.calibration.text import pack
 from convert.output import config_json
@@ -22,9 +22,6 @@ from model.common import console
 from model.common.errors import CheckpointError, InputError
 from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes
 from model.common.staging import Staging, check_out
-
-if TYPE_CHECKING:
-    from convert.calibration.choose_method import AutoResult
 
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
@@ -79,24 +76,20 @@ def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
         )
 
 
-def run(
-    checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quiet: bool, requested: Plan | None = None
-) -> dict[str, Any]:
+def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quiet: bool) -> dict[str, Any]:
     """Convert `checkpoint` into the folder of `staging`, atomically; return the content of its `groupwise.json`.
-
-    `requested`: the plan before `auto` chose one; it identifies the staging area.
 
     A killed run resumes. Raises CheckpointError for an error that the user can correct, after removing the staging
     area. Raises OSError if reading or writing fails midway; the staging area stays for the next run.
     """
     check_space(plan, checkpoint, staging)
-    before = fingerprint(checkpoint, requested or plan)
+    requested, before = plan, fingerprint(checkpoint, plan)
     with _resumable(staging, before):
         plan = _with_own_text(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             execute(checkpoint, plan, staging, workers, progress)
-        if fingerprint(checkpoint, requested or plan) != before:
+        if fingerprint(checkpoint, requested) != before:
             raise CheckpointError(
                 f"{checkpoint.path} changed while it was read; convert again once nothing writes to it."
             )
@@ -144,20 +137,6 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
     total = len(plan.layers) * (text.n_tokens + plan.recipe.refine)
     with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
         calibrate_layers(checkpoint, plan.layers, text, folder, progress)
-
-
-def choose_recipe(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> "AutoResult":
-    """Return the recipe that `--method auto` chooses. The staging area of OUT stores the losses, for resuming."""
-    from convert.calibration.choose_method import candidates, check_can_score, choose, work
-
-    check_can_score(checkpoint)
-    check_space(plan, checkpoint, staging)
-    with _resumable(staging, fingerprint(checkpoint, plan)):
-        recipe = _with_own_text(checkpoint, plan, staging, quiet).recipe
-        tried = candidates(recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
-        total = work(checkpoint, tried)
-        with console.progress_bar("Choosing", total, quiet, unit="tokens x layers") as progress:
-            return choose(checkpoint, plan.n_kv_heads, tried, staging, progress)
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:

@@ -75,15 +75,13 @@ def plan(planned: dict[str, Any]) -> None:
 
 
 def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
-    scores = planned.get("auto", {})
-    rows = [("auto: loss of", ", ".join(f"{name} {loss:.3f}" for name, loss in scores.items()))] if scores else []
     text = planned.get("calibration")
-    if text:
-        n_tokens = text["windows"] * text["window"]
-        time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
-        work = f"{n_tokens:,} tokens on {planned['device']}"
-        rows.append(("calibration", f"{work}, estimate {time}, with {room} of temporary disk space"))
-    return rows
+    if not text:
+        return []
+    n_tokens = text["windows"] * text["window"]
+    time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
+    work = f"{n_tokens:,} tokens on {planned['device']}"
+    return [("calibration", f"{work}, estimate {time}, with {room} of temporary disk space")]
 
 
 def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from convert.output.groupwise_json import RECORD_FILE, read_record
 from convert.output.model_card import model_card
 from convert.output.write_shards import digest
 from convert.planning.plan import Plan, make_plan
-from convert.planning.recipe import GROUPINGS, MAX_TOKENS, NONE, RENORMS, Recipe, UnsupportedMethodError
+from convert.planning.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
 from model.checkpoint import Array, Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.writer import index_text
@@ -124,20 +124,31 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], device: 
     """
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
         raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
-    renorm, refit = record.get("renorm", NONE), record.get("refit", False)
-    refine, grouping = record.get("refine", 0), record.get("grouping", GROUPINGS[0])
+    _check_repeatable(record, out_path / RECORD_FILE)
+    refit, refine = record.get("refit", False), record.get("refine", 0)
     if type(refine) is not int or not 0 <= refine <= MAX_TOKENS:
         raise CheckpointError(f"{out_path / RECORD_FILE} records that layers were refined on {refine!r} tokens.")
-    if renorm not in RENORMS or type(refit) is not bool or record["seed"] < 0 or grouping not in GROUPINGS:
+    if type(refit) is not bool or record["seed"] < 0:
         raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
     recorded = record.get("calibration")
     text = None if recorded is None else _stored_text(source, out_path, recorded, device, findings)
-    recipe = Recipe(record["method"], record["seed"], renorm, refit, refine, grouping, text, device)
+    recipe = Recipe(record["method"], record["seed"], refit, refine, text, device)
     try:
         recipe.check()
     except UnsupportedMethodError as error:
         raise CheckpointError(f"{out_path / RECORD_FILE} records a recipe that is not possible: {error}") from error
     return recipe
+
+
+def _check_repeatable(record: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError if OUT was made with an option that only earlier versions had."""
+    always = {"renorm": "spread" if record["method"] in LAYER_METHODS else "none", "grouping": "contiguous"}
+    for option, value in always.items():
+        if record.get(option, value) != value:
+            raise CheckpointError(
+                f"{path} records {option} = {record[option]!r}, which this version cannot repeat; verify it with the "
+                "version of Groupwise that made it."
+            )
 
 
 def _stored_text(

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.choose_method import candidates, part_tried
 from convert.calibration.layer_module import Weights
 from convert.calibration.layer_stream import CalibrationWindows, Layer, open_layers
 from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
 from convert.calibration.refine import EVALUATIONS
 from convert.calibration.refit_output import HELD_OUT_EVERY
 from convert.calibration.solve import JUDGED_TOKENS
-from convert.merging.methods import AUTO, find_alternatives
+from convert.merging.methods import find_alternatives
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.decoder.devices import faster_products
@@ -60,18 +59,7 @@ def calibration_seconds(checkpoint: Checkpoint, plan: Plan) -> float:
         return 0.0
     with torch.inference_mode(), faster_products(plan.recipe.device):
         measured = _measure(checkpoint, plan)
-    plans = _tried(plan) if plan.recipe.method == AUTO else [plan]
-    layers = sum(_layer_seconds(each, measured) for each in plans)
-    return len(plan.layers) * layers + _writing_seconds(plan, measured)
-
-
-def _tried(plan: Plan) -> list[Plan]:
-    """Return the plans of `auto`: all candidates on a part of the text, then the costliest one on the whole text."""
-    tried = candidates(plan.recipe, 1 < plan.n_kv_heads < plan.geometry.n_kv_heads)
-    assert plan.recipe.text is not None
-    part = part_tried(plan.recipe.text)
-    on_part = [replace(plan, recipe=replace(recipe, text=part)) for recipe in tried.values()]
-    return [*on_part, replace(plan, recipe=tried["fit"])]
+    return len(plan.layers) * _layer_seconds(plan, measured) + _writing_seconds(plan, measured)
 
 
 def _layer_seconds(plan: Plan, measured: _Measured) -> float:
@@ -123,7 +111,7 @@ def _measure(checkpoint: Checkpoint, plan: Plan) -> _Measured:
     shorter = replace(text, window=length, n_windows=text.n_windows * times_longer)
     states_NTM = np.random.default_rng(0).standard_normal((1, length, geometry.hidden_size), dtype=np.float32)
     layer = Layer(CalibrationWindows(shorter), module, states_NTM, Path(), lambda n: None)
-    sums = MomentSums(layer, plan.n_kv_heads, list(range(geometry.n_kv_heads)))
+    sums = MomentSums(layer, plan.n_kv_heads)
     weights = _random_weights(plan).to(module.device)
 
     def output() -> None:

@@ -30,11 +30,11 @@ class MomentSums:
     Queries and keys are drawn on the CPU, so that the draws do not depend on the layer's device.
     """
 
-    def __init__(self, layer: Layer, n_kv_heads: int, order: list[int], raw_keys: bool = False) -> None:
+    def __init__(self, layer: Layer, n_kv_heads: int, raw_keys: bool = False) -> None:
         module = layer.module
         self._layer, self._n_groups = layer, n_kv_heads
-        self._size, self._n_heads = module.head_dim, module.n_heads
-        self._per_key, self._per_group = module.n_heads // module.n_kv_heads, module.n_heads // n_kv_heads
+        self._size = module.head_dim
+        self._per_group = module.n_heads // n_kv_heads
         width = module.n_kv_heads // n_kv_heads * module.head_dim
         place = float64_device(module.device)
         zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64, device=place)
@@ -42,7 +42,6 @@ class MomentSums:
         self._raw_keys_GFF = zeros.clone() if raw_keys else None
         self._scales_2K = zeros.new_zeros(2, module.n_kv_heads)
         self._queries_HDD = zeros.new_zeros(module.n_heads, module.head_dim, module.head_dim)
-        self._order = torch.tensor(order).to(module.device)
         self._rng = np.random.default_rng(layer.index)
         self._draws = torch.Generator().manual_seed(layer.index)
         per_window = self._per_group * layer.text.n_windows
@@ -51,24 +50,19 @@ class MomentSums:
 
     def add(self, heads: Heads) -> None:
         """Add a batch of windows."""
-        q_BTHD, rotated_q_BTHD = (
-            x.view(*x.shape[:2], -1, self._per_key, self._size)[:, :, self._order].flatten(2, 3)
-            for x in (heads.q_BTHD, heads.rotated_q_BTHD)
-        )
-        rotated_k_BTKD, v_BTKD = (x[:, :, self._order] for x in (heads.rotated_k_BTGD, heads.v_BTGD))
-        module = self._layer.module
-        q_HND = to_float64(q_BTHD.flatten(0, 1).transpose(0, 1))
+        module, rotated_k_BTKD = self._layer.module, heads.rotated_k_BTGD
+        q_HND = to_float64(heads.q_BTHD.flatten(0, 1).transpose(0, 1))
         self._queries_HDD += q_HND.mT @ q_HND
         if heads.key_scales_BTG is not None:
-            self._add_key_scales(rotated_k_BTKD, heads.key_scales_BTG[:, :, self._order])
+            self._add_key_scales(rotated_k_BTKD, heads.key_scales_BTG)
         if self._raw_keys_GFF is not None:
             keys_GNF = self._grouped(module.unrotated(rotated_k_BTKD).flatten(0, 1).transpose(0, 1))
             self._raw_keys_GFF += to_float64(keys_GNF.mT @ keys_GNF)
-        for window in range(len(q_BTHD)):
-            drawn = self._rng.permutation(q_BTHD.shape[1])[: self._queries]
+        for window, q_THD in enumerate(heads.rotated_q_BTHD):
+            drawn = self._rng.permutation(len(q_THD))[: self._queries]
             at_S = torch.from_numpy(drawn).to(module.device)
-            k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), v_BTKD[window].transpose(0, 1)
-            q_HSD = rotated_q_BTHD[window, at_S].transpose(0, 1)
+            k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), heads.v_BTGD[window].transpose(0, 1)
+            q_HSD = q_THD[at_S].transpose(0, 1)
             weights_HST = module.attention_weights(q_HSD, k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)
             at_S = at_S[: self._key_queries]

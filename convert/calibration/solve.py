@@ -10,7 +10,6 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from convert.calibration.layer_output import outputs, squared_error, weights_of
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
@@ -18,16 +17,15 @@ from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import is_held_out, refit_output
 from convert.calibration.text import CalibrationText
-from convert.merging.grouping import reorder, similar_order
 from convert.merging.layer import LayerMerge, apply_maps, finish_layer, read_attention, save_layer
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
-from convert.merging.weights import LayerAttention, Real
+from convert.merging.weights import LayerAttention
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.files import sync_folder
-from model.decoder.devices import faster_products, float64_device, naming_lack_of_memory, to_float64
+from model.decoder.devices import faster_products, naming_lack_of_memory
 
 JUDGED_TOKENS = 4096
 """Maximum held-out tokens on which solutions are compared."""
@@ -81,16 +79,11 @@ def held_out_errors(
 
 def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path, progress: Progress) -> None:
     projected = read_attention(checkpoint, merge)
-    order = list(range(len(projected.k_KDX)))
-    if merge.recipe.grouping == "similar":
-        whole = normalise(projected, merge.norms)
-        order = similar_order(moments_from_weights(whole, _root(layer, whole)), merge.n_kv_heads)
-        projected = reorder(projected, order)
-    sums = MomentSums(layer, merge.n_kv_heads, order, raw_keys=projected.norms is not None)
+    sums = MomentSums(layer, merge.n_kv_heads, raw_keys=projected.norms is not None)
     layer.run(sums.add)
     before = normalise(projected, merge.norms, sums.key_scales)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
-    after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe)
+    after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe.method)
     if merge.recipe.refit:
         answers = outputs(layer, after, range(layer.text.n_windows))
         after = refit_output(after, answers, layer.module.device)
@@ -99,11 +92,11 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
     save_layer(finish_layer(checkpoint, merge, projected, after), merge, folder)
 
 
-def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
+def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
     """Return the merged layer. Of a method's several solutions, choose the one with the least held-out output error."""
-    merge_group, find_others = find_group_method(recipe.method), find_alternatives(recipe.method)
+    merge_group, find_others = find_group_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]
-    best = apply_maps(before, moments, maps, recipe)
+    best = apply_maps(before, moments, maps)
     if find_others is None:
         return best
     windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
@@ -111,21 +104,8 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], recipe: 
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
     others = [find_others(known, own_maps, moments_from_weights(group)) for known, own_maps, group in groups]
     for other_maps in zip(*others, strict=True):
-        merged = apply_maps(before, moments, list(other_maps), recipe)
+        merged = apply_maps(before, moments, list(other_maps))
         error = squared_error(layer, weights_of(merged), windows)
         if error < least:
             best, least = merged, error
     return best
-
-
-def _root(layer: Layer, attention: LayerAttention) -> Real:
-    """Return a Cholesky factor of the second moments of a layer's attention inputs, [X, X], with a small ridge."""
-    n_columns = attention.q_HDX.shape[2]
-    sum_XX = torch.zeros(n_columns, n_columns, dtype=torch.float64, device=float64_device(layer.module.device))
-    for windows in layer.text.batches():
-        x_BTM = layer.inputs(windows)
-        x_NX = F.pad(to_float64(x_BTM.flatten(0, 1)), (0, n_columns - x_BTM.shape[2]), value=1.0)
-        sum_XX += x_NX.T @ x_NX
-    sum_XX.diagonal().add_(1e-9 * float(sum_XX.diagonal().mean()) or 1.0)
-    root: Real = torch.linalg.cholesky(sum_XX).cpu().numpy()
-    return root

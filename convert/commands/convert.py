@@ -5,7 +5,7 @@ from typing import Any
 
 from convert import conversion, tables
 from convert.commands.options import OutputOptions
-from convert.merging.methods import AUTO, REPEAT
+from convert.merging.methods import REPEAT
 from convert.planning.options import MergeOptions
 from convert.planning.plan import Plan, make_plan
 from convert.planning.resolve_options import resolve_options
@@ -24,20 +24,16 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
     with open_checkpoint(source) as checkpoint:
         staging = conversion.open_target(checkpoint, out, output.overwrite)
         recipe = resolve_options(checkpoint, n_kv_heads, merge)
-        plan = requested = make_plan(checkpoint, n_kv_heads, recipe, size)
+        plan = make_plan(checkpoint, n_kv_heads, recipe, size)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
             conversion.check_space(plan, checkpoint, staging)
-        elif recipe.method == AUTO:
-            chosen = conversion.choose_recipe(checkpoint, plan, staging, quiet=output.as_json)
-            plan = make_plan(checkpoint, n_kv_heads, chosen.recipe, size)
-            estimate["auto"] = chosen.losses
         summary = {"source": str(source), "out": str(out), **plan.summary(output.workers)}
         summary |= {"left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:
             (console.print_json if output.as_json else tables.plan)(summary)
             return
-        record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json, requested)
+        record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json)
     if output.as_json:
         console.print_json({**summary, "merge_report": record["merge_report"]})
     else:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import click
 
-from convert.merging.methods import AUTO, LAYER_METHODS, METHODS
-from convert.planning.recipe import GROUPINGS, MAX_TOKENS, RENORMS
+from convert.merging.methods import LAYER_METHODS, METHODS
+from convert.planning.recipe import MAX_TOKENS
 from model.common.command_options import Command, add_options, device_option
 
 WORKERS = 4
@@ -40,20 +40,12 @@ def merge_options(command: Command) -> Command:
     """Add the options of MergeOptions to a command."""
     return add_options(
         command,
-        click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS, AUTO)),
+        click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS)),
                      help="How heads are merged: their mean (the paper's method), the first, or random ones. With "
                      "queries and output projections changed to fit: the mean of aligned heads, or shared "
                      "principal components (pca), or these fitted to what attention computes (fit); not for "
-                     "families that normalise queries and keys. auto tries these three on some of the text, fit with "
-                     "--refit, and with similar heads grouped too.  "
+                     "families that normalise queries and keys.  "
                      "[default: fit with --refit]"),
-        click.option("--renorm", type=click.Choice(RENORMS),
-                     help="Rescale merged heads to the mean norm of their group (norm), or queries to the spread of "
-                     "their logits (spread).  [default: spread for aligned, pca and fit, else none]"),
-        click.option("--group-heads", "grouping", type=click.Choice(GROUPINGS), default=GROUPINGS[0],
-                     show_default=True,
-                     help="Which heads share a group: neighbours, or for aligned, pca and fit those that are most "
-                     "alike; queries move with them."),
         click.option("--refit", is_flag=True,
                      help="Fit output projections to the original layers' outputs, where that lowers the error on "
                      "held-out text.  [default: only where no --method is given]"),

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from convert.merging.grouping import similarities
 from convert.merging.heads import compare_heads
 from convert.merging.layer import LayerMerge, read_attention
 from convert.merging.methods import pca
@@ -18,6 +17,7 @@ from convert.merging.moments import (
     Maps,
     Moments,
     energies,
+    key_planes,
     moments_from_weights,
     relative_logit_error,
     relative_output_error,
@@ -139,13 +139,41 @@ def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int
     return LayerHeads(
         int(number[1]),
         KeysValues(_raw_cosine(attention.k_KDX), _raw_cosine(attention.v_KDX)),
-        *similarities(whole),
+        *_similarities(whole),
         {method: {n: _loss(split(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
     )
 
 
 def _raw_cosine(heads_KDX: Real) -> float:
     return float(compare_heads(heads_KDX.reshape(len(heads_KDX), -1), [])[1])
+
+
+def _similarities(whole: Moments) -> tuple[Real, Real]:
+    """Return the cosines of each pair of key heads and of value heads after alignment, [K, K] each.
+
+    Keys are aligned by a rotation of each plane, values by one rotation (Jin et al., arXiv:2412.20677, section 3).
+    """
+    n, size = whole.n_keys, whole.head_dim
+    planes_PKK = key_planes(whole)
+    keys_KDKD = whole.keys_FF.reshape(n, size, n, size)
+    unrotated = slice(2 * whole.n_rotary_pairs, size)
+    keys_KK = np.abs(planes_PKK).sum(axis=0) + _nuclear(keys_KDKD[:, unrotated, :, unrotated])
+    values_KK = _nuclear(whole.values_FF.reshape(n, size, n, size))
+    return _cosines(keys_KK), _cosines(values_KK)
+
+
+def _nuclear(heads_KDKD: Real) -> Real:
+    """Return the maximum trace of each two heads' product under rotation: the sum of its singular values, [K, K]."""
+    if heads_KDKD.shape[1] == 0:
+        return np.zeros((len(heads_KDKD), len(heads_KDKD)))
+    sums: Real = np.linalg.svd(heads_KDKD.transpose(0, 2, 1, 3), compute_uv=False).sum(axis=-1)
+    return sums
+
+
+def _cosines(products_KK: Real) -> Real:
+    lengths_K = np.sqrt(np.diagonal(products_KK))
+    cosines: Real = products_KK / np.maximum(np.outer(lengths_K, lengths_K), 1e-300)
+    return cosines
 
 
 def _mean_of_pairs(cosines_KK: Real) -> float:

@@ -4,13 +4,11 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convert.merging.methods import find_method
-from convert.merging.rounding import round_once
 from convert.planning.recipe import Recipe
 from model.attention_layout import Heads
 from model.checkpoint import Array, Checkpoint, Tensor
@@ -81,19 +79,10 @@ def merge_groups(checkpoint: Checkpoint, merge: Merge, recipe: Recipe) -> Iterat
         rows = _read_group(checkpoint, places, merge.source.rows_per_head)
         heads_HDM = rows.reshape(merge.group_size, -1, prod(rows.shape[1:]))
         norms_H, mean_cosine = compare_heads(heads_HDM.reshape(len(heads_HDM), -1), places)
-        if recipe.renorm == "norm":
-            merged_DM = _to_mean_norm(merge_heads(heads_HDM.astype(np.float64), rng), norms_H, rows.dtype)
-        else:
-            merged_DM = merge_heads(heads_HDM, rng)
+        merged_DM = merge_heads(heads_HDM, rng)
         ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
         merged = merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:])
         yield merge.output.place(head)[1], merged, GroupReport(float(ratio), mean_cosine)
-
-
-def _to_mean_norm(head_DM: NDArray[np.float64], norms_H: NDArray[np.float64], dtype: np.dtype[Any]) -> Array:
-    """Scale a merged head to the mean norm of its group. A head of zeros stays zero."""
-    norm = float(_norms(head_DM.reshape(1, -1))[0])
-    return round_once(head_DM * (float(norms_H.mean()) / norm if norm > 0 else 1.0), dtype)
 
 
 def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: int) -> Array:

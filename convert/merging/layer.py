@@ -11,12 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.merging.grouping import reorder, similar_order
 from convert.merging.heads import GroupReport, compare_heads
 from convert.merging.methods import find_group_method
-from convert.merging.moments import Maps, Moments, apply, moments_from_weights
+from convert.merging.moments import Maps, Moments, apply, keep_spread, moments_from_weights
 from convert.merging.norms import normalise, with_norms
-from convert.merging.rescale import renorm
 from convert.merging.rounding import round_once, widen
 from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join
 from convert.planning.recipe import Recipe
@@ -111,23 +109,19 @@ def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
     """Merge a layer by its weights alone. Raises CheckpointError for NaN or infinity, before or after rounding."""
     projected = read_attention(checkpoint, merge)
     before = normalise(projected, merge.norms)
-    if merge.recipe.grouping == "similar":
-        order = similar_order(moments_from_weights(before), merge.n_kv_heads)
-        projected, before = reorder(projected, order), reorder(before, order)
-    raw_keys = before.norms is not None
-    moments = [moments_from_weights(group, raw_keys=raw_keys) for group in before.groups(merge.n_kv_heads)]
-    return finish_layer(checkpoint, merge, projected, merge_attention(before, moments, merge.recipe))
+    moments = [moments_from_weights(group, before.norms is not None) for group in before.groups(merge.n_kv_heads)]
+    return finish_layer(checkpoint, merge, projected, merge_attention(before, moments, merge.recipe.method))
 
 
-def merge_attention(attention: LayerAttention, moments: list[Moments], recipe: Recipe) -> LayerAttention:
+def merge_attention(attention: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
     """Return the attention with one K/V head per group. `moments` has one entry for each group."""
-    merge_group = find_group_method(recipe.method)
-    return apply_maps(attention, moments, [merge_group(group_moments) for group_moments in moments], recipe)
+    merge_group = find_group_method(method)
+    return apply_maps(attention, moments, [merge_group(group_moments) for group_moments in moments])
 
 
-def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps], recipe: Recipe) -> LayerAttention:
-    """Return the attention with each group's heads mapped, and rescaled by the recipe's renorm."""
-    maps = [renorm(*pair, recipe.renorm) for pair in zip(moments, maps, strict=True)]
+def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
+    """Return the attention with each group's heads mapped. Each query head keeps the spread of its logits."""
+    maps = [keep_spread(*pair) for pair in zip(moments, maps, strict=True)]
     groups = zip(attention.groups(len(moments)), maps, strict=True)
     merged = join([apply(group, group_maps) for group, group_maps in groups])
     return merged if attention.norms is None else with_norms(merged, attention.norms, moments, maps)

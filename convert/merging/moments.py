@@ -59,17 +59,16 @@ class Maps:
     """From the shared value to the input of each query head's output projection."""
 
 
-def moments_from_weights(group: LayerAttention, root_XX: Real | None = None, raw_keys: bool = False) -> Moments:
-    """Return the moments implied by the weights, for inputs with second moments root·rootᵀ.
+def moments_from_weights(group: LayerAttention, raw_keys: bool = False) -> Moments:
+    """Return the moments implied by the weights, for inputs whose second moments are the identity.
 
-    Without a root, the second moments are the identity. Distances between queries and keys are uniform. So different
-    planes of a key are uncorrelated, because they rotate at different frequencies.
+    Distances between queries and keys are uniform. So different planes of a key are uncorrelated, because they rotate
+    at different frequencies.
 
     `raw_keys`: whether to keep `raw_keys_FF`.
     """
-    q_HDX, k_KDX, v_KDX = (x if root_XX is None else x @ root_XX for x in (group.q_HDX, group.k_KDX, group.v_KDX))
-    k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (k_KDX, v_KDX))
-    queries_HDD = q_HDX @ q_HDX.transpose(0, 2, 1)
+    k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (group.k_KDX, group.v_KDX))
+    queries_HDD = group.q_HDX @ group.q_HDX.transpose(0, 2, 1)
     outputs_HDD = group.o_HMD.transpose(0, 2, 1) @ group.o_HMD
     keys_FF = k_FX @ k_FX.T
     values_FF, raw_FF = v_FX @ v_FX.T, keys_FF if raw_keys else None
@@ -139,6 +138,23 @@ def head_selector(moments: Moments, head: int) -> Real:
     map_DF = np.zeros((moments.head_dim, len(moments.keys_FF)))
     map_DF[:, moments.key_of(head)] = np.eye(moments.head_dim)
     return map_DF
+
+
+def keep_spread(moments: Moments, maps: Maps) -> Maps:
+    """Return the maps with queries scaled so that each query head's logits keep their variance.
+
+    The model's loss depends more on the variance of the logits than on their squared error: attention that is too
+    uniform costs more than attention that is slightly wrong. A least-squares merge shrinks keys, because it cancels the
+    components in which a group's heads differ.
+    """
+    shared_DD = maps.keys_DF @ moments.keys_FF @ maps.keys_DF.T
+    scales = []
+    for head, (queries_DD, map_DD) in enumerate(zip(moments.queries_HDD, maps.queries_HDD, strict=True)):
+        own_DD = moments.keys_FF[moments.key_of(head), moments.key_of(head)]
+        before = float(np.einsum("de,de->", queries_DD, own_DD))
+        after = float(np.einsum("de,de->", map_DD @ queries_DD @ map_DD.T, shared_DD))
+        scales.append(np.sqrt(before / after) if before > 0 < after else 1.0)
+    return replace(maps, queries_HDD=maps.queries_HDD * np.array(scales)[:, None, None])
 
 
 def apply(group: LayerAttention, maps: Maps) -> LayerAttention:

@@ -68,10 +68,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 def _method(plan: Plan) -> str:
     recipe = plan.recipe
     parts = [f"`{recipe.method}`"]
-    if recipe.renorm != "none":
-        parts.append(f"renorm {recipe.renorm}")
-    if recipe.grouping == "similar":
-        parts.append("similar heads grouped")
+    if recipe.by_layer:
+        parts.append("renorm spread")  # in the words of earlier versions, whose cards `verify` compares
     if recipe.refit:
         parts.append("output projections refitted")
     if recipe.refine:

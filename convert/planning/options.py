@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from convert.planning.recipe import GROUPINGS, NONE
+from convert.planning.recipe import NONE
 from model.common.command_options import AUTO_DEVICE
 
 
@@ -12,10 +12,8 @@ class MergeOptions:
 
     method: str | None = None
     seed: int = 0
-    renorm: str | None = None
     refit: bool = False
     refine: int = 0
-    grouping: str = GROUPINGS[0]
     calibration: str | None = None
     """`none`, `shipped`, `self`, the path of a text, `hub:NAME…`, or several joined by +."""
     calibration_tokens: int | None = None

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from convert.merging.layer import LayerMerge
-from convert.merging.methods import AUTO, REPEAT
+from convert.merging.methods import REPEAT
 from convert.planning import notices
 from convert.planning.recipe import Recipe
 from convert.planning.remote_code import Code, find_code
@@ -107,8 +107,8 @@ class Plan:
         layer = sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
         width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
         moments = 8 * self.n_kv_heads * width**2
-        refits = self.recipe.refit or self.recipe.method == AUTO
-        copies = 6 if refits else 4  # of attention and moments: original, merged candidates, sums for least squares
+        # Of attention and moments: original, merged candidates, sums for least squares.
+        copies = 6 if self.recipe.refit else 4
         copies += 3 if self.recipe.refine else 0  # gradients, Adam's moments, the best weights, all in float32
         running = 2 * layer + copies * (self.largest_group // 2 + moments)
         program = _TORCH
@@ -126,9 +126,8 @@ class Plan:
         return sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
 
     def _embedding_memory(self) -> int:
-        """Estimate the bytes of the embedding and, for `auto`, of the output head in float32 too."""
-        largest = max((t.nbytes, prod(t.shape)) for name, t in self.tensors.items() if not self.in_layer(name))
-        return largest[0] + (4 * largest[1] if self.recipe.method == AUTO else 0)
+        """Estimate the bytes of the embedding."""
+        return max(t.nbytes for name, t in self.tensors.items() if not self.in_layer(name))
 
     def summary(self, requested_workers: int) -> dict[str, Any]:
         """Return the plan's numbers, for `--dry-run` and `--json`."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS, REPEAT
+from convert.merging.methods import CALIBRATED, LAYER_METHODS, REPEAT
 from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 NONE = "none"
 MAX_TOKENS = 1 << 24
 """Maximum tokens of calibration text, and of refinement."""
-GROUPINGS = ("contiguous", "similar")
-RENORMS = ("none", "norm", "spread")
 
 
 class UnsupportedMethodError(CheckpointError):
@@ -22,15 +20,13 @@ class UnsupportedMethodError(CheckpointError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to merge. `refit`, `refine`, `grouping` and `text` apply to LAYER_METHODS only."""
+    """One way to merge. `refit`, `refine` and `text` apply to LAYER_METHODS only."""
 
     method: str
     seed: int = 0
-    renorm: str = "none"
     refit: bool = False
     refine: int = 0
     """Tokens that each merged layer is trained on; 0 for none."""
-    grouping: str = "contiguous"
     text: "CalibrationText | None" = None
     """The calibration text; None to merge by the weights alone."""
     device: str = "cpu"
@@ -39,7 +35,7 @@ class Recipe:
     @property
     def by_layer(self) -> bool:
         """Whether the method merges whole layers, and so changes queries and output projections too."""
-        return self.method in (*LAYER_METHODS, AUTO)
+        return self.method in LAYER_METHODS
 
     @property
     def record(self) -> dict[str, Any]:
@@ -48,27 +44,17 @@ class Recipe:
         if self.method == REPEAT:
             return record
         return {
-            **record, "renorm": self.renorm, "refit": self.refit, "refine": self.refine, "grouping": self.grouping,
+            **record, "refit": self.refit, "refine": self.refine,
             "calibration": self.text.record if self.text else None,
         }  # fmt: skip
 
     def check(self) -> None:
         """Raise UnsupportedMethodError if the choices are incompatible."""
-        if self.method in (*CALIBRATED, AUTO) and self.text is None:
+        if self.method in CALIBRATED and self.text is None:
             raise UnsupportedMethodError(
                 f"--method {self.method} needs a calibration text; of the weights alone: --method aligned or pca."
             )
         if self.refit and (self.text is None or not self.by_layer):
             raise UnsupportedMethodError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
-        if self.refine and (self.text is None or self.method not in LAYER_METHODS):
+        if self.refine and (self.text is None or not self.by_layer):
             raise UnsupportedMethodError(f"--refine needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
-        if self.grouping == "similar" and not self.by_layer:
-            raise UnsupportedMethodError(
-                f"--group-heads similar moves queries, which --method {self.method} leaves as they are; choose one of "
-                f"{', '.join(LAYER_METHODS)}."
-            )
-        if self.renorm == "spread" and not self.by_layer:
-            raise UnsupportedMethodError(
-                f"--renorm spread scales queries, which --method {self.method} leaves as they are; choose one of "
-                f"{', '.join(LAYER_METHODS)}, or --renorm norm."
-            )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, SELF, SHIPPED, read_calibration_text, split_name
-from convert.merging.methods import AUTO, CALIBRATED, LAYER_METHODS
+from convert.merging.methods import CALIBRATED, LAYER_METHODS
 from convert.planning.options import MergeOptions
 from convert.planning.plan import check_n_kv_heads
 from convert.planning.recipe import NONE, Recipe, UnsupportedMethodError
@@ -47,20 +47,19 @@ def resolve_options(checkpoint: Checkpoint, n_kv_heads: int | None, options: Mer
 def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -> Recipe:
     """Return the recipe of a requested method, with its calibration text."""
     assert options.method is not None
-    by_layer = options.method in (*LAYER_METHODS, AUTO)
+    by_layer = options.method in LAYER_METHODS
     if not by_layer and options.of_calibration:
         raise UnsupportedMethodError(
             f"{options.of_calibration} cannot be combined with --method {options.method}, which needs no text."
         )
-    renorm = options.renorm or ("spread" if by_layer else "none")
-    recipe = Recipe(options.method, options.seed, renorm, options.refit, options.refine, options.grouping)
+    recipe = Recipe(options.method, options.seed, options.refit, options.refine)
     if by_layer:
-        check_layer_merge(geometry, checkpoint.tensors, recipe)  # before a text is read, or downloaded
+        check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
     if by_layer and options.calibration != NONE:
         try:
             recipe = _calibrated(checkpoint, recipe, options)
         except UnsupportedMethodError as error:
-            if options.refit or options.refine or options.method in (*CALIBRATED, AUTO):
+            if options.refit or options.refine or options.method in CALIBRATED:
                 raise
             raise UnsupportedMethodError(f"{error} --calibration none merges by the weights alone.") from error
     recipe.check()
@@ -78,8 +77,6 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -
     name, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
     if SELF in split_name(name):
         check_native(checkpoint, "--calibration self")
-    if options.method == AUTO:
-        check_native(checkpoint, "--method auto")
     text = read_calibration_text(checkpoint, name, n_tokens)
     check_tokens(layers, text)
     if text.own:

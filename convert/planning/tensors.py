@@ -71,16 +71,9 @@ def regroup(
     return {name: _regrouped(name, heads, tensors) for name, heads in pairs.items()}
 
 
-def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], recipe: Recipe) -> None:
+def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method: str) -> None:
     """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
-    family, method = geometry.attention.family, recipe.method
-    stays = {"sinks": "an attention sink", "relative_attention_bias.weight": "a position bias"}
-    each = next((stays[part] for part in family.not_per_head if part in stays), geometry.alibi and "an ALiBi slope")
-    if recipe.grouping == "similar" and each:
-        raise UnsupportedMethodError(
-            f"--group-heads similar moves queries, but model_type {family.model_type!r} has {each} for each of them, "
-            "which stays; leave it out."
-        )
+    family = geometry.attention.family
     if geometry.n_rotary_pairs is None:
         without = "" if family.alibi is None else f" without {family.alibi} = true"
         raise UnsupportedMethodError(
@@ -120,7 +113,7 @@ def _places(geometry: Geometry) -> list[str]:
 def _regroup_layers(
     geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
 ) -> dict[str, OutputTensor]:  # fmt: skip
-    check_layer_merge(geometry, tensors, recipe)
+    check_layer_merge(geometry, tensors, recipe.method)
     assert geometry.n_rotary_pairs is not None
     family, sizes = geometry.attention.family, geometry.attention.sizes
     norms = family.head_norms if family.head_norms and family.head_norms.kind == "rms" else None

@@ -19,7 +19,7 @@ from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import parse_object
 from model.decoder.config import LlamaConfig, read_llama_config
-from model.decoder.llama import Block, LlamaForCausalLM, RMSNorm
+from model.decoder.llama import Block, LlamaForCausalLM
 from model.decoder.transformers_model import TransformersModel, load_hf_model
 from model.families import NATIVE_FAMILIES
 from model.geometry import read_geometry
@@ -136,19 +136,6 @@ def load_embedding(checkpoint: Checkpoint) -> Tensor:
 def embedding_name(checkpoint: Checkpoint) -> str:
     """Return the name of the embedding's tensor. The tensor itself may be missing."""
     return f"{_prefix(checkpoint)}embed_tokens.weight"
-
-
-def load_last_norm(checkpoint: Checkpoint, config: LlamaConfig) -> RMSNorm:
-    """Load the norm before the head of an open checkpoint, in float32."""
-    norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-    name = f"{_prefix(checkpoint)}norm.weight"
-    _put(norm, "weight", _read_checked(checkpoint, name, norm.weight, torch.float32, "cpu"))
-    return norm.eval()
-
-
-def load_head(checkpoint: Checkpoint, config: LlamaConfig) -> Tensor:
-    """Load the head's matrix of an open checkpoint in the tensor's dtype, [V, M]; the embedding if they are tied."""
-    return load_embedding(checkpoint) if config.tied else read_tensor(checkpoint, HEAD, None, "cpu")
 
 
 def _prefix(checkpoint: Checkpoint) -> str:

@@ -8,7 +8,6 @@ import datasets
 import numpy as np
 import pytest
 import tiny
-import torch
 import zstandard
 from calibrated import FIT, TEXT, TOKENS, record
 from safetensors.torch import save_file
@@ -21,7 +20,7 @@ def test_record_and_verify(convert, parent, tmp_path, prose):
     result = convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--refit", "--calibration", prose, "--json")
     assert result.code == 0, result.err
     planned = json.loads(result.out)
-    expected = {"method": "fit", "renorm": "spread", "refit": True, "grouping": "contiguous"}
+    expected = {"method": "fit", "refit": True}
     for report in (planned, record(out)):
         assert {key: report[key] for key in expected} == expected
         assert report["calibration"]["text"] == str(prose)
@@ -116,14 +115,6 @@ def test_dataset_without_texts(convert, parent, tmp_path):
             "--calibration-tokens cannot be combined with --method mean",
         ),
         (("--method", "mean", "--refit"), "--refit needs a calibration text"),
-        (
-            ("--method", "mean", "--renorm", "spread"),
-            "--renorm spread scales queries, which --method mean leaves as they are",
-        ),
-        (
-            ("--method", "mean", "--group-heads", "similar"),
-            "--group-heads similar moves queries, which --method mean leaves",
-        ),
         (("--method", "pca", "--calibration", "/nowhere/text.txt"), "/nowhere/text.txt: no such file or folder. ("),
         (("--method", "pca", "--calibration", "SOURCE"), "no file of a known format; known are .jsonl, "),
         (("--method", "pca", "--calibration", "hub:nobody/nothing"), "hub:nobody/nothing cannot be loaded ("),
@@ -203,19 +194,6 @@ def test_sizes_that_the_config_leaves_to_the_class(convert, tmp_path):
     assert result.code == 0, result.err
 
 
-def test_mean_rescaled_to_the_norm(convert, parent, tmp_path):
-    """For every method and family: no text is needed."""
-    out = tmp_path / "out"
-    assert convert("mha-to-gqa", parent, out, "--groups", 2, "--method", "mean", "--renorm", "norm").code == 0
-    assert all(entry["norm_ratio"] == pytest.approx(1, abs=2e-3) for entry in record(out)["merge_report"])
-    heads = tiny.tensors(parent)["model.layers.0.self_attn.k_proj.weight"].double().view(2, 4, -1)
-    mean = heads.mean(1)
-    wanted = mean * (heads.norm(dim=2).mean(1) / mean.norm(dim=1))[:, None]
-    merged = tiny.tensors(out)["model.layers.0.self_attn.k_proj.weight"]
-    assert torch.equal(merged.view(2, -1), wanted.to(torch.bfloat16))
-    assert json.loads(convert("verify", parent, out, "--json").out)["ok"]
-
-
 @pytest.mark.parametrize("stated", [100, 300])
 @pytest.mark.parametrize("option", ["--overwrite", "--dry-run"])
 def test_a_tokenizer_of_another_model(convert, tmp_path, stated, option):
@@ -227,17 +205,11 @@ def test_a_tokenizer_of_another_model(convert, tmp_path, stated, option):
 
 
 def test_the_memory_estimate_counts_the_embedding(convert, tmp_path):
-    """It is read before the layers; and `auto` holds the head in float32 too."""
+    """It is read before the layers."""
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=1_000_000), tmp_path / "source"), 300)
     embedding = 4 * 1_000_000 * tiny.HIDDEN
-    estimates = []
-    for method in ("mean", "fit", "auto"):
-        options = () if method == "mean" else ("--calibration-tokens", 1024)
-        result = convert(
-            "mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", method, *options, "--dry-run", "--json"
-        )
-        estimates.append(json.loads(result.out)["peak_memory_bytes"])
-    assert embedding < estimates[1] < estimates[2] - embedding // 2
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--dry-run", "--json")
+    assert embedding < json.loads(result.out)["peak_memory_bytes"]
 
 
 def test_short_records_without_a_beginning_token(convert, tmp_path):
@@ -274,10 +246,20 @@ def test_heads_of_zeros(convert, tmp_path, part):
     tensors = tiny.tensors(folder)
     tensors[f"model.layers.0.self_attn.{part}.weight"].zero_()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    options = ("--refit", "--group-heads", "similar")
-    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, *options)
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--refit")
     assert result.code == 0, result.err
     assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("method", ["fit", "pca"])
+def test_text_is_ignored_if_nothing_is_merged(convert, parent, tmp_path, prose, method):
+    options = ("--groups", 8, "--method", method, "--calibration", prose, "--calibration-tokens", 1024)
+    result = convert("mha-to-gqa", parent, tmp_path / "out", *options, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["n_regrouped"] == 0
+    assert record(tmp_path / "out")["calibration"] is None
+    prose.unlink()
+    assert convert("verify", parent, tmp_path / "out").code == 0
 
 
 def test_a_text_for_a_method_that_needs_none(convert, parent, tmp_path, prose):

@@ -17,8 +17,7 @@ from convert.calibration import solve
 DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 WAYS = {
     "fit": ("--method", "fit", "--refit", "--refine", 1024, "--calibration-tokens", 1024),
-    "pca": ("--method", "pca", "--group-heads", "similar", "--calibration-tokens", 1024),
-    "auto": ("--method", "auto", "--calibration-tokens", 1024),
+    "pca": ("--method", "pca", "--calibration-tokens", 1024),
     "self": ("--method", "fit", "--calibration", "self+shipped", "--calibration-tokens", 1024),
 }
 

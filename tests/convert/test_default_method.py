@@ -9,8 +9,8 @@ import tiny
 from tiny_tokenizers import make_tokenizer
 
 TOKENS = ("--calibration-tokens", 1024)
-FIT = {"method": "fit", "refit": True, "renorm": "spread"}
-MEAN = {"method": "mean", "refit": False, "renorm": "none", "calibration": None}
+FIT = {"method": "fit", "refit": True}
+MEAN = {"method": "mean", "refit": False, "calibration": None}
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def test_fit_and_refit_where_the_model_can_run(convert, source, tmp_path):
 
 
 def test_given_options_are_kept(convert, source, tmp_path):
-    plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--renorm", "norm", "--group-heads", "similar")
-    assert plan.items() >= {**FIT, "renorm": "norm", "grouping": "similar"}.items()
+    plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--refine", 1024)
+    assert plan.items() >= {**FIT, "refine": 1024}.items()
     assert not notes
 
 

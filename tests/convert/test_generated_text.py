@@ -257,12 +257,6 @@ def test_parts_take_turns_and_each_is_held_out(convert, source, tmp_path):
     assert set(from_text[3::4]) == {True, False}
 
 
-def test_auto_chooses_on_the_models_text(convert, source, tmp_path):
-    options = ("--groups", 2, "--method", "auto", "--calibration-tokens", 1024, "--calibration", "self")
-    assert convert("mha-to-gqa", source, tmp_path / "out", *options).code == 0
-    assert convert("verify", source, tmp_path / "out").code == 0
-
-
 def test_users_are_told_that_out_keeps_their_text(convert, source, tmp_path):
     (tmp_path / "text.txt").write_text("words and words " * 500)
     result = convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", tmp_path / "text.txt")

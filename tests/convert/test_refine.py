@@ -101,7 +101,6 @@ def test_lossless_merges_stay_lossless(convert, tmp_path):
     [
         (("--method", "mean"), "--refine needs a calibration text and one of"),
         (("--method", "pca", "--calibration", "none"), "--refine needs a calibration text"),
-        (("--method", "auto"), "--refine needs a calibration text and one of"),
     ],
 )
 def test_refused_without_text_or_a_method_for_layers(convert, source, tmp_path, options, words):

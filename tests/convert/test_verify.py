@@ -125,6 +125,23 @@ def test_stray_weights_and_wrong_index(convert, source, out):
     assert "total_size" in result.err
 
 
+@pytest.mark.parametrize(("method", "repeated"), [("mean", "none"), ("pca", "spread")])
+def test_records_of_earlier_versions(convert, source, tmp_path, method, repeated):
+    """They name options that are gone: what this version always does is verified, and all else refused."""
+    out = tmp_path / "out"
+    more = () if method == "mean" else ("--calibration", "none")
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *more).code == 0
+    record = json.loads((out / "groupwise.json").read_text())
+    renorms, groupings = ("none", "norm", "spread"), ("contiguous", "similar")
+    for option, value in [*(("renorm", value) for value in renorms), *(("grouping", value) for value in groupings)]:
+        (out / "groupwise.json").write_text(json.dumps({**record, option: value}))
+        result = convert("verify", source, out)
+        if value in (repeated, "contiguous"):
+            assert result.code == 0, result.err
+        else:
+            result.refused(f"records {option} = '{value}', which this version cannot repeat")
+
+
 def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
     other = tiny.save(tiny.build(seed=1), tmp_path / "other", "bfloat16")
     assert convert("verify", other, out).code == 3

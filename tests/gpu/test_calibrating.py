@@ -32,7 +32,7 @@ def test_fit_with_refit(convert, tmp_path, device, family):
     "options",
     [
         (*FIT, "--refit", "--refine", 2048),
-        ("--method", "pca", "--group-heads", "similar", "--calibration-tokens", 1024),
+        ("--method", "pca", "--calibration-tokens", 1024),
     ],
 )
 def test_other_ways(convert, tmp_path, device, family, options):

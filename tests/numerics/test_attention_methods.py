@@ -14,14 +14,14 @@ from convert.merging.moments import (
     Maps,
     Moments,
     drop_cross_pair_terms,
+    keep_spread,
     moments_from_weights,
     relative_logit_error,
     relative_output_error,
 )
-from convert.merging.rescale import renorm
 from convert.merging.weights import LayerAttention
 from convert.planning.plan import make_plan
-from convert.planning.recipe import RENORMS, Recipe
+from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 
 N_HEADS, HEAD_DIM, HIDDEN = 8, 6, 64
@@ -143,17 +143,16 @@ def from_inputs(group: LayerAttention, rng, n_inputs: int = 400) -> Moments:
     )
 
 
-@pytest.mark.parametrize("how", RENORMS)
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("method", LAYER_METHODS)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), groups=st.sampled_from([1, 2, 4]), bias=st.booleans())
-def test_heads_equal_up_to_allowed_maps_merge_without_loss(method, calibrated, how, seed, groups, bias):
+def test_heads_equal_up_to_allowed_maps_merge_without_loss(method, calibrated, seed, groups, bias):
     rng, few = np.random.default_rng(seed), make(seed, groups, bias)
     many = equivalent_mha(few, rng)
     assert difference(few, many) < 1e-9
     known = [from_inputs(group, rng) if calibrated else moments_from_weights(group) for group in many.groups(groups)]
-    merged = merge_attention(many, known, Recipe(method, renorm=how))
+    merged = merge_attention(many, known, method)
     assert merged.k_KDX.shape == few.k_KDX.shape
     assert difference(few, merged) < (1e-6 if calibrated else 1e-8)
 
@@ -208,16 +207,11 @@ def test_each_method_loses_no_more_on_trained_weights(groups):
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), method=st.sampled_from([aligned, pca, fit]))
-def test_renorm_gives_back_what_it_says(seed, method):
+def test_logits_keep_their_spread(seed, method):
     known = from_inputs(make(seed), np.random.default_rng(seed))
-    maps = method.merge(known)
-    longer = renorm(known, maps, "norm")
-    blocks = np.diagonal(known.keys_FF).reshape(known.n_keys, -1).sum(1)
-    assert np.trace(longer.keys_DF @ known.keys_FF @ longer.keys_DF.T) == pytest.approx(np.sqrt(blocks).mean() ** 2)
-    wider = renorm(known, maps, "spread")
+    wider = keep_spread(known, method.merge(known))
     for head, queries_DD in enumerate(known.queries_HDD):
         own = known.keys_FF[known.key_of(head), known.key_of(head)]
         back = wider.queries_HDD[head].T @ wider.keys_DF
         spread = np.trace(queries_DD @ back @ known.keys_FF @ back.T)
         assert spread == pytest.approx(np.trace(queries_DD @ own))
-    assert renorm(known, maps, "none") is maps

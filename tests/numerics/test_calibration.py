@@ -151,9 +151,7 @@ def test_calibration_stopped_anywhere_resumes_to_the_same_result(tmp_path, refin
     folder = source_folder(tmp_path / "source", num_hidden_layers=3)
     with open_checkpoint(folder) as checkpoint:
         sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
-        plan = make_plan(
-            checkpoint, GROUPS, Recipe("fit", renorm="spread", refit=True, refine=refine, text=sample), None
-        )
+        plan = make_plan(checkpoint, GROUPS, Recipe("fit", refit=True, refine=refine, text=sample), None)
 
         def run(place, stop_at):
             counts = []

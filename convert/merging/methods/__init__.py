@@ -32,8 +32,6 @@ METHODS = ("mean", "first", "random")
 LAYER_METHODS = ("aligned", "pca", "fit")
 CALIBRATED = ("fit",)
 """Layer methods that need a calibration text."""
-AUTO = "auto"
-"""Stands for the method with the lowest loss on a part of the calibration text."""
 REPEAT = "repeat"
 """Recorded as the method of a conversion to more heads, which repeats each head and merges none."""
 
