@@ -43,15 +43,15 @@ def merge_options(command: Command) -> Command:
         click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS)),
                      help="How heads are merged: their mean (the paper's method), the first, or random ones. With "
                      "queries and output projections changed to fit: the mean of aligned heads, or shared "
-                     "principal components (pca), or these fitted to what attention computes (fit); not for "
-                     "families that normalise queries and keys.  "
-                     "[default: fit with --refit]"),
+                     "principal components (pca), or these fitted to what attention computes (fit).  "
+                     "[default: fit with --refit and --refine]"),
         click.option("--refit", is_flag=True,
                      help="Fit output projections to the original layers' outputs, where that lowers the error on "
                      "held-out text.  [default: only where no --method is given]"),
-        click.option("--refine", type=click.IntRange(0, MAX_TOKENS), default=0, show_default=True, metavar="TOKENS",
+        click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
                      help="Then train each merged layer's attention on this many tokens of the calibration text, to "
-                     "reproduce the original layer's output. Keeps the weights with the least error on held-out text."),
+                     "reproduce the original layer's output. Keeps the weights with the least error on held-out text.  "
+                     "[default: as many as --calibration-tokens if no --method is given, else 0]"),
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, for aligned, pca and fit: shipped (a text of many kinds, part "
                      "of Groupwise), self (the model writes it, which needs the whole model in memory), a .jsonl, "

@@ -13,7 +13,7 @@ class MergeOptions:
     method: str | None = None
     seed: int = 0
     refit: bool = False
-    refine: int = 0
+    refine: int | None = None
     calibration: str | None = None
     """`none`, `shipped`, `self`, the path of a text, `hub:NAME…`, or several joined by +."""
     calibration_tokens: int | None = None

@@ -13,7 +13,7 @@ from model.common.errors import CheckpointError
 from model.geometry import Geometry, read_geometry
 
 DEFAULT_METHOD = "fit"
-"""The method, with refit, if none is requested: the best by docs/study.md."""
+"""The method, with refit and refine, if none is requested: the best by docs/study.md."""
 
 
 def resolve_options(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> Recipe:
@@ -34,8 +34,9 @@ def resolve_options(checkpoint: Checkpoint, n_kv_heads: int | None, options: Mer
         return Recipe("mean")
     if options.calibration == NONE:
         return _recipe(checkpoint, geometry, replace(options, method="mean"))
+    refine = options.calibration_tokens or DEFAULT_TOKENS if options.refine is None else options.refine
     try:
-        return _recipe(checkpoint, geometry, replace(options, method=DEFAULT_METHOD, refit=True))
+        return _recipe(checkpoint, geometry, replace(options, method=DEFAULT_METHOD, refit=True, refine=refine))
     except UnsupportedMethodError as error:
         reason = str(error).rstrip(".")
         raise UnsupportedMethodError(
@@ -52,7 +53,7 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
         raise UnsupportedMethodError(
             f"{options.of_calibration} cannot be combined with --method {options.method}, which needs no text."
         )
-    recipe = Recipe(options.method, options.seed, options.refit, options.refine)
+    recipe = Recipe(options.method, options.seed, options.refit, options.refine or 0)
     if by_layer:
         check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
     if by_layer and options.calibration != NONE:

@@ -38,7 +38,7 @@ SOURCES = {
     HEADLINE: (
         "merges.jsonl",
         "smollm2.jsonl",
-        "calibration.jsonl",
+        "refine.jsonl",
         "registers.jsonl",
         *(f"{plan}.jsonl" for plan in BETTER),
     ),
@@ -48,17 +48,18 @@ SOURCES = {
 }
 """What each figure is drawn from."""
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
+DEFAULT = "default"
 MERGES = {
     "random": "random", "mean": "mean (the paper's)", "first": "first", "mean-norm": "mean, norm restored",
     "aligned-spread": "aligned, mean", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit",
-    TODAY: "the default, on mixed text",
+    DEFAULT: "the default: also refined",
 }  # fmt: skip
 PLACES = (
     ("merges", 2, "8 → 2", BLUE, BLUE, "o"), ("longer", 2, "8 → 2, better-trained parents", BLUE, "white", "o"),
     ("merges", 1, "8 → 1", ORANGE, ORANGE, "s"), ("longer", 1, "8 → 1, better-trained parents", ORANGE, "white", "s"),
     ("smollm2", 1, "SmolLM2 3 → 1", GREEN, GREEN, "^"),
 )  # fmt: skip
-TODAYS_PLANS = {"merges": "calibration", "smollm2": "registers"}
+TODAYS_PLANS = {"merges": "refine", "smollm2": "registers"}
 """The plans that have the default merge as it is now. All other merges were calibrated on less text, of one kind."""
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
@@ -172,7 +173,7 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
     axes.set_title("Right after conversion: what is left of the loss that merging by the mean costs")
     for place, (plan, groups, label, colour, inside, marker) in enumerate(PLACES):
         for row, arm in enumerate(MERGES):
-            if figures := shares_left(results, TODAYS_PLANS.get(plan, plan) if arm == TODAY else plan, arm, groups):
+            if figures := shares_left(results, plan, arm, groups):
                 error = statistics.stdev(figures) * 100 if len(figures) > 1 else 0
                 axes.errorbar(
                     statistics.mean(figures) * 100, row + (place - 2) * 0.16, xerr=error, fmt=marker, color=colour,
@@ -187,6 +188,9 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
 
 def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: int) -> list[float]:
     """Return an arm's shares of mean's gap right after conversion: for each seed, or for each kind of text."""
+    if arm == DEFAULT:
+        plan = TODAYS_PLANS.get(plan, plan)
+        arm = TODAY.get(plan, arm)
     if plan == "registers":
         return list(shares_by_register(arm, results[plan]).values())
     lines = [line for line in results[plan] if line["groups"] == groups]

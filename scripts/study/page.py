@@ -144,7 +144,7 @@ def renewed(page: str, results: Path) -> str:
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
 BETTER_PARENTS = "4.2 M parameters, 30 M tokens, 2 parents"
 SMOLLM2 = "SmolLM2-135M-Instruct, 4 bit"
-HEADLINE = tuple(("3 models of 4.2 M", "calibration", TODAY, 8, groups) for groups in (4, 2, 1))
+HEADLINE = tuple(("3 models of 4.2 M", "refine", TODAY["refine"], 8, groups) for groups in (4, 2, 1))
 """Rows of the README's table: parent, plan, arm, K/V heads before and after. A row over all kinds of text follows."""
 FORMER = (
     *((WEAK_PARENTS, "merges", BEST, 8, groups) for groups in (4, 2, 1)),
@@ -157,8 +157,8 @@ def headline(results: Path) -> str:
     """Return the table of the default merge right after conversion: loss, and share of mean's gap."""
     lines = read(results / "registers.jsonl")
     by_arm = {line["arm"]: statistics.mean(line["registers"].values()) for line in lines}
-    left = shares_by_register(TODAY, lines)
-    cells = [f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY)]
+    left = shares_by_register(TODAY["registers"], lines)
+    cells = [f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY["registers"])]
     name = f"SmolLM2-135M, {len(left)} kinds of text"
     span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
     return "\n".join([after_conversion(results, HEADLINE), f"| {name} | 3 → 1 | {' | '.join(cells)} | {span} |"])

@@ -9,7 +9,7 @@ import tiny
 from tiny_tokenizers import make_tokenizer
 
 TOKENS = ("--calibration-tokens", 1024)
-FIT = {"method": "fit", "refit": True}
+FIT = {"method": "fit", "refit": True, "refine": 1024}
 MEAN = {"method": "mean", "refit": False, "calibration": None}
 
 
@@ -29,18 +29,18 @@ def chosen(convert, source, out, *options):
     return record(out), [note for note in json.loads(result.out)["notes"] if note.startswith("Merged by")]
 
 
-def test_fit_and_refit_where_the_model_can_run(convert, source, tmp_path):
+def test_fit_refit_and_refine_where_the_model_can_run(convert, source, tmp_path):
     plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS)
     assert plan.items() >= FIT.items()
     assert plan["calibration"]["text"] == "shipped"
     assert not notes
-    chosen(convert, source, tmp_path / "asked", *TOKENS, "--method", "fit", "--refit")
+    chosen(convert, source, tmp_path / "asked", *TOKENS, "--method", "fit", "--refit", "--refine", 1024)
     assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "asked")
 
 
 def test_given_options_are_kept(convert, source, tmp_path):
-    plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--refine", 1024)
-    assert plan.items() >= {**FIT, "refine": 1024}.items()
+    plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--refine", 0)
+    assert plan.items() >= {**FIT, "refine": 0}.items()
     assert not notes
 
 
