@@ -13,7 +13,12 @@ FLAT_NORMS = HeadNorms("q_norm", "k_norm", "flat")
 
 STANDARD = (
     # Apertus: Qwen 3's layout, with another activation.
-    Family("apertus", default_n_kv_heads="n_heads", not_per_head=SHARED_NORMS),
+    Family(
+        "apertus",
+        default_n_kv_heads="n_heads",
+        attention_norm="attention_layernorm",
+        not_per_head=SHARED_NORMS,
+    ),
     # Arcee (AFM): Llama's layout, with another activation.
     Family("arcee", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # Command R and Aya: optionally a norm for each head of queries and keys, all in one matrix.
@@ -38,9 +43,15 @@ STANDARD = (
     # ERNIE 4.5, the dense ones: Llama's layout.
     Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128, rotary_fraction=1.0, rotary_pairing="interleaved"),
     # EXAONE 4: Qwen 3's layout; windows have no weights.
-    Family("exaone4", default_n_kv_heads=32, null_n_kv_heads="refused", not_per_head=SHARED_NORMS),
+    Family(
+        "exaone4",
+        default_n_kv_heads=32,
+        null_n_kv_heads="refused",
+        attention_norm=None,
+        not_per_head=SHARED_NORMS,
+    ),
     # FlexOlmo: as OLMo 2, with experts, which are copied.
-    Family("flex_olmo", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    Family("flex_olmo", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS),
     # Gemma and CodeGemma: Llama's layout with a head size of its own.
     Family(
         "gemma",
@@ -148,7 +159,7 @@ STANDARD = (
     # Mixtral: Mistral's attention; the experts are copied.
     Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused", rotary_fraction=1.0),
     # nanochat: Llama's layout; its norms have no weights.
-    Family("nanochat", default_n_kv_heads="n_heads"),
+    Family("nanochat", default_n_kv_heads="n_heads", attention_norm=None),
     # Nemotron 3 and 4, Minitron: Llama's layout; the class raises an error if the number of K/V heads is missing.
     Family(
         "nemotron",
@@ -158,11 +169,11 @@ STANDARD = (
         partial_rotary=True,
     ),
     # OLMo: Llama's layout, norms without weights; `clip_qkv` clips merged heads too.
-    Family("olmo", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    Family("olmo", default_n_kv_heads="n_heads", attention_norm=None, rotary_fraction=1.0),
     # OLMo 2: queries and keys are normalised over all heads together.
-    Family("olmo2", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    Family("olmo2", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS),
     # OLMo 3: as OLMo 2, with sliding windows.
-    Family("olmo3", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
+    Family("olmo3", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS),
     # OLMoE: as OLMo 2, with experts, which are copied.
     Family("olmoe", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS),
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.

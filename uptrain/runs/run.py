@@ -51,7 +51,7 @@ from uptrain.training.models import (
     random_student,
     recompute_activations,
 )
-from uptrain.training.module import STUDENT, LossModule, blocks, choose_trainable, has_finite_weights
+from uptrain.training.module import STUDENT, LossModule, blocks, has_finite_weights
 from uptrain.training.optimizer import make_optimizer
 
 
@@ -80,11 +80,14 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
     check_same_data(settings.data, run.cache_sha256)
     with _locked_on_main(accelerator, folder):
         checkpoint = Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last).newest()
-        on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
-        if checkpoint is None:
+        reads_model = checkpoint is None or settings.trainable != "all"
+        on_main(accelerator, lambda: check_same(settings, run.identities, reads_model))
+        if reads_model:
             training = build_first(settings, folder / MODEL, accelerator, folder, deadline, show)
+        else:
+            training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
+        if checkpoint is None:
             return execute(folder, settings, training, RunState(), None)
-        training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
         load(checkpoint.folder, training.loss_module, training.optimizer)
         if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
@@ -207,8 +210,11 @@ def build_first(
     settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
 ) -> Training:
     """Build a Training with the initial weights of a run."""
+    part = settings.trainable
     student, weights = load_on_main(
-        accelerator, lambda: first_student(settings, config_folder), lambda: empty_student(config_folder)
+        accelerator,
+        lambda: first_student(settings, config_folder),
+        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part),
     )
     training = build(settings, student, accelerator, folder, deadline, show)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
@@ -232,7 +238,6 @@ def build(
     for opened in filter(None, (cache, eval_cache)):
         check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
         check_packing(student, opened.seq_len)
-    choose_trainable(student, settings.trainable)
     layers = blocks(student)
     if settings.activation_checkpointing:
         recompute_activations(layers)
@@ -280,7 +285,7 @@ def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
         return random_student(config_folder, settings.seed)
     model = Path(settings.model)
     check_exportable(model, *parameter_names(model))
-    return load_student(model)
+    return load_student(model, settings.trainable)
 
 
 def check_same_data(data: str, sha256: str) -> None:

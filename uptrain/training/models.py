@@ -19,11 +19,16 @@ from model.decoder.loading import load_model
 from model.decoder.transformers_model import TransformersModel, build_hf_model, layer_class_names
 from model.families import NATIVE_FAMILIES
 from uptrain.training.language_model import LanguageModel
+from uptrain.training.trainable import choose_trainable, is_trained
 
 
-def load_student(folder: Path) -> LanguageModel:
-    """Load a model for training, as float32 masters."""
-    return load_model(folder, torch.float32)
+def load_student(folder: Path, part: str = "all") -> LanguageModel:
+    """Load a model to train a part of it: float32 masters of that part, the rest in the checkpoint's dtype."""
+    if part == "all":
+        return load_model(folder, torch.float32)
+    student = load_model(folder, _stored_dtype(folder))
+    choose_trainable(student, part, folder)
+    return student
 
 
 def load_teacher(folder: Path, precision: str) -> LanguageModel:
@@ -31,14 +36,27 @@ def load_teacher(folder: Path, precision: str) -> LanguageModel:
     return load_model(folder, _teacher_dtype(precision)).requires_grad_(False)
 
 
-def empty_student(folder: Path) -> LanguageModel:
-    """Return the model of a folder's config.json with undefined weights, as float32 masters."""
-    return _empty(folder, torch.float32)
+def empty_student(folder: Path, part: str = "all") -> LanguageModel:
+    """Return the model of a folder's config.json with undefined weights, in the dtypes of `load_student`."""
+    if part == "all":
+        return _empty(folder, torch.float32)
+    student = _empty(folder, _stored_dtype(folder))
+    choose_trainable(student, part, folder)
+    return student
 
 
 def empty_teacher(folder: Path, precision: str) -> LanguageModel:
     """Return the model of a folder's config.json with undefined weights, without gradients."""
     return _empty(folder, _teacher_dtype(precision)).requires_grad_(False)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of a folder's weights: float32, or the half precision that all of them have."""
+    with open_checkpoint(folder) as checkpoint:
+        names = {t.dtype for t in checkpoint.tensors.values() if not t.name.endswith("rotary_emb.inv_freq")}
+    if len(names) > 1:
+        return torch.float32
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(names.pop(), torch.float32)
 
 
 def _teacher_dtype(precision: str) -> torch.dtype:
@@ -71,6 +89,20 @@ def build_meta(folder: Path) -> LanguageModel:
             return loading.build_meta(checkpoint)[0]
     with torch.device("meta"):
         return TransformersModel(build_hf_model(folder, torch.float32))
+
+
+def stored_names(folder: Path) -> dict[str, str]:
+    """Return a table, parameter name in a training checkpoint → tensor name in the folder's files."""
+    names, stem = parameter_names(folder)
+    with open_checkpoint(folder) as checkpoint:
+        if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+            return loading.build_meta(checkpoint)[1]
+        return {name: name if name in checkpoint.tensors else name.removeprefix(stem) for name in names}
+
+
+def frozen_names(folder: Path, part: str) -> dict[str, str]:
+    """Return the entries of `stored_names` whose parameters are not trained."""
+    return {name: stored for name, stored in stored_names(folder).items() if not is_trained(name, part, folder)}
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:

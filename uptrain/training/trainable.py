@@ -1,0 +1,112 @@
+"""Choose the parameters to train. The others stay frozen, in the checkpoint's dtype.
+
+Frozen parameters have no float32 masters, gradients or optimizer states. The values of the computation are the same as
+with float32 copies of them, because they are cast where they are used.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.checkpoint.hf_folder import read_config
+from model.common.errors import InputError
+from model.decoder.linear import Linear, matmul_dtype
+from model.decoder.llama import RMSNorm
+from model.families import FAMILIES
+from model.families.family import Family
+from uptrain.training.language_model import LanguageModel
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight and bias are cast to the dtype of the product, and have no gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == matmul_dtype(x):
+            return F.linear(x, self.weight, self.bias)
+        out: Tensor = _CastProduct.apply(x.to(matmul_dtype(x)), self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _CastProduct(torch.autograd.Function):
+    """x · weightᵀ + bias. The backward pass casts the weight again: autograd would keep the cast copy until then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grad_outputs
+        (weight,) = ctx.saved_tensors
+        return grad @ weight.to(grad.dtype), None, None
+
+
+class FrozenEmbedding(nn.Embedding):
+    """An embedding that returns states in the dtype of the model's other states."""
+
+    state_dtype: torch.dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).to(self.state_dtype)
+
+
+def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
+    """Train a `part` of a folder's model, `attention` or `kv`, and freeze the rest.
+
+    Trained parameters become float32 masters. Raises InputError if the model does not have that part.
+    """
+    pattern = _pattern(part, folder)
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(bool(pattern.search(name)))
+    if not any(parameter.requires_grad for parameter in student.parameters()):
+        raise InputError(f"--trainable {part}: {folder} has no such tensors; use --trainable all.")
+    for module in student.modules():
+        own = list(module.parameters(recurse=False))
+        if any(parameter.requires_grad for parameter in own) or not cast_in_use(module, torch.float32):
+            for parameter in own:
+                parameter.data = parameter.data.float()
+
+
+def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
+    """Make a module cast its parameters where it uses them; return whether it then can.
+
+    `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.
+    """
+    if type(module) in (nn.Linear, Linear):
+        module.__class__ = FrozenLinear
+    elif type(module) is nn.Embedding:
+        module.__class__ = FrozenEmbedding
+    if isinstance(module, FrozenEmbedding):
+        module.state_dtype = state_dtype
+    return isinstance(module, FrozenLinear | FrozenEmbedding | RMSNorm)
+
+
+def is_trained(name: str, part: str, folder: Path) -> bool:
+    """Return whether a parameter belongs to the trained part of a folder's model."""
+    return part == "all" or bool(_pattern(part, folder).search(name))
+
+
+def _pattern(part: str, folder: Path) -> re.Pattern[str]:
+    """Return a pattern of the names of the trained parameters. Raises InputError for a family that is not known."""
+    model_type = read_config(folder)[1].get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if not isinstance(family, Family):
+        raise InputError(
+            f"--trainable {part}: how model_type {model_type!r} names attention is not known; use --trainable all."
+        )
+    if part == "attention":
+        modules = [*family.attention, *filter(None, [family.attention_norm])]
+    elif family.fused is None:
+        modules = [f"{module}.{name}" for module in family.attention for name in (family.key, family.value)]
+    else:
+        raise InputError(
+            f"--trainable kv: model_type {family.model_type!r} holds queries, keys and values in one tensor "
+            f"({family.fused}); use --trainable attention."
+        )
+    return re.compile(rf"(^|\.){re.escape(family.layers)}\.\d+\.({'|'.join(map(re.escape, modules))})\.")
