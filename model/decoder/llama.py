@@ -174,7 +174,8 @@ class LlamaForCausalLM(nn.Module):
         _check_ids(ids_BT, self.config.vocab_size)
         hidden_BTM = self.model(ids_BT, documents_BT, cache)
         if labels_BT is None:
-            return linear(hidden_BTM, self.head_weight).float()
+            # A head that is not trained may be narrower than the states.
+            return linear(hidden_BTM, self.head_weight.to(hidden_BTM.dtype)).float()
         targets_BT = labels_BT[:, 1:]
         if documents_BT is not None:
             targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)

@@ -30,7 +30,7 @@ from uptrain.data.run_data import find_data
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import is_lost_process, on_main
-from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
+from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.runs.checks import check_batch, check_exportable, check_packing, check_teacher, check_vocabulary
 from uptrain.runs.fingerprints import check_same, identities
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
@@ -50,9 +50,11 @@ from uptrain.training.models import (
     parameter_names,
     random_student,
     recompute_activations,
+    teacher_dtype,
 )
 from uptrain.training.module import STUDENT, LossModule, blocks, has_finite_weights
 from uptrain.training.optimizer import make_optimizer
+from uptrain.training.sharing import equal_tensors, share, shareable
 
 
 def start(
@@ -243,18 +245,10 @@ def build(
         recompute_activations(layers)
     if settings.compile:
         compile_layers(layers)
-    teacher = None
+    teacher, shared_bytes = None, 0
     if settings.teacher:
-        path = Path(settings.teacher)
-        teacher, weights = load_on_main(
-            accelerator,
-            lambda: load_teacher(path, settings.precision),
-            lambda: empty_teacher(path, settings.precision),
-        )
-        check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
+        teacher, shared_bytes = _build_teacher(settings, student, accelerator)
         check_packing(teacher, cache.seq_len)
-        place_teacher(accelerator, teacher, blocks(teacher))
-        broadcast_weights(accelerator, teacher, weights)
     loss_module = LossModule(student, settings.loss, teacher)
     optimizer = make_optimizer(settings.optimizer, loss_module, settings.weight_decay)
     loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
@@ -276,7 +270,32 @@ def build(
         spike_sigma=settings.spike_sigma,
         deadline=deadline,
         show=show,
+        shared_bytes=shared_bytes,
     )
+
+
+def _build_teacher(
+    settings: Settings, student: LanguageModel, accelerator: Accelerator
+) -> tuple[LanguageModel, int]:  # fmt: skip
+    """Load and place the teacher; return it, and the bytes that it shares with the student.
+
+    Under FSDP they share nothing, because each model is sharded by itself.
+    """
+    path, dtype = Path(settings.teacher), teacher_dtype(settings.precision)
+    shared = {}
+    if settings.trainable != "all" and not is_sharded(accelerator):
+        names = on_main(accelerator, lambda: equal_tensors(Path(settings.model), settings.trainable, path))
+        shared = shareable(student, names, dtype)
+    teacher, weights = load_on_main(
+        accelerator,
+        lambda: load_teacher(path, settings.precision, skip=shared),
+        lambda: empty_teacher(path, settings.precision),
+    )
+    check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
+    shared_bytes = share(shared, teacher, dtype)
+    place_teacher(accelerator, teacher, blocks(teacher))
+    broadcast_weights(accelerator, teacher, weights)
+    return teacher, shared_bytes
 
 
 def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
@@ -305,6 +324,8 @@ def _log_start(training: Training, state: RunState, checkpoint: VerifiedCheckpoi
     accelerator = training.accelerator
     event |= {"time": time.time(), "processes": accelerator.num_processes, "threads": torch.get_num_threads()}
     event["device"] = accelerator.device.type
+    if training.shared_bytes:
+        event["shared_bytes"] = training.shared_bytes
     if checkpoint and checkpoint.rejected:
         event["passed_over"] = list(checkpoint.rejected)
     training.metrics.write(event)

@@ -1,6 +1,6 @@
 """Build students and teachers: loaded from a checkpoint, initialised at random, or empty for a training checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ def load_student(folder: Path, part: str = "all") -> LanguageModel:
     return student
 
 
-def load_teacher(folder: Path, precision: str) -> LanguageModel:
-    """Load a teacher, without gradients."""
-    return load_model(folder, _teacher_dtype(precision)).requires_grad_(False)
+def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> LanguageModel:
+    """Load a teacher, without gradients. `skip` is as for `load_model`."""
+    return load_model(folder, teacher_dtype(precision), skip=skip).requires_grad_(False)
 
 
 def empty_student(folder: Path, part: str = "all") -> LanguageModel:
@@ -47,7 +47,7 @@ def empty_student(folder: Path, part: str = "all") -> LanguageModel:
 
 def empty_teacher(folder: Path, precision: str) -> LanguageModel:
     """Return the model of a folder's config.json with undefined weights, without gradients."""
-    return _empty(folder, _teacher_dtype(precision)).requires_grad_(False)
+    return _empty(folder, teacher_dtype(precision)).requires_grad_(False)
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
@@ -59,7 +59,7 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(names.pop(), torch.float32)
 
 
-def _teacher_dtype(precision: str) -> torch.dtype:
+def teacher_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
