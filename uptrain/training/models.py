@@ -19,7 +19,8 @@ from model.decoder.loading import load_model
 from model.decoder.transformers_model import TransformersModel, build_hf_model, layer_class_names
 from model.families import NATIVE_FAMILIES
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.trainable import choose_trainable, is_trained
+from uptrain.training.parts import common_dtype, part_pattern
+from uptrain.training.trainable import choose_trainable
 
 
 def load_student(folder: Path, part: str = "all") -> LanguageModel:
@@ -53,10 +54,8 @@ def empty_teacher(folder: Path, precision: str) -> LanguageModel:
 def _stored_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of a folder's weights: float32, or the half precision that all of them have."""
     with open_checkpoint(folder) as checkpoint:
-        names = {t.dtype for t in checkpoint.tensors.values() if not t.name.endswith("rotary_emb.inv_freq")}
-    if len(names) > 1:
-        return torch.float32
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(names.pop(), torch.float32)
+        dtype = common_dtype(checkpoint.tensors.values())
+    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
 
 
 def teacher_dtype(precision: str) -> torch.dtype:
@@ -102,7 +101,8 @@ def stored_names(folder: Path) -> dict[str, str]:
 
 def frozen_names(folder: Path, part: str) -> dict[str, str]:
     """Return the entries of `stored_names` whose parameters are not trained."""
-    return {name: stored for name, stored in stored_names(folder).items() if not is_trained(name, part, folder)}
+    pattern = part_pattern(part, read_config(folder)[1])
+    return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:

@@ -4,7 +4,6 @@ Frozen parameters have no float32 masters, gradients or optimizer states. The va
 with float32 copies of them, because they are cast where they are used.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.decoder.linear import Linear, matmul_dtype
 from model.decoder.llama import RMSNorm
-from model.families import FAMILIES
-from model.families.family import Family
 from uptrain.training.language_model import LanguageModel
+from uptrain.training.parts import part_pattern
 
 
 class FrozenLinear(nn.Linear):
@@ -61,7 +59,7 @@ def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
 
     Trained parameters become float32 masters. Raises InputError if the model does not have that part.
     """
-    pattern = _pattern(part, folder)
+    pattern = part_pattern(part, read_config(folder)[1])
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(bool(pattern.search(name)))
     if not any(parameter.requires_grad for parameter in student.parameters()):
@@ -85,28 +83,3 @@ def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
     if isinstance(module, FrozenEmbedding):
         module.state_dtype = state_dtype
     return isinstance(module, FrozenLinear | FrozenEmbedding | RMSNorm)
-
-
-def is_trained(name: str, part: str, folder: Path) -> bool:
-    """Return whether a parameter belongs to the trained part of a folder's model."""
-    return part == "all" or bool(_pattern(part, folder).search(name))
-
-
-def _pattern(part: str, folder: Path) -> re.Pattern[str]:
-    """Return a pattern of the names of the trained parameters. Raises InputError for a family that is not known."""
-    model_type = read_config(folder)[1].get("model_type")
-    family = FAMILIES.get(str(model_type))
-    if not isinstance(family, Family):
-        raise InputError(
-            f"--trainable {part}: how model_type {model_type!r} names attention is not known; use --trainable all."
-        )
-    if part == "attention":
-        modules = [*family.attention, *filter(None, [family.attention_norm])]
-    elif family.fused is None:
-        modules = [f"{module}.{name}" for module in family.attention for name in (family.key, family.value)]
-    else:
-        raise InputError(
-            f"--trainable kv: model_type {family.model_type!r} holds queries, keys and values in one tensor "
-            f"({family.fused}); use --trainable attention."
-        )
-    return re.compile(rf"(^|\.){re.escape(family.layers)}\.\d+\.({'|'.join(map(re.escape, modules))})\.")
