@@ -20,16 +20,14 @@ from model.decoder.transformers_model import TransformersModel, build_hf_model, 
 from model.families import NATIVE_FAMILIES
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.parts import common_dtype, part_pattern
-from uptrain.training.trainable import choose_trainable
+from uptrain.training.trainable import choose_trainable, set_dtypes
 
 
 def load_student(folder: Path, part: str = "all") -> LanguageModel:
     """Load a model to train a part of it: float32 masters of that part, the rest in the checkpoint's dtype."""
     if part == "all":
         return load_model(folder, torch.float32)
-    student = load_model(folder, _stored_dtype(folder))
-    choose_trainable(student, part, folder)
-    return student
+    return _with_frozen_part(folder, part, lambda dtype: load_model(folder, dtype))
 
 
 def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> LanguageModel:
@@ -41,9 +39,7 @@ def empty_student(folder: Path, part: str = "all") -> LanguageModel:
     """Return the model of a folder's config.json with undefined weights, in the dtypes of `load_student`."""
     if part == "all":
         return _empty(folder, torch.float32)
-    student = _empty(folder, _stored_dtype(folder))
-    choose_trainable(student, part, folder)
-    return student
+    return _with_frozen_part(folder, part, lambda dtype: _empty(folder, dtype))
 
 
 def empty_teacher(folder: Path, precision: str) -> LanguageModel:
@@ -51,11 +47,20 @@ def empty_teacher(folder: Path, precision: str) -> LanguageModel:
     return _empty(folder, teacher_dtype(precision)).requires_grad_(False)
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of a folder's weights: float32, or the half precision that all of them have."""
+def _with_frozen_part(folder: Path, part: str, make: Callable[[torch.dtype], LanguageModel]) -> LanguageModel:
+    """Return the model of a folder that `make` returns in a dtype, to train a part of it.
+
+    transformers would round some buffers to the dtype that it loads, such as the scale of Gemma's embedding. So its
+    models are made in float32, and frozen parameters then get the checkpoint's dtype, which holds them exactly.
+    """
     with open_checkpoint(folder) as checkpoint:
-        dtype = common_dtype(checkpoint.tensors.values())
-    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
+        name = common_dtype(checkpoint.tensors.values())
+        is_native = checkpoint.config.get("model_type") in NATIVE_FAMILIES
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
+    student = make(dtype if is_native else torch.float32)
+    choose_trainable(student, part, folder)
+    set_dtypes(student, dtype)
+    return student
 
 
 def teacher_dtype(precision: str) -> torch.dtype:

@@ -55,20 +55,23 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
-    """Train a `part` of a folder's model, `attention` or `kv`, and freeze the rest.
-
-    Trained parameters become float32 masters. Raises InputError if the model does not have that part.
-    """
+    """Train a `part` of a folder's model, `attention` or `kv`. Raises InputError if the model does not have it."""
     pattern = part_pattern(part, read_config(folder)[1])
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(bool(pattern.search(name)))
     if not any(parameter.requires_grad for parameter in student.parameters()):
         raise InputError(f"--trainable {part}: {folder} has no such tensors; use --trainable all.")
+
+
+def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
+    """Make float32 masters of trained parameters; hold frozen ones in `frozen_dtype` if their modules can cast them."""
+    wide: set[int] = set()  # a tied parameter belongs to two modules
     for module in student.modules():
         own = list(module.parameters(recurse=False))
         if any(parameter.requires_grad for parameter in own) or not cast_in_use(module, torch.float32):
-            for parameter in own:
-                parameter.data = parameter.data.float()
+            wide |= {id(parameter) for parameter in own}
+    for parameter in student.parameters():
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else frozen_dtype)
 
 
 def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
