@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,6 +145,17 @@ def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> 
     with Progress(*columns, console=screen, transient=True) as progress:
         task = progress.add_task(label, total=total)
         yield lambda n: progress.advance(task, n)
+
+
+def print_columns(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
+    """Print a table whose rows begin with a label, and whose other columns are numbers."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column(style="bold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
 
 
 def print_key_values(title: str, rows: list[tuple[str, str]]) -> None:

@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         start = cache.length if cache else 0
         x_BTM = self.embed_tokens(ids_BT)
         rotation = self._rotation(ids_BT, documents_BT, cache, x_BTM.dtype)
-        masks = {window: self._mask(ids_BT, documents_BT, cache, window) for window in set(self.config.windows)}
+        masks = {window: self._mask(x_BTM, documents_BT, cache, window) for window in set(self.config.windows)}
         for index, layer in enumerate(self.layers):
             layer_cache = cache.layers[index] if cache else None
             x_BTM = layer(x_BTM, rotation, masks[self.config.windows[index]], layer_cache, start)
@@ -130,12 +130,12 @@ class Decoder(nn.Module):
         # The last token's position gives the length of a row's text, because padding is on the left.
         return rotations(rope, positions_BT, positions_BT[:, -1:] + 1 if rope.needs_lengths else None, dtype)
 
-    def _mask(self, ids_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None, window: int | None) -> Mask:
+    def _mask(self, x_BTM: Tensor, documents_BT: Tensor | None, cache: KVCache | None, window: int | None) -> Mask:
         if documents_BT is not None:
-            packed = has_packed_attention(self.embed_tokens.weight, self.config.head_dim)
+            packed = has_packed_attention(x_BTM, self.config.head_dim)
             return document_mask(documents_BT, window, packed)
         old, padding_B = (cache.length, cache.padding_B) if cache else (0, None)
-        return text_mask(ids_BT.shape[0], old, ids_BT.shape[1], window, padding_B, ids_BT.device)
+        return text_mask(x_BTM.shape[0], old, x_BTM.shape[1], window, padding_B, x_BTM.device)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -174,7 +174,8 @@ class LlamaForCausalLM(nn.Module):
         _check_ids(ids_BT, self.config.vocab_size)
         hidden_BTM = self.model(ids_BT, documents_BT, cache)
         if labels_BT is None:
-            return linear(hidden_BTM, self.head_weight).float()
+            # A head that is not trained may be narrower than the states.
+            return linear(hidden_BTM, self.head_weight.to(hidden_BTM.dtype)).float()
         targets_BT = labels_BT[:, 1:]
         if documents_BT is not None:
             targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)

@@ -4,6 +4,7 @@ The model is built on the meta device, without memory, and every parameter is th
 """
 
 import functools
+from collections.abc import Container
 from math import prod
 from pathlib import Path
 
@@ -26,17 +27,18 @@ from model.geometry import read_geometry
 
 
 def load_model(
-    folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu"
+    folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu", skip: Container[str] = ()
 ) -> LlamaForCausalLM | TransformersModel:
     """Load a checkpoint (any format that `open_checkpoint` reads) in evaluation mode; call `.train()` to train it.
 
     `dtype` None keeps the tensors' dtype, or widens all to the widest if the matrices differ. Families without native
-    code are opened by transformers, with the same interface. Raises CheckpointError for a config that is not
+    code are opened by transformers, with the same interface. Native models are loaded without the parameters of `skip`,
+    which stay on the meta device until the caller replaces them. Raises CheckpointError for a config that is not
     implemented, and for a missing, unexpected or misshapen tensor, which it names.
     """
     with open_checkpoint(Path(folder)) as checkpoint:
         if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
-            model = load_llama(checkpoint, dtype, device)
+            model = load_llama(checkpoint, dtype, device, skip)
             model.stop_ids = stop_ids(checkpoint)
             return model
         n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
@@ -65,11 +67,13 @@ def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(checks.whole_number(token, f"{path} has an eos_token_id", least=0) for token in ids)
 
 
-def load_llama(checkpoint: Checkpoint, dtype: torch.dtype | None, device: str) -> LlamaForCausalLM:
-    """Load an open checkpoint into the native model."""
+def load_llama(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, device: str, skip: Container[str] = ()
+) -> LlamaForCausalLM:
+    """Load an open checkpoint into the native model, except the parameters of `skip`."""
     model, names = build_meta(checkpoint)
     dtype = dtype or _common_dtype(checkpoint, names)
-    for name, parameter in list(model.named_parameters()):
+    for name, parameter in [(n, p) for n, p in model.named_parameters() if n not in skip]:
         _put(model, name, _read_checked(checkpoint, names[name], parameter, dtype, device))
     return model.eval()
 

@@ -3,6 +3,7 @@
 Code that needs only logits and losses (calibration, evaluation, a teacher) works with both.
 """
 
+import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
@@ -96,7 +97,8 @@ class TransformersModel(nn.Module):
         self.check_packing(documents_BT.shape[1])
         allowed = document_mask(documents_BT, window=None, dense=True).allowed_B1TS
         assert allowed is not None
-        dtype = self.head_weight.dtype
+        # The widest: states are float32 in training, and parameters that are not trained may be narrower.
+        dtype = functools.reduce(torch.promote_types, {parameter.dtype for parameter in self.parameters()})
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return {
             "attention_mask": hidden.masked_fill(~allowed, torch.finfo(dtype).min),

@@ -117,6 +117,8 @@ class Family:
     layers: str = "layers"
     attention: tuple[str, ...] = ("self_attn",)
     """The name between a layer's number and the names below, for each attention module of a layer."""
+    attention_norm: str | None = "input_layernorm"
+    """The norm before a layer's attention; None if the class has none there, or one without weights."""
     other_towers: str | None = None
     """Pattern of the prefix of other towers' tensor names. They may have attention of their own, and are copied."""
     query: str = "q_proj"

@@ -15,6 +15,7 @@ FAMILY = Family(
     prefix=r"(?:transformer\.)?",
     layers="blocks",
     attention=("attn",),
+    attention_norm="norm_1",
     output="out_proj",
     fused="Wqkv",
     head_norms=HeadNorms("q_ln", "k_ln", "flat", kind="layer"),

@@ -11,7 +11,13 @@ FLAT_NORMS = HeadNorms("q_norm", "k_norm", "flat")
 
 STANDARD = (
     # Apertus: Qwen 3's layout, with another activation.
-    Family("apertus", default_n_kv_heads="n_heads", head_norms=SHARED_NORMS, rotary_fraction=1.0),
+    Family(
+        "apertus",
+        default_n_kv_heads="n_heads",
+        attention_norm="attention_layernorm",
+        head_norms=SHARED_NORMS,
+        rotary_fraction=1.0,
+    ),
     # Arcee (AFM): Llama's layout, with another activation.
     Family("arcee", default_n_kv_heads="n_heads", rotary_fraction=1.0),
     # Command R and Aya: optionally a norm for each head of queries and keys, all in one matrix.
@@ -40,13 +46,14 @@ STANDARD = (
         "exaone4",
         default_n_kv_heads=32,
         null_n_kv_heads="refused",
+        attention_norm=None,
         head_norms=SHARED_NORMS,
         rotary_fraction=1.0,
         rotates_only="sliding_attention",
         null_window_rotates=True,
     ),
     # FlexOlmo: as OLMo 2, with experts, which are copied.
-    Family("flex_olmo", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
+    Family("flex_olmo", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS, rotary_fraction=1.0),
     # Gemma and CodeGemma: Llama's layout with a head size of its own.
     Family(
         "gemma",
@@ -159,6 +166,7 @@ STANDARD = (
     Family(
         "nanochat",
         default_n_kv_heads="n_heads",
+        attention_norm=None,
         head_norms=HeadNorms("q_norm", "k_norm", "none", after_rotation=True),
         rotary_fraction=1.0,
         rotates_back=True,
@@ -172,11 +180,11 @@ STANDARD = (
         partial_rotary=True,
     ),
     # OLMo: Llama's layout, norms without weights; `clip_qkv` clips merged heads too.
-    Family("olmo", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    Family("olmo", default_n_kv_heads="n_heads", attention_norm=None, rotary_fraction=1.0),
     # OLMo 2: queries and keys are normalised over all heads together.
-    Family("olmo2", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
+    Family("olmo2", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS, rotary_fraction=1.0),
     # OLMo 3: as OLMo 2, with sliding windows.
-    Family("olmo3", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
+    Family("olmo3", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS, rotary_fraction=1.0),
     # OLMoE: as OLMo 2, with experts, which are copied.
     Family("olmoe", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.

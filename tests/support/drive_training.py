@@ -4,7 +4,7 @@
 
 `stop_in` is the step during which a stop is asked for, as a signal would. Tests use this to prove that a run stopped
 and resumed is the run uninterrupted; starting processes anew for each of them would take minutes. `gradient` is the
-file for the gradient of the last step, before it is clipped.
+file for the gradient of the last step, before it is clipped. With `"apart": true`, student and teacher share nothing.
 """
 
 import gc
@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
+import uptrain.runs.run
 import uptrain.training.loop
 from uptrain.cli import cli
 from uptrain.runs.signals import stop_request
 
 _windows_of_step = uptrain.training.loop.windows_of_step
+_equal_tensors = uptrain.runs.run.equal_tensors
 _clip_grad_norm = accelerate.Accelerator.clip_grad_norm_
 _stop_in: int | None = None
 _gradient: str | None = None
@@ -47,6 +49,10 @@ def _whole(gradient: Any) -> torch.Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
 
+def _no_tensors(*arguments: Any) -> list[str]:
+    return []
+
+
 def drive(jobs: list[dict[str, Any]]) -> None:
     """Run the commands in this process, which serves for nothing else."""
     global _stop_in, _gradient
@@ -58,6 +64,7 @@ def drive(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         AcceleratorState._reset_state(reset_partial_state=True)
         stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")
+        uptrain.runs.run.equal_tensors = _no_tensors if job.get("apart") else _equal_tensors
         cli.main(job["arguments"], standalone_mode=False)
     if dist.is_initialized():
         gc.collect()  # DDP's reducer must not be what ends the process group

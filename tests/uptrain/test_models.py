@@ -5,11 +5,11 @@ import tiny
 import torch
 
 from model import load_model
-from model.common.errors import InputError
 from model.decoder import attention
 from uptrain.training.models import compile_layers, random_student, recompute_activations
-from uptrain.training.module import blocks, choose_trainable
+from uptrain.training.module import blocks
 from uptrain.training.optimizer import make_optimizer
+from uptrain.training.trainable import choose_trainable
 
 N_LAYERS = 2
 
@@ -25,21 +25,6 @@ def student(folder):
     return load_model(folder, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [("all", [""]), ("attention", ["q_proj", "k_proj", "v_proj", "o_proj"]), ("kv", ["k_proj", "v_proj"])],
-)
-def test_only_that_part_is_trained(student, part, words):
-    choose_trainable(student, part)
-    trained = {name for name, parameter in student.named_parameters() if parameter.requires_grad}
-    assert trained == {name for name, _ in student.named_parameters() if any(word in name for word in words)}
-
-
-def test_a_model_without_that_part_is_refused():
-    with pytest.raises(InputError, match=r"--trainable kv: this model names no tensor self_attn\.k_proj\. or "):
-        choose_trainable(torch.nn.Linear(2, 2), "kv")
-
-
 def test_only_matrices_decay(student):
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     optimizer = make_optimizer("adamw", student, 0.1)
@@ -50,8 +35,8 @@ def test_only_matrices_decay(student):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adafactor", torch.optim.Adafactor)])
-def test_optimizers(student, name, kind):
-    choose_trainable(student, "kv")
+def test_optimizers(folder, student, name, kind):
+    choose_trainable(student, "kv", folder)
     optimizer = make_optimizer(name, student, 0.0)
     assert type(optimizer) is kind
     trained = sum(len(group["params"]) for group in optimizer.param_groups)

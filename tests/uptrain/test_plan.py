@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny
 
+from model.common.console import size
 from uptrain.budget import identify, pretraining
 from uptrain.budget.learning_rate import Schedule, learning_rate
 from uptrain.data.run_data import seq_len_of
@@ -130,19 +131,47 @@ def test_epochs_over_a_cache(uptrain, source, cache):
 
 def test_memory_and_time_for_processes_and_teacher(uptrain, source):
     one = plan(uptrain, source, "--tokens", "1B", *SIZE)
-    states = one["memory"]["replicated_bytes_per_process"] - one["memory"]["activation_bytes"]
-    assert states == 16 * one["n_params"]
+    needed = one["memory"]["all"]
+    states = needed["replicated_bytes_per_process"] - needed["activations_bytes"] - needed["logits_bytes"]
+    assert states == 18 * one["n_params"]
     four = plan(uptrain, source, "--tokens", "1B", *SIZE, "--processes", 4, "--teacher", source)
-    sharded = four["memory"]["sharded_bytes_per_process"] - four["memory"]["activation_bytes"]
+    needed = four["memory"]["all"]
+    sharded = needed["sharded_bytes_per_process"]["4"] - needed["activations_bytes"] - needed["logits_bytes"]
     assert sharded == 18 * one["n_params"] / 4
+    assert list(needed["sharded_bytes_per_process"]) == ["2", "4", "8"]
+    three = plan(uptrain, source, "--tokens", "1B", *SIZE, "--processes", 3)
+    assert list(three["memory"]["kv"]["sharded_bytes_per_process"]) == ["2", "3", "4", "8"]
     assert four["time"]["flops"] == 8 * one["n_params"] * four["tokens"]
     assert four["time"]["hours"]["H100"] == pytest.approx(four["time"]["device_hours"]["H100"] / 4)
+
+
+def test_memory_of_the_parts_side_by_side(uptrain, source):
+    result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", source)
+    memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", source)["memory"]
+    assert result.out.splitlines()[-1].split()[:3] == ["host,", "while", "reading"]
+    for label, key in (("frozen weights", "frozen_bytes"), ("one device, or DDP", "replicated_bytes_per_process")):
+        (line,) = (line for line in result.out.splitlines() if line.startswith(label))
+        assert line.removeprefix(label).split() == [
+            word for part in ("all", "attention", "kv") for word in size(memory[part][key]).split()
+        ]
+    assert memory["all"]["replicated_bytes_per_process"] > memory["attention"]["replicated_bytes_per_process"]
+    assert memory["attention"]["replicated_bytes_per_process"] > memory["kv"]["replicated_bytes_per_process"]
+    table = result.out[result.out.index("Memory of a device") :]
+    assert max(len(line.rstrip()) for line in table.splitlines()) <= 80
+
+
+def test_a_part_that_the_model_does_not_have(uptrain, tmp_path):
+    phi3 = tiny.save(tiny.build("phi3"), tmp_path / "phi3")
+    assert plan(uptrain, phi3, "--steps", 5, *SIZE)["memory"]["kv"] is None
+    lines = uptrain("plan", phi3, "--steps", 5, *SIZE).out.splitlines()
+    assert next(line for line in lines if line.startswith("gradients")).endswith("–")
 
 
 def test_text(uptrain, source):
     result = uptrain("plan", source, "--alpha", 0.05, "--original", "llama-2-7b")
     assert (result.code, result.err) == (0, "")
-    for word in ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "H100", "6 x parameters"):
+    words = ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "H100", "6 x parameters")
+    for word in (*words, "16 bytes x trained parameters"):
         assert word in " ".join(result.out.split()), word
 
 

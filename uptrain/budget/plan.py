@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import open_checkpoint
+from model.checkpoint import Tensor, open_checkpoint
 from model.common import checks
 from model.common.errors import InputError
 from model.geometry import read_geometry
@@ -14,8 +14,11 @@ from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition
 from uptrain.budget.identify import merge_method, named, source_names
 from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 from uptrain.data.token_cache import Manifest
-from uptrain.runs.settings import default_micro_batch, default_seq_len
+from uptrain.runs.settings import TRAINABLE, default_micro_batch, default_seq_len
+from uptrain.training.parts import part_pattern
 
+SHARDED_OVER = (2, 4, 8)
+"""Numbers of devices for which the memory is shown, besides 1 and --processes."""
 FIRST_LOSS = {
     True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",
     False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
@@ -40,10 +43,23 @@ def make_plan(
         length = _seq_len(seq_len, manifest, checkpoint.config)
         geometry = read_geometry(checkpoint)
         budget = make_budget(options, checkpoint.config, source_names(model), length)
-        n_params = estimate.count_parameters(checkpoint.tensors.values())
+        tensors, config = list(checkpoint.tensors.values()), checkpoint.config
+        n_params = estimate.count_parameters(tensors)
         intermediate_size = checks.size(checkpoint.config.get("intermediate_size"), "config.json has intermediate_size")
-        activations = estimate.activations_per_token(geometry, intermediate_size)
-    work = estimate.Workload(n_params, _count_teacher_parameters(teacher), activations, processes)
+    teacher_tensors = _tensors(teacher)
+    work = estimate.Workload(n_params, estimate.count_parameters(teacher_tensors), processes)
+    micro_batch_tokens = default_micro_batch(length) * length
+
+    def memory(part: str) -> dict[str, Any] | None:
+        try:
+            trained = part_pattern(part, config)
+        except InputError:
+            return None  # the model has no such part
+        needed = estimate.memory(
+            tensors, teacher_tensors, geometry, intermediate_size, part, trained, micro_batch_tokens
+        )
+        return _memory(needed, processes)
+
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
     plan_schedule = Schedule(schedule, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
     data_use = _data(data, manifest, budget, length)
@@ -63,7 +79,11 @@ def make_plan(
         "data": data_use,
         "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
         "learning_rates": learning_rates(plan_schedule),
-        "memory": estimate.memory(work, default_micro_batch(length) * length),
+        "memory": {
+            **{part: memory(part) for part in TRAINABLE},
+            "micro_batch_tokens": micro_batch_tokens,
+            "formula": estimate.MEMORY_FORMULA,
+        },
         "time": estimate.time(work, budget.tokens),
         "processes": processes,
         "first_loss": _first_loss(model, data),
@@ -89,11 +109,23 @@ def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[s
     return manifest.seq_len
 
 
-def _count_teacher_parameters(teacher: Path | None) -> int:
-    if teacher is None:
-        return 0
-    with open_checkpoint(teacher) as checkpoint:
-        return estimate.count_parameters(checkpoint.tensors.values())
+def _tensors(folder: Path | None) -> list[Tensor]:
+    if folder is None:
+        return []
+    with open_checkpoint(folder) as checkpoint:
+        return list(checkpoint.tensors.values())
+
+
+def _memory(needed: estimate.Memory, processes: int) -> dict[str, Any]:
+    """Return the bytes of each kind, and of a device for replicas (DDP) and for shards (FSDP2) over some numbers."""
+    kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
+    numbers = sorted({*SHARDED_OVER, processes} - {1})
+    return {
+        **kinds,
+        "replicated_bytes_per_process": needed.replicated(),
+        "sharded_bytes_per_process": {str(n): needed.sharded(n) for n in numbers},
+        "host_bytes": needed.host(),
+    }
 
 
 def _original(name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """List training checkpoints, read their state, and verify their files. Needs no torch.
 
     RUN/checkpoints/step-00000120/
-        tensors/              weights and optimizer states, float32, sharded by torch.distributed.checkpoint
+        tensors/              trained weights and optimizer states, float32, sharded by torch.distributed.checkpoint
         state.json            see `uptrain.training.loop.RunState`
         manifest.json         size and CRC-32 per block of 64 MB of every other file; written last
 

@@ -6,6 +6,8 @@ removes unfinished folders.
 
 Load: the metadata is a pickle, and runs may be untrusted. Our own reader parses it without executing code, and passes
 the result to torch. See `uptrain.checkpoints.files` for the files.
+
+Frozen parameters are not part of a checkpoint. They are in the files of the model that the run began with.
 """
 
 import io
@@ -38,6 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -251,7 +254,7 @@ def _publish(unfinished: Path, final: Path, files: Checksums, state: State) -> N
 
 def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write the tensors of this rank. Raises OSError."""
-    tensors: State = {"model": get_model_state_dict(loss_module)}
+    tensors: State = {"model": _trained_tensors(loss_module)}
     if optimizer.state:  # empty if all steps so far were skipped
         tensors["optimizer"] = get_optimizer_state_dict(loss_module, optimizer)
     try:
@@ -264,13 +267,20 @@ def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.
         raise SaveError("; ".join(str(failure[0]) for failure in error.failures.values())) from error
 
 
+def _trained_tensors(loss_module: nn.Module) -> State:
+    """Return the state dict without frozen parameters, which do not change: they stay in the model's own files."""
+    parameters = loss_module.named_parameters(remove_duplicate=False)
+    frozen = {name.removeprefix("module.") for name, parameter in parameters if not parameter.requires_grad}
+    return {name: tensor for name, tensor in get_model_state_dict(loss_module).items() if name not in frozen}
+
+
 def load(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load a checkpoint's tensors into a model and optimizer, with any world size.
 
     Raises InputError if they do not match, or are not in the format of torch.distributed.checkpoint.
     """
     reader = _Reader(folder / TENSORS)
-    tensors: State = {"model": get_model_state_dict(loss_module)}
+    tensors: State = {"model": _trained_tensors(loss_module)}
     has_optimizer = any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata)
     if has_optimizer:
         tensors["optimizer"] = get_optimizer_state_dict(loss_module, optimizer)
@@ -280,7 +290,8 @@ def load(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer)
     except CheckpointException as error:  # a BaseException
         reasons = "; ".join(dict.fromkeys(str(failure) for failure, _ in error.failures.values()))
         raise InputError(f"{folder} does not fit the run's model and optimizer: {reasons}") from error
-    set_model_state_dict(loss_module, tensors["model"])
+    # Not strict, because frozen tensors are absent. `load_tensors` has refused a checkpoint that lacks a trained one.
+    set_model_state_dict(loss_module, tensors["model"], options=StateDictOptions(strict=False))
     if has_optimizer:
         set_optimizer_state_dict(loss_module, optimizer, tensors["optimizer"])
 

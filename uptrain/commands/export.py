@@ -21,10 +21,10 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
     OUT holds the weights, the config, tokenizer and other files of the model the run began with, and a card of what was
     done; `uptraining.json` has the details.
     """
-    from uptrain.export.export import checkpoint_size, export, find_checkpoint
+    from uptrain.export.export import export, find_checkpoint, stored_size
 
     checkpoint = find_checkpoint(run, step)
-    with console.progress_bar("Exporting", checkpoint_size(checkpoint), quiet=as_json) as progress:
+    with console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json) as progress:
         record = export(run, checkpoint, out, dtype, progress)
     if as_json:
         console.print_json(record)

@@ -1,5 +1,7 @@
 """Run `uptrain plan`: show budget, learning rates, memory and time of a run."""
 
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +9,25 @@ import click
 
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import pop_fields
-from model.common.console import echo_line, print_json, print_key_values, size
+from model.common.console import echo_line, print_columns, print_json, print_key_values, size
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import show_count
 from uptrain.budget.learning_rate import Schedule, learning_rate
 from uptrain.commands.options import budget_options, count_option, schedule_options
+from uptrain.runs.settings import TRAINABLE
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
+KINDS = {
+    "frozen": "frozen weights",
+    "masters": "float32 masters",
+    "copies": "bfloat16 copies",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "logits": "chunk of logits",
+}
+"""Kinds of memory, and their rows in the table."""
 
 
 @click.command("plan")
@@ -40,6 +53,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         print_json(plan)
         return
     print_key_values(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
+    print_columns("\nMemory of a device for --trainable", TRAINABLE, _memory(plan["memory"]))
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
 
@@ -98,15 +112,28 @@ def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "memory, estimate",
-            f"{size(memory['replicated_bytes_per_process'])} a device as replicas (DDP), "
-            f"{size(memory['sharded_bytes_per_process'])} sharded over {n} (FSDP2); "
-            f"{size(memory['activation_bytes'])} of it for a micro-batch of {memory['micro_batch_tokens']:,} tokens\n"
-            f"= {memory['formula']}\n"
-            f"The host: {size(memory['host_bytes'])} while models are read: in each process, or once if sharded",
+            f"below, for micro-batches of {memory['micro_batch_tokens']:,} tokens\n= {memory['formula']}",
         ),
         ("time, estimate", f"{hours}\n= {time['formula']}"),
         ("loss at step 0", plan["first_loss"]),
     ]
+
+
+def _memory(memory: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of the table; a part that the model does not have is a dash."""
+    parts = [memory[part] for part in TRAINABLE]
+
+    def row(label: str, value: Callable[[dict[str, Any]], int]) -> tuple[str, ...]:
+        return (label, *("–" if part is None else size(value(part)) for part in parts))
+
+    rows = [row(label, itemgetter(f"{name}_bytes")) for name, label in KINDS.items()]
+    if memory["all"]["teacher_bytes"]:
+        rows.append(row("teacher, not shared", lambda part: part["teacher_bytes"] - part["shared_bytes"]))
+    rows.append(row("one device, or DDP", itemgetter("replicated_bytes_per_process")))
+    for n in memory["all"]["sharded_bytes_per_process"]:
+        rows.append(row(f"FSDP2 over {n}", lambda part, n=n: part["sharded_bytes_per_process"][n]))  # type: ignore[misc]
+    rows.append(row("host, while reading", itemgetter("host_bytes")))
+    return rows
 
 
 def _hours(value: float) -> str:

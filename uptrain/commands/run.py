@@ -104,7 +104,7 @@ def _check_no_nul(text: str) -> str:
     type=click.Choice(TRAINABLE),
     default="all",
     show_default=True,
-    help="Which parameters to train.",
+    help="attention: with the norm before it; kv: key and value projections. The others stay in MODEL's dtype.",
 )
 @click.option(
     "--optimizer",

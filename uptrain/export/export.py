@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
+from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpoint
 from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
 from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
@@ -17,8 +17,10 @@ from model.common.files import copy_file, sync_file, sync_folder, write_file
 from model.common.staging import Staging, check_out
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
+from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.metrics_log import read_metrics
+from uptrain.training.models import stored_names
 from uptrain.training.module import STUDENT
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
@@ -33,13 +35,14 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: 
     """Write the model of a run's checkpoint to the folder `out`, atomically; return the content of `uptraining.json`.
 
     Config, tokenizer and other files are copies of the initial model's, except for the name of the dtype. `progress`
-    is called with the number of further bytes read, which sum to `checkpoint_size`. Raises InputError if `out` exists.
+    is called with the number of further bytes read, which sum to `stored_size`. Raises InputError if `out` exists.
     """
     check_out(out)
     if out.exists():
         raise InputError(f"{out} exists already; choose another OUT.")
-    record = make_record(Run.read(run_folder), run_folder, checkpoint)
-    with _open_weights(checkpoint) as weights, Staging(out) as staging:
+    run = Run.read(run_folder)
+    record = make_record(run, run_folder, checkpoint)
+    with _open_weights(run, checkpoint) as weights, Staging(out) as staging:
         staging.open(uuid4().hex)  # an interrupted export is not resumed
         try:
             _write_weights(weights, staging.folder, dtype, progress)
@@ -53,11 +56,11 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: 
 
 
 def find_checkpoint(run_folder: Path, step: int | None) -> Path:
-    """Return the checkpoint of `step`, or the newest, after verifying its files.
+    """Return the checkpoint of `step`, or the newest, after verifying its files, and frozen tensors in the model's.
 
-    Raises InputError if the folder is no run, or the checkpoint is missing or damaged.
+    Raises InputError if the folder is no run, the checkpoint is missing or damaged, or the model has changed.
     """
-    Run.read(run_folder)
+    run = Run.read(run_folder)
     checkpoints = list_checkpoints(run_folder / CHECKPOINTS)
     if step is not None and step not in checkpoints:
         steps = ", ".join(map(str, checkpoints)) or "none"
@@ -67,17 +70,49 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
     if problem := find_damage(checkpoint):
         raise InputError(f"{problem}; choose another checkpoint with --step.")
+    check_same_frozen(run.settings, run.identities)
     return checkpoint
 
 
-def checkpoint_size(checkpoint: Path) -> int:
-    """Return the stored size of a checkpoint's weights in bytes."""
-    with _open_weights(checkpoint) as weights:
+def stored_size(run_folder: Path, checkpoint: Path) -> int:
+    """Return the stored size of the weights to export in bytes."""
+    with _open_weights(Run.read(run_folder), checkpoint) as weights:
         return sum(tensor.nbytes for tensor in weights.tensors.values())
 
 
-def _open_weights(checkpoint: Path) -> Checkpoint:
-    return DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
+def _open_weights(run: Run, checkpoint: Path) -> Checkpoint:
+    """Open the weights of a checkpoint, together with those that are not trained from the initial model."""
+    trained = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
+    if run.settings.trainable == "all":
+        return trained
+    model = Path(run.settings.model)
+    return _Completed(trained, open_checkpoint(model), stored_names(model))
+
+
+class _Completed(Checkpoint):
+    """The trained tensors of a training checkpoint, and the other tensors of the initial model, by its names."""
+
+    def __init__(self, trained: Checkpoint, initial: Checkpoint, names: dict[str, str]) -> None:
+        self.path = trained.path
+        self._open = (trained, initial)
+        self._places = {
+            stored: (trained, name) if name in trained.tensors else (initial, stored) for name, stored in names.items()
+        }
+        self.tensors = {
+            stored: replace(source.tensors[name], name=stored) for stored, (source, name) in self._places.items()
+        }
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        source, own_name = self._places[name]
+        return source.rows(own_name, start, stop)
+
+    def span(self, name: str) -> Span | None:
+        source, own_name = self._places[name]
+        return source.span(own_name)
+
+    def close(self) -> None:
+        for checkpoint in self._open:
+            checkpoint.close()
 
 
 def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:

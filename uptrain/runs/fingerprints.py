@@ -4,25 +4,50 @@ import hashlib
 import json
 from pathlib import Path
 
-from model.checkpoint import open_checkpoint
+from model.checkpoint import Checkpoint, open_checkpoint
 from model.common.errors import InputError
 from uptrain.data.token_cache import Cache
 from uptrain.runs.settings import Settings
+from uptrain.training.models import frozen_names
 
 N_PIECES, PIECE_BYTES = 64, 1 << 16
 """Pieces of a weight file that are hashed, and their size: different weights differ everywhere, and files are large."""
+_BLOCK = 64 << 20
+"""Bytes of a tensor that are in memory at once."""
 
 
 def identities(settings: Settings) -> dict[str, str]:
-    """Return the SHA-256 of the model, the teacher and the held-out data, as far as the run has them."""
+    """Return the SHA-256 of the model, its frozen tensors, the teacher and the held-out data, as far as there are."""
     models = {"model": settings.model, "teacher": settings.teacher}
     sha256s = {name: _of_model(Path(path)) for name, path in models.items() if path}
+    if settings.trainable != "all":
+        sha256s["frozen"] = _of_frozen_tensors(settings)
     return sha256s | ({"eval_data": Cache.open(Path(settings.eval_data)).manifest.sha256} if settings.eval_data else {})
+
+
+def check_same_frozen(settings: Settings, recorded: dict[str, str]) -> None:
+    """Raise InputError if the model's tensors that are not trained differ from those the run began with.
+
+    Checkpoints do not hold them, so they are read from the model again.
+    """
+    if settings.trainable == "all":
+        return
+    if not Path(settings.model).exists():
+        raise InputError(
+            f"{settings.model} does not exist; the run reads the tensors from it that it does not train. Restore it."
+        )
+    if _of_frozen_tensors(settings) != recorded["frozen"]:
+        raise InputError(
+            f"{settings.model} holds other tensors than when the run began, or --trainable was not "
+            f"{settings.trainable}; restore it, or start a new run."
+        )
 
 
 def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -> None:
     """Raise InputError if teacher or held-out data, or `with_model` the model, differ from those the run began with."""
-    to_check = {name: sha256 for name, sha256 in recorded.items() if with_model or name != "model"}
+    check_same_frozen(settings, recorded)
+    skipped = {"frozen"} if with_model else {"frozen", "model"}
+    to_check = {name: sha256 for name, sha256 in recorded.items() if name not in skipped}
     paths = {"model": settings.model, "teacher": settings.teacher, "eval_data": settings.eval_data}
     for name, sha256 in to_check.items():
         path = Path(paths[name])
@@ -30,6 +55,25 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
         if current != sha256:
             other = {"model": "another model", "teacher": "another teacher", "eval_data": "other held-out data"}[name]
             raise InputError(f"{path} is {other} than when the run began; restore it, or start a new run.")
+
+
+def _of_frozen_tensors(settings: Settings) -> str:
+    """Return the SHA-256 of all bytes of the tensors that are not trained, and of their names, dtypes and shapes."""
+    folder, sha256 = Path(settings.model), hashlib.sha256()
+    names = frozen_names(folder, settings.trainable)
+    with open_checkpoint(folder) as checkpoint:
+        for name in sorted(names.values()):
+            sha256.update(tensor_sha256(checkpoint, name).encode())
+    return sha256.hexdigest()
+
+
+def tensor_sha256(checkpoint: Checkpoint, name: str) -> str:
+    """Return the SHA-256 of a tensor's name, dtype, shape and bytes."""
+    tensor = checkpoint.tensors[name]
+    sha256 = hashlib.sha256(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+    for start, stop in tensor.row_blocks(_BLOCK):
+        sha256.update(checkpoint.rows(name, start, stop).tobytes())
+    return sha256.hexdigest()
 
 
 def _of_model(folder: Path) -> str:

@@ -28,7 +28,7 @@ class Run:
     budget: Budget
     cache_sha256: str
     identities: dict[str, str]
-    """Fingerprints of model, teacher and held-out data: see `uptrain.runs.fingerprints`."""
+    """Fingerprints of model, its frozen tensors, teacher and held-out data: see `uptrain.runs.fingerprints`."""
     versions: dict[str, str]
     parent: dict[str, Any] | None = None
     """Folder and step of the run that this one extends, if any."""
@@ -55,8 +55,10 @@ class Run:
         if self.parent is not None:
             check_types(self.parent, PARENT, "parent")
         for name in self.identities:
-            if name not in ("model", "teacher", "eval_data") or not getattr(self.settings, name):
+            if name != "frozen" and (name not in ("model", "teacher", "eval_data") or not getattr(self.settings, name)):
                 raise InputError(f"identities.{name} matches no setting")
+        if ("frozen" in self.identities) != (self.settings.trainable != "all"):
+            raise InputError(f"identities do not match settings.trainable = {self.settings.trainable}")
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from uptrain.runs.run import refuse_existing, resume, start
 from uptrain.runs.settings import RunOptions, Settings, default_micro_batch
 from uptrain.training.losses import WITHOUT_TEACHER
 from uptrain.training.models import build_meta, parameter_names
+from uptrain.training.trainable import choose_trainable
 
 DEFAULT_SAVES = 10
 """Default number of checkpoints and of evaluations in a run."""
@@ -43,7 +44,7 @@ def launch_new(options: RunOptions) -> None:
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
-    check_models(options.model, Path(settings.teacher) if settings.teacher else None, seq_len)
+    check_models(options.model, Path(settings.teacher) if settings.teacher else None, seq_len, options.trainable)
     if options.eval_data:
         _prepare([options.eval_data], folder, seq_len, beside(out, "eval_data"))
     _prepare(options.data, folder, seq_len, beside(out, "data"))
@@ -55,7 +56,7 @@ def launch_new(options: RunOptions) -> None:
     _watch(settings.steps, out, work)
 
 
-def check_models(model: Path | None, teacher: Path | None, seq_len: int) -> None:
+def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainable: str) -> None:
     """Raise InputError for a student or teacher that cannot be used with any data.
 
     `model` is None for a student with random weights.
@@ -65,6 +66,8 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int) -> None
     models = [build_meta(folder) for folder in (model, teacher) if folder]
     for each in models:
         check_packing(each, seq_len)
+    if model and trainable != "all":
+        choose_trainable(models[0], trainable, model)
     if len(models) == 2:
         check_teacher(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from model.common.console import console, echo
+from model.common.console import console, echo, size
 
 _LINE_EVERY_SECONDS = 30.0
 ProgressSink = Callable[[dict[str, Any]], None]
@@ -65,6 +65,8 @@ def _line(record: dict[str, Any]) -> str:
         return f"step {record['step']}: {_short(record)}"
     if record["event"] in ("started", "resumed"):
         lines = [f"Skipped: {problem}" for problem in record.get("passed_over", ())]
+        if "shared_bytes" in record:
+            lines.append(f"Student and teacher share {size(record['shared_bytes'])} of parameters.")
         devices = f"{record['processes']} x {record['device']}"
         ready = f"READY: {record['event']} at step {record['step']} on {devices}; signals are handled from now on"
         return "\n".join([*lines, ready])

@@ -30,7 +30,7 @@ from uptrain.data.run_data import find_data
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import is_lost_process, on_main
-from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
+from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.runs.checks import check_batch, check_exportable, check_packing, check_teacher, check_vocabulary
 from uptrain.runs.fingerprints import check_same, identities
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
@@ -50,9 +50,11 @@ from uptrain.training.models import (
     parameter_names,
     random_student,
     recompute_activations,
+    teacher_dtype,
 )
-from uptrain.training.module import STUDENT, LossModule, blocks, choose_trainable, has_finite_weights
+from uptrain.training.module import STUDENT, LossModule, blocks, has_finite_weights
 from uptrain.training.optimizer import make_optimizer
+from uptrain.training.sharing import equal_tensors, share, shareable
 
 
 def start(
@@ -80,11 +82,14 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
     check_same_data(settings.data, run.cache_sha256)
     with _locked_on_main(accelerator, folder):
         checkpoint = Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last).newest()
-        on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
-        if checkpoint is None:
+        reads_model = checkpoint is None or settings.trainable != "all"
+        on_main(accelerator, lambda: check_same(settings, run.identities, reads_model))
+        if reads_model:
             training = build_first(settings, folder / MODEL, accelerator, folder, deadline, show)
+        else:
+            training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
+        if checkpoint is None:
             return execute(folder, settings, training, RunState(), None)
-        training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
         load(checkpoint.folder, training.loss_module, training.optimizer)
         if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
@@ -207,8 +212,11 @@ def build_first(
     settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
 ) -> Training:
     """Build a Training with the initial weights of a run."""
+    part = settings.trainable
     student, weights = load_on_main(
-        accelerator, lambda: first_student(settings, config_folder), lambda: empty_student(config_folder)
+        accelerator,
+        lambda: first_student(settings, config_folder),
+        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part),
     )
     training = build(settings, student, accelerator, folder, deadline, show)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
@@ -232,24 +240,15 @@ def build(
     for opened in filter(None, (cache, eval_cache)):
         check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
         check_packing(student, opened.seq_len)
-    choose_trainable(student, settings.trainable)
     layers = blocks(student)
     if settings.activation_checkpointing:
         recompute_activations(layers)
     if settings.compile:
         compile_layers(layers)
-    teacher = None
+    teacher, shared_bytes = None, 0
     if settings.teacher:
-        path = Path(settings.teacher)
-        teacher, weights = load_on_main(
-            accelerator,
-            lambda: load_teacher(path, settings.precision),
-            lambda: empty_teacher(path, settings.precision),
-        )
-        check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
+        teacher, shared_bytes = _build_teacher(settings, student, accelerator)
         check_packing(teacher, cache.seq_len)
-        place_teacher(accelerator, teacher, blocks(teacher))
-        broadcast_weights(accelerator, teacher, weights)
     loss_module = LossModule(student, settings.loss, teacher)
     optimizer = make_optimizer(settings.optimizer, loss_module, settings.weight_decay)
     loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
@@ -271,7 +270,32 @@ def build(
         spike_sigma=settings.spike_sigma,
         deadline=deadline,
         show=show,
+        shared_bytes=shared_bytes,
     )
+
+
+def _build_teacher(
+    settings: Settings, student: LanguageModel, accelerator: Accelerator
+) -> tuple[LanguageModel, int]:  # fmt: skip
+    """Load and place the teacher; return it, and the bytes that it shares with the student.
+
+    Under FSDP they share nothing, because each model is sharded by itself.
+    """
+    path, dtype = Path(settings.teacher), teacher_dtype(settings.precision)
+    shared = {}
+    if settings.trainable != "all" and not is_sharded(accelerator):
+        names = on_main(accelerator, lambda: equal_tensors(Path(settings.model), settings.trainable, path))
+        shared = shareable(student, names, dtype)
+    teacher, weights = load_on_main(
+        accelerator,
+        lambda: load_teacher(path, settings.precision, skip=shared),
+        lambda: empty_teacher(path, settings.precision),
+    )
+    check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
+    shared_bytes = share(shared, teacher, dtype)
+    place_teacher(accelerator, teacher, blocks(teacher))
+    broadcast_weights(accelerator, teacher, weights)
+    return teacher, shared_bytes
 
 
 def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
@@ -280,7 +304,7 @@ def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
         return random_student(config_folder, settings.seed)
     model = Path(settings.model)
     check_exportable(model, *parameter_names(model))
-    return load_student(model)
+    return load_student(model, settings.trainable)
 
 
 def check_same_data(data: str, sha256: str) -> None:
@@ -300,6 +324,8 @@ def _log_start(training: Training, state: RunState, checkpoint: VerifiedCheckpoi
     accelerator = training.accelerator
     event |= {"time": time.time(), "processes": accelerator.num_processes, "threads": torch.get_num_threads()}
     event["device"] = accelerator.device.type
+    if training.shared_bytes:
+        event["shared_bytes"] = training.shared_bytes
     if checkpoint and checkpoint.rejected:
         event["passed_over"] = list(checkpoint.rejected)
     training.metrics.write(event)

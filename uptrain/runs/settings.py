@@ -116,6 +116,8 @@ class Settings:
             ("loss", LOSSES), ("optimizer", OPTIMIZERS), ("trainable", TRAINABLE), ("precision", PRECISIONS),
         ):  # fmt: skip
             _check_choice(name, getattr(self, name), choices)
+        if self.trainable != "all" and not self.model:
+            raise InputError(f"--trainable {self.trainable} trains a part of MODEL; with --init, train all.")
         for tracker in self.track:
             _check_choice("track", tracker, TRACKERS)
         for name in ("global_batch", "micro_batch", "save_every", "keep_last", "eval_every"):

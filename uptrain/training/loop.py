@@ -74,6 +74,8 @@ class Training:
     deadline: float
     """`time.monotonic()` at which to stop."""
     show: Callable[[dict[str, Any]], None]
+    shared_bytes: int = 0
+    """Bytes of frozen parameters that the student shares with the teacher."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
     rotation_is_due: bool = False

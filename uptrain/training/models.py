@@ -1,6 +1,6 @@
 """Build students and teachers: loaded from a checkpoint, initialised at random, or empty for a training checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,51 @@ from model.decoder.loading import load_model
 from model.decoder.transformers_model import TransformersModel, build_hf_model, layer_class_names
 from model.families import NATIVE_FAMILIES
 from uptrain.training.language_model import LanguageModel
+from uptrain.training.parts import common_dtype, part_pattern
+from uptrain.training.trainable import choose_trainable, set_dtypes
 
 
-def load_student(folder: Path) -> LanguageModel:
-    """Load a model for training, as float32 masters."""
-    return load_model(folder, torch.float32)
+def load_student(folder: Path, part: str = "all") -> LanguageModel:
+    """Load a model to train a part of it: float32 masters of that part, the rest in the checkpoint's dtype."""
+    if part == "all":
+        return load_model(folder, torch.float32)
+    return _with_frozen_part(folder, part, lambda dtype: load_model(folder, dtype))
 
 
-def load_teacher(folder: Path, precision: str) -> LanguageModel:
-    """Load a teacher, without gradients."""
-    return load_model(folder, _teacher_dtype(precision)).requires_grad_(False)
+def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> LanguageModel:
+    """Load a teacher, without gradients. `skip` is as for `load_model`."""
+    return load_model(folder, teacher_dtype(precision), skip=skip).requires_grad_(False)
 
 
-def empty_student(folder: Path) -> LanguageModel:
-    """Return the model of a folder's config.json with undefined weights, as float32 masters."""
-    return _empty(folder, torch.float32)
+def empty_student(folder: Path, part: str = "all") -> LanguageModel:
+    """Return the model of a folder's config.json with undefined weights, in the dtypes of `load_student`."""
+    if part == "all":
+        return _empty(folder, torch.float32)
+    return _with_frozen_part(folder, part, lambda dtype: _empty(folder, dtype))
 
 
 def empty_teacher(folder: Path, precision: str) -> LanguageModel:
     """Return the model of a folder's config.json with undefined weights, without gradients."""
-    return _empty(folder, _teacher_dtype(precision)).requires_grad_(False)
+    return _empty(folder, teacher_dtype(precision)).requires_grad_(False)
 
 
-def _teacher_dtype(precision: str) -> torch.dtype:
+def _with_frozen_part(folder: Path, part: str, make: Callable[[torch.dtype], LanguageModel]) -> LanguageModel:
+    """Return the model of a folder that `make` returns in a dtype, to train a part of it.
+
+    transformers would round some buffers to the dtype that it loads, such as the scale of Gemma's embedding. So its
+    models are made in float32, and frozen parameters then get the checkpoint's dtype, which holds them exactly.
+    """
+    with open_checkpoint(folder) as checkpoint:
+        name = common_dtype(checkpoint.tensors.values())
+        is_native = checkpoint.config.get("model_type") in NATIVE_FAMILIES
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
+    student = make(dtype if is_native else torch.float32)
+    choose_trainable(student, part, folder)
+    set_dtypes(student, dtype)
+    return student
+
+
+def teacher_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
@@ -71,6 +93,21 @@ def build_meta(folder: Path) -> LanguageModel:
             return loading.build_meta(checkpoint)[0]
     with torch.device("meta"):
         return TransformersModel(build_hf_model(folder, torch.float32))
+
+
+def stored_names(folder: Path) -> dict[str, str]:
+    """Return a table, parameter name in a training checkpoint → tensor name in the folder's files."""
+    names, stem = parameter_names(folder)
+    with open_checkpoint(folder) as checkpoint:
+        if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+            return loading.build_meta(checkpoint)[1]
+        return {name: name if name in checkpoint.tensors else name.removeprefix(stem) for name in names}
+
+
+def frozen_names(folder: Path, part: str) -> dict[str, str]:
+    """Return the entries of `stored_names` whose parameters are not trained."""
+    pattern = part_pattern(part, read_config(folder)[1])
+    return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from model.common.errors import InputError
 from model.decoder.llama import LlamaForCausalLM
 from uptrain.data.batch import Batch
 from uptrain.distributed.collectives import all_reduce_sum
@@ -40,17 +39,6 @@ class LossModule(nn.Module):
             with torch.no_grad():
                 return measure_batch(self.student, self.teacher, batch)
         return self._loss_sum(self.student, self.teacher, batch)
-
-
-def choose_trainable(student: LanguageModel, part: str) -> None:
-    """Enable gradients of `all` parameters, of `attention`, or of the `kv` projections only."""
-    patterns = {"all": ("",), "attention": ("self_attn.",), "kv": ("self_attn.k_proj.", "self_attn.v_proj.")}[part]
-    for name, parameter in student.named_parameters():
-        parameter.requires_grad_(any(pattern in name for pattern in patterns))
-    if not any(parameter.requires_grad for parameter in student.parameters()):
-        raise InputError(
-            f"--trainable {part}: this model names no tensor {' or '.join(patterns)}; use --trainable all."
-        )
 
 
 def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:

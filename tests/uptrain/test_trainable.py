@@ -1,0 +1,204 @@
+"""Training a part of a model: the rest keeps the checkpoint's bytes, and the part learns as in full training."""
+
+import json
+import re
+
+import pytest
+import tiny
+import torch
+from real_runs import VOCAB, arguments, assert_same_run, drive, make_inputs, steps, tensors
+
+from model.families import FAMILIES
+from model.families.family import Wrapper
+from uptrain.training.models import load_student
+from uptrain.training.trainable import choose_trainable
+
+PARTS = ("attention", "kv")
+OF_PART = {
+    "attention": re.compile(r"self_attn\.|input_layernorm"),
+    "kv": re.compile(r"self_attn\.[kv]_proj\."),
+}
+LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
+SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
+CELLS = [pytest.param(layout, part, marks=SLOW[layout]) for layout in LAYOUTS for part in PARTS]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Write the model and its parent in bfloat16, in which parameters that are not trained stay."""
+    inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
+    for name, changes in (("model", {"num_key_value_heads": 2}), ("parent", {})):
+        model = tiny.build(vocab_size=VOCAB, attention_bias=True, **changes)
+        inputs[name] = tiny.save(model, inputs[name], "bfloat16")
+    return inputs
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "mixed"])
+# Our own code, and transformers'; Gemma's embedding is scaled, by a buffer, and tied to the head.
+@pytest.mark.parametrize("family", ["llama", "phi", "gemma"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_first_step_is_that_of_full_training(tmp_path, family, dtype, part, autocast):
+    folder = tiny.save(tiny.build(family, num_key_value_heads=2, tie_word_embeddings=True), tmp_path / "model", dtype)
+    ids = torch.randint(0, 67, (2, 16), generator=torch.Generator().manual_seed(0))
+    documents = (torch.arange(16) > 9).long().expand(2, -1)
+    losses, gradients = [], []
+    for each in ("all", part):
+        student = load_student(folder, each).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss, _ = student(ids, ids, documents)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
+    full, partial = gradients
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert {name for name in full if OF_PART[part].search(name)} == partial.keys()
+    for name, gradient in partial.items():
+        assert (gradient - full[name]).norm() <= 1e-6 * full[name].norm(), name
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("family", ["llama", "phi", "qwen3"])
+def test_only_trained_parameters_have_masters(tmp_path, family, part):
+    """Norms and other modules of transformers stay float32: they compute with their parameters as they are."""
+    folder = tiny.save(tiny.build(family, num_key_value_heads=2), tmp_path / "model", "bfloat16")
+    for name, parameter in load_student(folder, part).named_parameters():
+        trained = bool(OF_PART[part].search(name))
+        in_place = family != "llama" and "norm" in name
+        assert parameter.requires_grad is trained, name
+        assert parameter.dtype == (torch.float32 if trained or in_place else torch.bfloat16), name
+
+
+STOCK = [name for name in tiny.STOCK if not isinstance(FAMILIES[name], Wrapper)]
+
+
+@pytest.mark.parametrize("family", STOCK)
+def test_every_family_names_its_parts(tmp_path, family):
+    """What the class creates agrees with the table: attention, a norm before it if the family has one, keys, values."""
+    config = tiny.make_config(family)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = tiny.build(family)
+    entry = FAMILIES[family]
+    layer = [name.split(f"{entry.layers}.0.", 1) for name, _ in model.named_parameters()]
+    modules = {parts[1].split(".")[0] for parts in layer if len(parts) == 2}
+    names = {"input_layernorm", "attention_layernorm", "norm_1", "ln_attn"} & modules
+    assert names == ({entry.attention_norm} if entry.attention_norm else set())
+    choose_trainable(model, "attention", tmp_path)
+    of_layer = {n for n, p in model.named_parameters() if p.requires_grad and f"{entry.layers}.0." in n}
+    assert {n.split(f"{entry.layers}.0.", 1)[1].split(".")[0] for n in of_layer} == {*entry.attention, *names}
+    if entry.fused is None:
+        choose_trainable(model, "kv", tmp_path)
+        of_layer = {n for n, p in model.named_parameters() if p.requires_grad and f"{entry.layers}.0." in n}
+        assert {n.split(".")[-2] for n in of_layer} == {entry.key, entry.value}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+@pytest.mark.parametrize("part", PARTS)
+def test_an_export_keeps_the_bytes_of_the_rest(inputs, tmp_path, uptrain, family, part):
+    if family != "llama":
+        model = tiny.build(family, vocab_size=VOCAB, num_key_value_heads=2)
+        inputs = {**inputs, "model": tiny.save(model, tmp_path / family, "bfloat16")}
+    run = tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run, "--trainable", part, steps=4)}])
+    stored = tensors(run / "checkpoints/step-00000004")
+    assert all(OF_PART[part].search(name) for name in stored if name.startswith("model.")), stored.keys()
+    assert all(tensor.dtype == torch.float32 for tensor in stored.values())
+    assert uptrain("export", run, tmp_path / "out").code == 0
+    before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name]) is not bool(OF_PART[part].search(name)), name
+        assert tensor.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("layout", "part"), CELLS)
+def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout, part):
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    precision = "fp32" if part == "kv" else "bf16"
+    more = ("--trainable", part, "--precision", precision, "--eval-data", inputs["held_out"], "--eval-every", 4)
+    resume = {"arguments": ["resume", str(pieces)]}
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more, loss="distill")},
+        {"arguments": arguments(inputs, pieces, *more, loss="distill"), "stop_in": 3},
+        {**resume, "stop_in": 7},
+        resume,
+    ]
+    drive(jobs, *LAYOUTS[layout])
+    assert len(steps(whole)) == 12
+    assert_same_run(whole, pieces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_layouts_train_alike(inputs, tmp_path, part):
+    losses = []
+    for layout, how in LAYOUTS.items():
+        drive([{"arguments": arguments(inputs, tmp_path / layout, "--trainable", part, steps=4)}], *how)
+        losses.append([loss for _, loss in steps(tmp_path / layout, "loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_extended_run_trains_the_same_part(inputs, tmp_path):
+    short, longer, straight = tmp_path / "short", tmp_path / "longer", tmp_path / "straight"
+    jobs = [
+        {"arguments": arguments(inputs, short, "--trainable", "kv", steps=6)},
+        {"arguments": ["extend", str(short), "--out", str(longer), "--steps", "8"]},
+        {"arguments": arguments(inputs, straight, "--trainable", "kv", "--warmup-steps", 3, steps=8)},
+    ]
+    drive(jobs)
+    assert_same_run(longer, straight)
+
+
+def edit(run, **changes):
+    content = json.loads((run / "run.json").read_text())
+    content["settings"] |= changes
+    (run / "run.json").write_text(json.dumps(content))
+
+
+def test_another_part_and_another_model_are_refused(inputs, tmp_path, uptrain):
+    model = tmp_path / "model"
+    tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2), model)
+    run = tmp_path / "run"
+    drive([{"arguments": arguments({**inputs, "model": model}, run, "--trainable", "kv"), "stop_in": 2}])
+    recorded = (run / "run.json").read_text()
+    edit(run, trainable="all")
+    uptrain("resume", run).refused("run.json is damaged", "identities do not match settings.trainable = all")
+    edit(run, trainable="attention")
+    for command in (("resume", run), ("export", run, tmp_path / "out")):
+        uptrain(*command).refused("--trainable was not attention", "restore it, or start a new run")
+    (run / "run.json").write_text(recorded)
+    weights = tiny.tensors(model)
+    weights["model.layers.0.mlp.up_proj.weight"][3, 5] += 1
+    tiny.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    for command in (("resume", run), ("export", run, tmp_path / "out")):
+        uptrain(*command).refused("holds other tensors than when the run began")
+    model.rename(tmp_path / "elsewhere")
+    for command in (("resume", run), ("export", run, tmp_path / "out")):
+        uptrain(*command).refused(f"{model} does not exist; the run reads the tensors")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("{phi3}", "--trainable", "kv"), ["holds queries, keys and values in one tensor (qkv_proj)", "attention"]),
+        (("--init", "{model}", "--trainable", "kv"), ["--trainable kv trains a part of MODEL"]),
+        (
+            ("{gpt2}", "--trainable", "attention"),
+            ["--trainable attention: how model_type 'gpt2' names attention"],
+        ),
+        (("{model}", "--trainable", "head"), ["'head' is not one of 'all', 'attention', 'kv'"]),
+    ],
+)
+def test_refusals(inputs, tmp_path, uptrain, options, words):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("gpt2", vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    phi3 = tiny.save(tiny.build("phi3", vocab_size=VOCAB), tmp_path / "phi3")
+    folders = {**inputs, "gpt2": tmp_path / "gpt2", "phi3": phi3}
+    fixed = ("--data", inputs["data"], "--out", tmp_path / "run", "--lr", 1e-3, "--global-batch-tokens", 256)
+    uptrain("run", *(o.format(**folders) for o in options), *fixed, "--steps", 2).refused(*words)
+    assert not (tmp_path / "run").exists()

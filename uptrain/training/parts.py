@@ -1,0 +1,41 @@
+"""Name the parameters of the parts of a model that `--trainable` chooses. Needs no torch."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from model.checkpoint import Tensor
+from model.common.errors import InputError
+from model.families import FAMILIES
+from model.families.family import Family
+
+
+def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
+    """Return a pattern of the names of a part's parameters, in memory and in files.
+
+    Raises InputError if the family has no such part, or is not known.
+    """
+    if part == "all":
+        return re.compile("")
+    model_type = config.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if not isinstance(family, Family):
+        raise InputError(
+            f"--trainable {part}: how model_type {model_type!r} names attention is not known; use --trainable all."
+        )
+    if part == "attention":
+        modules = [*family.attention, *filter(None, [family.attention_norm])]
+    elif family.fused is None:
+        modules = [f"{module}.{name}" for module in family.attention for name in (family.key, family.value)]
+    else:
+        raise InputError(
+            f"--trainable kv: model_type {model_type!r} holds queries, keys and values in one tensor "
+            f"({family.fused}); use --trainable attention."
+        )
+    return re.compile(rf"(^|\.){re.escape(family.layers)}\.\d+\.({'|'.join(map(re.escape, modules))})\.")
+
+
+def common_dtype(tensors: Iterable[Tensor]) -> str:
+    """Return the dtype of a model's frozen parameters: the half precision that all tensors have, else float32."""
+    dtypes = {tensor.dtype for tensor in tensors if not tensor.name.endswith("rotary_emb.inv_freq")}
+    return dtypes.pop() if dtypes in ({"BF16"}, {"F16"}) else "F32"

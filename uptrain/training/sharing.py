@@ -1,0 +1,63 @@
+"""Share frozen parameters of the student with a teacher that has the same: both then hold them once."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from model.checkpoint import Checkpoint, open_checkpoint
+from model.decoder.llama import RMSNorm
+from uptrain.training.language_model import LanguageModel
+from uptrain.training.models import frozen_names, stored_names
+from uptrain.training.trainable import FrozenEmbedding, FrozenLinear, cast_in_use
+
+THEIRS = "theirs."
+_BLOCK = 64 << 20
+"""Bytes of each tensor that are in memory at once."""
+
+
+def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:
+    """Return the names of the frozen parameters of `model` whose tensors have the same bytes in both folders."""
+    ours, theirs = frozen_names(model, part), stored_names(teacher)
+    with open_checkpoint(model) as first, open_checkpoint(teacher) as second:
+        return [name for name in ours if name in theirs and _equal(first, ours[name], second, theirs[name])]
+
+
+def _equal(first: Checkpoint, name: str, second: Checkpoint, other_name: str) -> bool:
+    tensor, other = first.tensors[name], second.tensors[other_name]
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    blocks = ((first.rows(name, *rows), second.rows(other_name, *rows)) for rows in tensor.row_blocks(_BLOCK))
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in blocks)
+
+
+def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """Return those of the student's frozen parameters that a teacher of `teacher_dtype` can use with the same result.
+
+    These are the parameters that are cast where they are used. Norms only widen theirs.
+    """
+    wanted, chosen = set(names), {}
+    for module_name, module in student.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            name = f"{module_name}.{key}".removeprefix(THEIRS)
+            widened = torch.promote_types(parameter.dtype, teacher_dtype) == teacher_dtype
+            rounds = isinstance(module, FrozenLinear | FrozenEmbedding)
+            if name in wanted and (rounds or (isinstance(module, RMSNorm) and widened)):
+                chosen[name] = parameter
+    return chosen
+
+
+def share(parameters: dict[str, nn.Parameter], teacher: LanguageModel, teacher_dtype: torch.dtype) -> int:
+    """Replace a teacher's parameters by the student's of the same names; return the bytes that both then share."""
+    names = {id(parameter): name.removeprefix(THEIRS) for name, parameter in teacher.named_parameters()}
+    shared: dict[str, int] = {}
+    for module in teacher.modules():
+        own = {key: names[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
+        own = {key: name for key, name in own.items() if name in parameters}
+        if own and cast_in_use(module, teacher_dtype):
+            for key, name in own.items():
+                setattr(module, key, parameters[name])
+                shared[name] = parameters[name].nbytes
+    return sum(shared.values())

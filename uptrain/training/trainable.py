@@ -1,0 +1,88 @@
+"""Choose the parameters to train. The others stay frozen, in the checkpoint's dtype.
+
+Frozen parameters have no float32 masters, gradients or optimizer states. The values of the computation are the same as
+with float32 copies of them, because they are cast where they are used.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.checkpoint.hf_folder import read_config
+from model.common.errors import InputError
+from model.decoder.linear import Linear, matmul_dtype
+from model.decoder.llama import RMSNorm
+from uptrain.training.language_model import LanguageModel
+from uptrain.training.parts import part_pattern
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight and bias are cast to the dtype of the product, and have no gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == matmul_dtype(x):
+            return F.linear(x, self.weight, self.bias)
+        out: Tensor = _CastProduct.apply(x.to(matmul_dtype(x)), self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _CastProduct(torch.autograd.Function):
+    """x · weightᵀ + bias. The backward pass casts the weight again: autograd would keep the cast copy until then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grad_outputs
+        (weight,) = ctx.saved_tensors
+        return grad @ weight.to(grad.dtype), None, None
+
+
+class FrozenEmbedding(nn.Embedding):
+    """An embedding that returns states in the dtype of the model's other states."""
+
+    state_dtype: torch.dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).to(self.state_dtype)
+
+
+def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
+    """Train a `part` of a folder's model, `attention` or `kv`. Raises InputError if the model does not have it."""
+    pattern = part_pattern(part, read_config(folder)[1])
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(bool(pattern.search(name)))
+    if not any(parameter.requires_grad for parameter in student.parameters()):
+        raise InputError(f"--trainable {part}: {folder} has no such tensors; use --trainable all.")
+
+
+def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
+    """Make float32 masters of trained parameters; hold frozen ones in `frozen_dtype` if their modules can cast them."""
+    wide: set[int] = set()  # a tied parameter belongs to two modules
+    for module in student.modules():
+        own = list(module.parameters(recurse=False))
+        if any(parameter.requires_grad for parameter in own) or not cast_in_use(module, torch.float32):
+            wide |= {id(parameter) for parameter in own}
+    for parameter in student.parameters():
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else frozen_dtype)
+
+
+def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
+    """Make a module cast its parameters where it uses them; return whether it then can.
+
+    `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.
+    """
+    if type(module) in (nn.Linear, Linear):
+        module.__class__ = FrozenLinear
+    elif type(module) is nn.Embedding:
+        module.__class__ = FrozenEmbedding
+    if isinstance(module, FrozenEmbedding):
+        module.state_dtype = state_dtype
+    return isinstance(module, FrozenLinear | FrozenEmbedding | RMSNorm)
