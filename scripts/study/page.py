@@ -3,7 +3,7 @@
     python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, updates tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
-`savings_weak`, `savings_better`, `parents`, `results` or `results_former`.
+`savings_weak`, `savings_better`, `parents`, `results`, `results_former` or `refined_registers`.
 """
 
 import json
@@ -133,6 +133,7 @@ def renewed(page: str, results: Path) -> str:
             "savings_weak": lambda folder: savings(united(folder, WEAK), BEST),
             "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
+            "refined_registers": refined_registers,
             "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
@@ -162,6 +163,17 @@ def headline(results: Path) -> str:
     name = f"SmolLM2-135M, {len(left)} kinds of text"
     span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
     return "\n".join([after_conversion(results, HEADLINE), f"| {name} | 3 → 1 | {' | '.join(cells)} | {span} |"])
+
+
+def refined_registers(results: Path) -> str:
+    """Return the shares of mean's gap by kind of text, of the default merge with and without refining."""
+    lines = read(results / "registers.jsonl")
+    refined, closed = TODAY["registers"], TODAY["registers"].partition(",")[0]
+    left = [shares_by_register(arm, lines) for arm in (closed, refined)]
+    rows = [[kind, *(f"{each[kind]:.1%}" for each in left)] for kind in left[0]]
+    rows.append(["average", *(f"{statistics.mean(each.values()):.1%}" for each in left)])
+    rows.append(["worst", *(f"{max(each.values()):.1%}" for each in left)])
+    return markdown(["held-out texts", "closed form", "refined on 65,536 tokens"], rows)
 
 
 def after_conversion(results: Path, cases: Sequence[tuple[str, str, str, int, int]]) -> str:
