@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
 from model.checkpoint import Checkpoint
+from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, read_tensor
@@ -40,9 +41,13 @@ class EncoderDecoderLayers(ModelLayers):
         self._geometry = read_geometry(checkpoint)
         match = find_family(checkpoint.config)
         self._model: Any = build_empty_model(match.family.model_type, match.config, str(checkpoint.path))
-        self._start = self._model.config.decoder_start_token_id
-        if self._start is None:
-            raise CheckpointError("config.json has no decoder_start_token_id, which begins a text of the decoder.")
+        start = getattr(self._model.config, "decoder_start_token_id", None)
+        if not checks.is_whole_number(start, least=0):
+            raise CheckpointError(
+                f"config.json has decoder_start_token_id = {checks.show(start)}; it must be the number of the token "
+                "that begins a text of the decoder."
+            )
+        self._start: int = start
         self.n_layers = 2 * self._geometry.n_layers
         for name in checkpoint.tensors:
             check_readable(checkpoint, name)

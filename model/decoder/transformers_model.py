@@ -6,6 +6,7 @@ Code that needs only logits and losses (calibration, evaluation, a teacher) work
 import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -336,14 +337,16 @@ def refusing(problem: str) -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence transformers' warnings and progress bars; errors are reported by `refusing`."""
+    """Silence transformers' warnings, also of deprecated keys, and progress bars; `refusing` reports errors."""
     from transformers.utils import logging as hf_logging
 
     verbosity, had_bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.ERROR)
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         hf_logging.set_verbosity(verbosity)
         if had_bars:

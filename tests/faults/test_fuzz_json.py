@@ -20,7 +20,6 @@ import torch
 from json_fuzzing import accepted, amounts, throw
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration import estimate
 from model import load_model
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
@@ -102,11 +101,6 @@ def run_model(folder: Path) -> None:
     with contextlib.suppress(InputError), torch.inference_mode():
         model = load_model(folder)
         assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, VOCAB)
-
-
-@pytest.fixture(autouse=True)
-def quick_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "_operations_per_second", lambda: 1e10)
 
 
 @pytest.mark.parametrize("family", (*NATIVE, *OTHERS))

@@ -142,7 +142,7 @@ def test_merging_in_two_steps_refining_and_what_is_seen_of_grouped_heads(convert
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"decoder_start_token_id": None}, "config.json has no decoder_start_token_id"),
+        ({"decoder_start_token_id": None}, "config.json has decoder_start_token_id = None"),
         ({"decoder_start_token_id": 300}, "decoder_start_token_id = 300, but the model has 300 tokens"),
     ],
 )

@@ -246,7 +246,7 @@ def test_generation_refuses_a_folder_without_model_or_tokenizer(generation, tmp_
 
 
 def test_generation_ends_a_failed_read_with_exit_code_1(generation, tmp_path, monkeypatch):
-    def fail(folder):
+    def fail(folder, device):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
 
     monkeypatch.setattr("model.decoder.generation.load_model", fail)
