@@ -24,7 +24,7 @@ from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, read_tensor
-from model.decoder.observed_attention import observe_attention
+from model.decoder.observed_attention import attention_weights, observe_attention
 from model.decoder.transformers_model import build_empty_model, load_state, no_attention_function, refusing
 from model.families import find_family
 from model.geometry import Geometry, read_geometry
@@ -171,11 +171,7 @@ class DecoderLayer(LayerModule):
         return self._after_encoder(attended[0]), torch.cat([encoded_BEM, next_BAM], dim=1)
 
     def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
-        call = self._last_call
-        q_GND = q_HSD.reshape(len(k_GTD), -1, self.head_dim)
-        logits_HST: Tensor = (q_GND @ k_GTD.mT).view(self.n_heads, -1, k_GTD.shape[1])
-        weights_1HST = call["softmax"](logits_HST[None], call["mask"][:1, :, at_S])
-        return weights_1HST[0]  # type: ignore[no-any-return]
+        return attention_weights(self._last_call, q_HSD, k_GTD, at_S)
 
     def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
         mixed: list[Tensor] = []

@@ -337,7 +337,7 @@ def refusing(problem: str) -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence transformers' warnings, also of deprecated keys, and progress bars; `refusing` reports errors."""
+    """Silence the warnings of transformers and torch, and progress bars; `refusing` reports errors."""
     from transformers.utils import logging as hf_logging
 
     verbosity, had_bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -345,7 +345,7 @@ def _without_warnings() -> Iterator[None]:
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore")
             yield
     finally:
         hf_logging.set_verbosity(verbosity)
