@@ -24,16 +24,15 @@ import torch
 from numpy.typing import NDArray
 
 from convert.calibration.layer_stream import Progress
+from convert.calibration.next_token import NextToken, open_model
 from model.checkpoint import Checkpoint
 from model.common import console
 from model.common.errors import CheckpointError
 from model.common.files import copy_file, replace_file
 from model.common.tokenizer import open_tokenizer
-from model.decoder.config import read_llama_config
-from model.decoder.generation import choose, decode
-from model.decoder.kv_cache import KVCache
-from model.decoder.llama import LlamaForCausalLM
-from model.decoder.loading import embedding_name, load_llama, stop_ids
+from model.decoder.generation import choose
+from model.decoder.loading import stop_ids
+from model.geometry import read_geometry
 
 TEMPERATURE, TOP_P = 1.0, 1.0
 """Chosen by docs/study.md, "What the merge is calibrated on"."""
@@ -64,25 +63,24 @@ class OwnText:
     def n_tokens(self) -> int:
         return self.n_windows * self.window
 
-    @property
-    def memory(self) -> int:
-        """Bytes of the model's weights, and of a batch's KV cache and logits."""
+    def memory(self, n_embeddings: int) -> int:
+        """Return the bytes of the model's weights, and of a batch's KV cache and logits."""
         weights = sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
-        config = read_llama_config(self.checkpoint.config)
-        return weights + self._rows * (self._row_bytes + 3 * 4 * config.vocab_size)
+        return weights + self._rows * (self._row_bytes + 3 * 4 * n_embeddings)
 
     @property
     def n_steps(self) -> int:
         """Number of runs of the whole model. Each run gives one token per row."""
         return -(-self.n_windows // self._rows) * self.window
 
-    def check_memory(self) -> None:
+    def check_memory(self, n_embeddings: int) -> None:
         """Raise CheckpointError if the device has less free memory than `memory`."""
+        needed = self.memory(n_embeddings)
         on_gpu = self.device.startswith("cuda")
         available = torch.cuda.mem_get_info(self.device)[0] if on_gpu else psutil.virtual_memory().available
-        if self.memory > available:
+        if needed > available:
             raise CheckpointError(
-                f"--calibration self holds the whole model in memory, which takes {self.memory / 1e9:.1f} GB; "
+                f"--calibration self holds the whole model in memory, which takes {needed / 1e9:.1f} GB; "
                 f"{available / 1e9:.1f} GB are free. Calibrate on a text instead (--calibration shipped, or a file), "
                 "which needs one layer at a time, or convert where there is more memory."
             )
@@ -108,9 +106,9 @@ class OwnText:
     @property
     def _row_bytes(self) -> int:
         """Bytes of one row's KV cache."""
-        config = read_llama_config(self.checkpoint.config)
+        geometry = read_geometry(self.checkpoint)
         bytes_per_value = max(t.nbytes // prod(t.shape) for t in self.checkpoint.tensors.values() if t.shape)
-        return 2 * config.n_layers * config.n_kv_heads * config.head_dim * self.window * bytes_per_value
+        return 2 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * self.window * bytes_per_value
 
     @property
     def _rows(self) -> int:
@@ -125,11 +123,11 @@ class _Writer:
     """A model in memory, and the tokens that its documents begin with."""
 
     def __init__(self, checkpoint: Checkpoint, first: Sequence[int], device: str) -> None:
-        self._model: LlamaForCausalLM = load_llama(checkpoint, None, device)
+        self._model: NextToken = open_model(checkpoint, device)
         self._ends = frozenset(stop_ids(checkpoint))
         self._first = tuple(first) or _token_before_texts(checkpoint) or tuple(sorted(self._ends))[:1]
         self._chat, vocabulary = _read_tokenizer(checkpoint)
-        n_ids = checkpoint.tensors[embedding_name(checkpoint)].shape[0]
+        n_ids = self._model.n_embeddings
         for token in (*self._first, *(token for part in self._chat for token in part)):
             if token >= n_ids:
                 raise CheckpointError(
@@ -141,18 +139,16 @@ class _Writer:
     @torch.inference_mode()
     def write(self, n_rows: int, window: int, seed: tuple[int, int], progress: Progress) -> NDArray[np.int64]:
         """Return `n_rows` rows of `window` tokens, [B, T]."""
-        config, weight = self._model.config, self._model.head_weight
         rng = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
         beginnings = self._beginnings(rng)
         rows = [_Row(beginnings, self._ends) for _ in range(n_rows)]
-        cache = KVCache(config, n_rows, window, weight.dtype, weight.device)
+        self._model.begin(n_rows, window)
         ids_BT = np.empty((n_rows, window), dtype=np.int64)
         chosen_B: Sequence[int | None] = [None] * n_rows
         for t in range(window):
             ids_BT[:, t] = [row.next_token(chosen) for row, chosen in zip(rows, chosen_B, strict=True)]
-            ids_B = torch.from_numpy(ids_BT[:, t]).to(weight.device)
-            logits_BV = decode(self._model, ids_B, cache).cpu()
+            logits_BV = self._model.append(torch.from_numpy(ids_BT[:, t]))
             if not logits_BV.isfinite().all():
                 raise CheckpointError("the model makes NaN or infinite values of its own text; it is damaged.")
             chosen_B = choose(logits_BV, TEMPERATURE, TOP_P, generator).tolist()

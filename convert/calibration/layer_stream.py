@@ -159,16 +159,6 @@ def open_checked(checkpoint: Checkpoint, device: str) -> ModelLayers:
     return layers
 
 
-def check_native(checkpoint: Checkpoint, option: str) -> None:
-    """Raise UnsupportedMethodError unless the project's own decoder runs the model, which `option` needs."""
-    model_type = checkpoint.config.get("model_type")
-    if model_type not in NATIVE_FAMILIES:
-        raise UnsupportedMethodError(
-            f"{option} is implemented for {', '.join(NATIVE_FAMILIES)}, not for model_type {model_type!r}; "
-            "leave it out."
-        )
-
-
 def check_tokens(layers: ModelLayers, text: CalibrationText) -> None:
     """Raise CheckpointError if the text has token ids that are no rows of the embedding."""
     n_embeddings = layers.n_embeddings

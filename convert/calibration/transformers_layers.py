@@ -6,6 +6,7 @@ that each layer receives: masks, rotary embeddings, whatever the class passes. T
 The letters are those of `layer_module`.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -23,7 +24,7 @@ from model.attention_layout import BUFFERS, Kind, projections
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
-from model.decoder.loading import check_readable, read_tensor
+from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
 from model.decoder.observed_attention import attention_weights, observe_attention
 from model.decoder.transformers_model import (
     build_empty_model,
@@ -107,6 +108,33 @@ class TransformersLayers(ModelLayers):
             return TransformersLayer(
                 self._layers[index], index, self._geometry, self._length, lambda n_rows: self._arguments(n_rows)[index]
             )
+
+    def load_whole(self) -> Any:
+        """Return the model of the class, on the device, in the widest dtype of its matrices. The layers are part of it.
+
+        Raises CheckpointError if a tensor is missing, left over or misshapen.
+        """
+        head = self._head_names()
+        names = {self._parameter_name(name): name for name in self._parameters} | head
+        dtype = functools.reduce(torch.promote_types, matrix_dtypes(self.checkpoint, names.values()))
+        state = {own: read_tensor(self.checkpoint, name, dtype, scalar=True) for own, name in names.items()}
+        load_state(self._model, state, "" if head else self._model_prefix, str(self.checkpoint.path), dtype)
+        if not head:
+            self._model.get_output_embeddings().weight = self._embedding.weight
+        return self._model.to(self.device)
+
+    def _head_names(self) -> dict[str, str]:
+        """Return a table of the head's tensors: name for the class → name in the checkpoint. Empty if it is tied."""
+        others = [name for name in self.checkpoint.tensors if not name.startswith(self._prefix)]
+        if self._model.config.model_type == self.checkpoint.config.get("model_type"):
+            return {} if self._model.config.tie_word_embeddings else {name: name for name in others}
+        own = [name for name in self._model.state_dict() if not name.startswith(self._model_prefix)]
+        stored = {name: other for name in own for other in others if f".{other}".endswith(f".{name}")}
+        # Around a language model, the outer config alone says whether the head is tied.
+        tied = self.checkpoint.config.get("tie_word_embeddings", not stored)
+        if not tied and len(stored) < len(own):
+            raise CheckpointError(f"{self.checkpoint.path} lacks the tensor {own[0]}.")
+        return {} if tied else stored
 
     def check(self) -> None:
         _ = self.n_embeddings  # raises CheckpointError if the embedding is missing

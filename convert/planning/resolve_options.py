@@ -71,17 +71,18 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -
     """Return the recipe with its calibration text. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
         from convert.calibration.generated_text import OwnText
-        from convert.calibration.layer_stream import check_native, check_tokens, open_checked
+        from convert.calibration.layer_stream import check_tokens, open_checked
+        from convert.calibration.next_token import check_writes_text
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
     layers = open_checked(checkpoint, options.device)
     name, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
     if SELF in split_name(name):
-        check_native(checkpoint, "--calibration self")
+        check_writes_text(checkpoint)
     text = read_calibration_text(checkpoint, name, n_tokens)
     check_tokens(layers, text)
     if text.own:
         own = OwnText(checkpoint, text.first, len(text.own), text.window, options.seed, str(layers.device))
-        own.check_memory()
-        text = replace(text, own_bytes=own.memory, own_steps=own.n_steps)
+        own.check_memory(layers.n_embeddings)
+        text = replace(text, own_bytes=own.memory(layers.n_embeddings), own_steps=own.n_steps)
     return replace(recipe, text=text, device=str(layers.device))

@@ -4,7 +4,7 @@ The model is built on the meta device, without memory, and every parameter is th
 """
 
 import functools
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from math import prod
 from pathlib import Path
 
@@ -114,12 +114,15 @@ def check_readable(checkpoint: Checkpoint, name: str, scalar: bool = False) -> S
 
 def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype | None:
     """Return the widest dtype of the matrices, because they are multiplied with each other; None if all are equal."""
-    matrices = [name for name in names.values() if len(checkpoint.tensors[name].shape) == 2]
+    dtypes = matrix_dtypes(checkpoint, names.values())
+    return functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
+
+
+def matrix_dtypes(checkpoint: Checkpoint, names: Iterable[str]) -> set[torch.dtype]:
+    """Return the dtypes of the matrices among some tensors."""
+    matrices = [name for name in names if len(checkpoint.tensors[name].shape) == 2]
     one_of_each = {checkpoint.tensors[name].dtype: name for name in matrices}
-    if len(one_of_each) == 1:
-        return None
-    dtypes = (read_tensor(checkpoint, name, None, "cpu").dtype for name in one_of_each.values())
-    return functools.reduce(torch.promote_types, dtypes)
+    return {read_tensor(checkpoint, name, None, "cpu").dtype for name in one_of_each.values()}
 
 
 def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int, device: str = "cpu") -> Block:

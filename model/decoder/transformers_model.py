@@ -220,7 +220,9 @@ def _check_version() -> None:
         )
 
 
-def load_state(model: Any, state: dict[str, Tensor], prefix: str, source: str) -> None:
+def load_state(
+    model: Any, state: dict[str, Tensor], prefix: str, source: str, dtype: torch.dtype = torch.float32
+) -> None:  # fmt: skip
     """Load tensors, by their names in a checkpoint, into the parameters of an empty model that begin with `prefix`.
 
     Applies the conversions of transformers 5, which joins the experts of a layer, for example. Raises CheckpointError
@@ -236,7 +238,7 @@ def load_state(model: Any, state: dict[str, Tensor], prefix: str, source: str) -
             model.get_submodule(prefix.removesuffix(".")).load_state_dict(own, assign=True)
             return
         mapping: Any = get_model_conversion_mapping(model)
-        how = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32)
+        how = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype)
         loading, _ = convert_and_load_state_dict_in_model(model, state, how)
     missing = [name for name, parameter in model.named_parameters() if name.startswith(prefix) and parameter.is_meta]
     for problem, names in (

@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import tiny
+from numerics.test_other_families import t5
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import generated_text
@@ -196,7 +197,7 @@ def test_memory_is_the_weights_the_cache_and_the_logits(source):
         text = generated_text.OwnText(checkpoint, (), 16, 64, 0)
     layers, heads, size = (config[k] for k in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     cache = 2 * 2 * layers * heads * size * 64 * 16
-    assert n_bytes + cache < text.memory < n_bytes + cache + 16 * 300 * 16
+    assert n_bytes + cache < text.memory(300) < n_bytes + cache + 16 * 300 * 16
 
 
 def test_tokens_that_the_model_does_not_know(convert, source, tmp_path):
@@ -220,9 +221,38 @@ def test_any_seed(source):
     assert (written(source, 4, seed=10**30)[:, 0] == 0).all()
 
 
-def test_a_family_without_own_code(convert, tmp_path):
-    folder = make_tokenizer(tiny.save(tiny.build("olmo", vocab_size=300), tmp_path / "source"), 300)
-    convert("mha-to-gqa", folder, tmp_path / "out", *OPTIONS, "--calibration", "self").refused("olmo")
+@pytest.mark.parametrize("family", ["phi", "falcon", "gemma2", "qwen3_moe", "llava"])
+def test_families_that_transformers_runs(convert, tmp_path, monkeypatch, family):
+    """Their text is the class's own, the same again after a kill, and `verify` repeats it."""
+    monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
+    model = tiny.build(family, vocab_size=300, bos_token_id=0, eos_token_id=1)
+    source = make_tokenizer(tiny.save(model, tmp_path / "source", "bfloat16"), 300)
+    command = ("--groups", tiny.few(family), *OPTIONS[2:], "--calibration", "self")
+    assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
+    assert len(np.unique(kept(tmp_path / "whole")[:, 1])) > 8
+    write, batches = generated_text._Writer.write, []
+
+    def fail_at_third_batch(self, *given):
+        if len(batches) == 2:
+            raise OSError("no space left")
+        batches.append(given)
+        return write(self, *given)
+
+    monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
+    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
+    batches.clear()
+    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0
+    assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
+    assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
+    assert convert("verify", source, tmp_path / "out").code == 0
+
+
+def test_encoder_decoders_are_refused(convert, tmp_path):
+    source = make_tokenizer(tiny.save(t5(vocab_size=300), tmp_path / "source"), 300)
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS[:2], "--calibration", "self").refused(
+        "'t5' is an encoder-decoder", "--calibration shipped"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

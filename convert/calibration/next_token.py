@@ -1,0 +1,86 @@
+"""Run a whole model one token at a time, with a KV cache: by the project's own decoder, or its class in transformers.
+
+Letters: B texts side by side, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convert.calibration.text import SELF, SHIPPED
+from convert.planning.recipe import UnsupportedMethodError
+from model.checkpoint import Checkpoint
+from model.decoder.generation import decode
+from model.decoder.kv_cache import KVCache
+from model.decoder.llama import LlamaForCausalLM
+from model.decoder.loading import load_llama
+from model.families import NATIVE_FAMILIES, find_family
+
+
+class NextToken(ABC):
+    """A model in memory, and the KV cache of the texts that it continues."""
+
+    n_embeddings: int
+    """Number of rows of the embedding."""
+
+    @abstractmethod
+    def begin(self, n_rows: int, n_tokens: int) -> None:
+        """Begin `n_rows` empty texts, of at most `n_tokens` tokens each."""
+
+    @abstractmethod
+    def append(self, ids_B: Tensor) -> Tensor:
+        """Append one token to each text. Return the logits of the next one, [B, V], float32 on the CPU."""
+
+
+def check_writes_text(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedMethodError for an encoder-decoder: it continues no text."""
+    family = find_family(checkpoint.config).family
+    if len(family.attention) > 1:
+        raise UnsupportedMethodError(
+            f"--calibration {SELF} needs a model that continues texts, and model_type {family.model_type!r} is an "
+            f"encoder-decoder; calibrate on a text instead: --calibration {SHIPPED}, or a file."
+        )
+
+
+def open_model(checkpoint: Checkpoint, device: str) -> NextToken:
+    """Load a whole model onto a device, in the checkpoint's dtype.
+
+    Raises CheckpointError if neither the project's own decoder nor transformers can load it.
+    """
+    if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+        return _Native(load_llama(checkpoint, None, device))
+    from convert.calibration.transformers_layers import TransformersLayers  # transformers takes seconds to import
+
+    return _Transformers(TransformersLayers(checkpoint, 1, device).load_whole())
+
+
+class _Native(NextToken):
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self._model, self._weight = model, model.head_weight
+        self.n_embeddings = model.model.embed_tokens.num_embeddings
+
+    def begin(self, n_rows: int, n_tokens: int) -> None:
+        self._cache = KVCache(self._model.config, n_rows, n_tokens, self._weight.dtype, self._weight.device)
+
+    def append(self, ids_B: Tensor) -> Tensor:
+        return decode(self._model, ids_B.to(self._weight.device), self._cache).cpu()
+
+
+class _Transformers(NextToken):
+    def __init__(self, hf_model: Any) -> None:
+        self._model = hf_model
+        self.n_embeddings = self._model.get_input_embeddings().weight.shape[0]
+
+    def begin(self, n_rows: int, n_tokens: int) -> None:
+        from transformers import DynamicCache
+
+        # With the config, layers with sliding windows cache no more than their window.
+        self._cache = DynamicCache(config=self._model.config)
+
+    @torch.inference_mode()
+    def append(self, ids_B: Tensor) -> Tensor:
+        ids_B1 = ids_B[:, None].to(self._model.device)
+        logits_B1V: Tensor = self._model(ids_B1, past_key_values=self._cache, use_cache=True).logits
+        return logits_B1V[:, 0].float().cpu()
