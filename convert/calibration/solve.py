@@ -78,18 +78,23 @@ def held_out_errors(
 
 
 def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path, progress: Progress) -> None:
-    projected = read_attention(checkpoint, merge)
-    sums = MomentSums(layer, merge.n_kv_heads, raw_keys=projected.norms is not None)
-    layer.run(sums.add)
-    before = normalise(projected, merge.norms, sums.key_scales)
-    outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
-    after = _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe.method)
+    after = _solve(checkpoint, merge, layer)  # what it needed is free again for the next steps
     if merge.recipe.refit:
         answers = outputs(layer, after, range(layer.text.n_windows))
         after = refit_output(after, answers, layer.module.device)
     if merge.recipe.refine:
         after = refine(layer, after, merge.recipe.refine, progress)
-    save_layer(finish_layer(checkpoint, merge, projected, after), merge, folder)
+    save_layer(finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after), merge, folder)
+
+
+def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAttention:
+    """Run the layer on the text. Return the merged layer by the closed form of the method."""
+    before = read_attention(checkpoint, merge)
+    sums = MomentSums(layer, merge.n_kv_heads, raw_keys=before.norms is not None)
+    layer.run(sums.add)
+    before = normalise(before, merge.norms, sums.key_scales)
+    outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
+    return _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe.method)
 
 
 def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:

@@ -107,9 +107,9 @@ class Plan:
         layer = sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
         width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
         moments = 8 * self.n_kv_heads * width**2
-        # Of attention and moments: original, merged candidates, sums for least squares.
-        copies = 6 if self.recipe.refit else 4
-        copies += 3 if self.recipe.refine else 0  # gradients, Adam's moments, the best weights, all in float32
+        # Of attention and moments: original and merged candidates, or sums for least squares. Refining holds the merged
+        # layer, and in float32 its gradients, Adam's moments and temporaries, and two versions of the weights.
+        copies = 7 if self.recipe.refine else 4
         running = 2 * layer + copies * (self.largest_group // 2 + moments)
         program = _TORCH
         if self.geometry.model_type not in NATIVE_FAMILIES:
