@@ -25,7 +25,7 @@ from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, read_tensor
 from model.decoder.observed_attention import attention_weights, observe_attention
-from model.decoder.transformers_model import build_empty_model, load_state, no_attention_function, refusing
+from model.decoder.transformers_classes import build_empty_model, load_state, no_attention_function, refusing
 from model.families import find_family
 from model.geometry import Geometry, read_geometry
 

@@ -2,51 +2,27 @@
 
 The model is built without memory for its weights. Calling its decoder with layers that only record gives the arguments
 that each layer receives: masks, rotary embeddings, whatever the class passes. Then each layer is loaded and run alone.
-`model.decoder.observed_attention` sees the rotated queries and keys and the values.
 The letters are those of `layer_module`.
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from convert.calibration.class_norms import ClassNorms
-from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
-from convert.merging.weights import half_split_order
-from model.attention_layout import BUFFERS, Kind, projections
+from convert.calibration.layer_module import ModelLayers
+from convert.calibration.transformers_layer import Call, StopForwardError, TransformersLayer, recording
+from model.attention_layout import BUFFERS
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
-from model.decoder.observed_attention import attention_weights, observe_attention
-from model.decoder.transformers_model import (
-    build_empty_model,
-    load_state,
-    no_attention_function,
-    refusing,
-)
+from model.decoder.transformers_classes import build_empty_model, load_state, refusing
 from model.families import Family, find_family
-from model.geometry import Geometry, check_class_settings, read_geometry
-
-_ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
-"""Maximum relative differences between the class's heads and ours, after and before rotation. The latter allows for
-OLMo's and MPT's clipping (`clip_qkv`) as long as it changes few numbers."""
-
-KINDS: tuple[Kind, ...] = ("q", "k", "v")
-
-Call = dict[str, Any]
-"""The arguments of a layer, or of its attention, by name, but for the states."""
-
-
-class _StopForwardError(Exception):
-    """Raised to end a forward pass where the rest is not needed."""
+from model.geometry import check_class_settings, read_geometry
 
 
 class TransformersLayers(ModelLayers):
@@ -156,8 +132,8 @@ class TransformersLayers(ModelLayers):
         weight_VM = torch.from_numpy(np.concatenate(rows).astype(np.float32)).to(self.device)
         self._embedding.weight = nn.Parameter(weight_VM, requires_grad=False)  # the rows of this text only
         received: list[tuple[Tensor, Call]] = []
-        recording = _recording(list(self._layers), received)
-        with self._refusing(), recording, torch.no_grad(), suppress(_StopForwardError):
+        watched = recording(list(self._layers), received)
+        with self._refusing(), watched, torch.no_grad(), suppress(StopForwardError):
             self._decoder(rows_BT.to(self.device), use_cache=False)
         return received[0][0], [call for _, call in received]
 
@@ -167,240 +143,3 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             part.register_buffer(name, buffer.to(device), persistent=name not in part._non_persistent_buffers_set)
-
-
-@contextmanager
-def _recording(layers: list[nn.Module], received: list[tuple[Tensor, Call]]) -> Iterator[None]:
-    """Let layers record their states and other arguments instead of running. The last one stops the model."""
-
-    def recorder(forward: Callable[..., Any]) -> Callable[..., Tensor]:
-        signature = inspect.signature(forward)
-
-        def record(*args: Any, **kwargs: Any) -> Tensor:
-            states_BTM: Tensor
-            states_BTM, *others = args if args else (kwargs.pop("hidden_states"),)
-            names = [name for name in signature.parameters if name != "hidden_states"]
-            received.append((states_BTM, {**dict(zip(names, others, strict=False)), **kwargs}))
-            if len(received) == len(layers):
-                raise _StopForwardError
-            return states_BTM
-
-        return record
-
-    for layer in layers:
-        layer.forward = recorder(layer.forward)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-class TransformersLayer(LayerModule):
-    """One layer of the class."""
-
-    def __init__(
-        self, layer: Any, index: int, geometry: Geometry, length: int, arguments: Callable[[int], Call]
-    ) -> None:
-        assert geometry.n_rotary_pairs is not None
-        self.index, self._layer, self._length, self._arguments = index, layer, length, arguments
-        self._hidden_size, self._model_type = geometry.hidden_size, geometry.attention.family.model_type
-        self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
-        family, sizes = geometry.attention.family, geometry.attention.sizes
-        self._attention: Any = layer.get_submodule(family.attention[0])
-        self._output: Any = self._attention.get_submodule(family.output)
-        self.device, self.output_bias = self._output.weight.device, self._output.bias
-        self._rotates_back = family.rotates_back
-        self._n_rotated = 2 * geometry.n_rotary_pairs[index]
-        order = half_split_order(self.head_dim, self._n_rotated // 2, family.rotary_pairing)
-        self._order = torch.from_numpy(order).to(self.device)
-        self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
-        self._norms = _class_norms(self._attention, family, self._order, self._n_rotated // 2)
-        self._calls: dict[int, Call] = {}
-        self._last_call: Call = {}
-        """What the class's attention function received last."""
-        if self._attention_call(1).get("attention_mask") is None:
-            raise CheckpointError(f"layer {index} has no causal mask (is_causal), which calibrating needs.")
-        self.rotation = self._rotation()
-        self._check_heads()
-
-    def inputs(self, states_BTM: Tensor) -> Tensor:
-        return self._until_attention(states_BTM)[0]
-
-    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
-        attended: list[Tensor] = []
-        scales_BTG = (
-            None if self._norms is None else self._norms.key_scales(self._projected(self.inputs(states_BTM), 1))
-        )
-
-        def observe(call: Call) -> None:
-            self._last_call = call
-            rotated_q_BTHD, rotated_k_BTGD = self._heads_of(call, "q"), self._heads_of(call, "k")
-            v_BTGD = call["v"].transpose(1, 2)
-            self.check_finite(rotated_q_BTHD, rotated_k_BTGD, v_BTGD)
-            watch(Heads(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD, scales_BTG))
-
-        hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
-        try:
-            with observe_attention(self._model_type, self._attention, observe):
-                result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
-        finally:
-            hook.remove()
-        next_BTM: Tensor = result[0] if isinstance(result, tuple) else result
-        self.check_finite(next_BTM)
-        return attended[0], next_BTM
-
-    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
-        return attention_weights(self._last_call, q_HSD, k_GTD, at_S)
-
-    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
-        out: list[Tensor] = []
-
-        def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            out.append(args[0])
-            raise _StopForwardError
-
-        call = self._attention_call(len(x_BTM))
-        hook = self._output.register_forward_pre_hook(stop)
-        try:
-            with suppress(_StopForwardError):
-                functional_call(self._attention, self._parameters(weights), (), {**call, "hidden_states": x_BTM})
-        finally:
-            hook.remove()
-        return out[0]
-
-    def _parameters(self, weights: Weights) -> dict[str, Tensor]:
-        """Return the class's parameters for these weights. Shared K/V heads are repeated to the class's number."""
-        n_inputs = self._hidden_size
-        rows = [weights.q_CX, self._repeated(weights.k_CX), self._repeated(weights.v_CX)]
-        back = torch.argsort(self._order)
-        for i in range(2):  # queries and keys; values are not rotated
-            rows[i] = rows[i].view(-1, self.head_dim, rows[i].shape[1])[:, back].flatten(0, 1)
-        parameters = {} if self._norms is None else self._norms.parameters(weights, self.n_kv_heads)
-        for parameter, heads in self._heads.items():
-            columns = slice(0, n_inputs) if parameter == "weight" else n_inputs
-            if parameter == "bias" and rows[0].shape[1] == n_inputs:
-                continue
-            for name in dict.fromkeys(each.tensors[0] for each in heads):
-                sharing = [i for i, each in enumerate(heads) if each.tensors[0] == name]
-                joined = torch.cat([rows[i] for i in sharing])
-                places = torch.from_numpy(np.concatenate([heads[i].rows for i in sharing])).to(self.device)
-                parameters[name] = joined[torch.argsort(places)][:, columns]
-        return parameters
-
-    def _repeated(self, rows_CX: Tensor) -> Tensor:
-        heads_GDX = rows_CX.view(-1, self.head_dim, rows_CX.shape[1])
-        return heads_GDX.repeat_interleave(self.n_kv_heads // len(heads_GDX), dim=0).flatten(0, 1)
-
-    def _until_attention(self, states_BTM: Tensor) -> tuple[Tensor, Call]:
-        """Run the layer until it calls its attention; return the attention's input states and other arguments."""
-        received: list[tuple[Tensor, Call]] = []
-        with _recording([self._attention], received), suppress(_StopForwardError):
-            self._layer(states_BTM, **self._arguments(len(states_BTM)))
-        return received[0]
-
-    def _attention_call(self, n_rows: int) -> Call:
-        """Return the attention's arguments, but for the states, for a batch of `n_rows` windows."""
-        if n_rows not in self._calls:
-            zeros_BTM = torch.zeros(n_rows, self._length, self._hidden_size, device=self.device)
-            self._calls[n_rows] = self._until_attention(zeros_BTM)[1]
-        return self._calls[n_rows]
-
-    def _heads_of(self, call: Call, kind: Kind) -> Tensor:
-        """Return the queries or keys that the attention function received, in half-split order, [B, T, H, D]."""
-        heads_BTHD: Tensor = call[kind][..., self._order].transpose(1, 2)
-        return heads_BTHD if self._norms is None else self._norms.with_pair_means(kind, heads_BTHD)
-
-    def _rotation(self) -> tuple[Tensor, Tensor] | None:
-        """Return the cosines and sines of the class's rotary embedding, [T, R], of length 1 (`attention_scaling`)."""
-        if not self._n_rotated:
-            return None
-        n_pairs = self._n_rotated // 2
-        cos_TR, sin_TR = (x[0].float() for x in self._attention_call(1)["position_embeddings"])
-        if cos_TR.shape[1] == self._n_rotated:  # each pair's angle twice: side by side, or in the two halves
-            step = 2 if torch.equal(cos_TR[:, 0::2], cos_TR[:, 1::2]) and n_pairs > 1 else 1
-            cos_TR, sin_TR = (x[:, ::step][:, :n_pairs] for x in (cos_TR, sin_TR))
-        length_TR = torch.hypot(cos_TR, sin_TR)
-        sign = -1 if self._rotates_back else 1
-        return (cos_TR / length_TR).repeat(1, 2), (sign * sin_TR / length_TR).repeat(1, 2)
-
-    def _check_heads(self) -> None:
-        """Raise CheckpointError unless the class's heads are linear in its inputs, and rotated as `rotation` says.
-
-        Tried on random inputs, once with the class's rotary embedding, and once with one that rotates nothing.
-        Also raises it unless the class's attention is the softmax that is observed.
-        """
-        call = self._attention_call(1)
-        calls = [call]
-        if "position_embeddings" in call:
-            cos, sin = call["position_embeddings"]
-            calls.append({**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))})
-        received: list[Call] = []
-        generator = torch.Generator().manual_seed(0)
-        x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator, device="cpu").to(self.device)
-        mixed: list[Tensor] = []
-        hook = self._output.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
-        try:
-            for arguments in calls:
-                with observe_attention(self._model_type, self._attention, received.append):
-                    self._attention(**{**arguments, "hidden_states": x_1TM})
-        finally:
-            hook.remove()
-        if len(received) < len(calls):
-            raise no_attention_function(self._model_type)
-        rotated, plain = received[0], received[-1]
-        some = slice(None, None, max(1, self._length // 8))
-        if _relative_error(self._mixed(rotated, some), mixed[0][:, some]) > _ROTATION_ERROR:
-            raise CheckpointError(
-                f"layer {self.index}: transformers' class computes attention differently from what Groupwise knows of "
-                "this model_type; use --method mean."
-            )
-        for i, kind in enumerate(KINDS):
-            ours = self._projected(x_1TM, i)
-            if self._norms is not None and kind != "v":
-                ours = self._norms.apply(kind, ours)
-            if _relative_error(ours.transpose(1, 2), plain[kind]) > _LINEAR_ERROR:
-                raise CheckpointError(
-                    f"layer {self.index}: transformers' class changes queries, keys or values after their projections "
-                    "(clip_qkv, norms) in a way that Groupwise does not know; use --method mean."
-                )
-        for kind in KINDS[:2]:
-            ours, theirs = self.unrotated(self._heads_of(rotated, kind)), self._heads_of(plain, kind)
-            first = slice(0, self._n_rotated)
-            # A rotary embedding may also scale what it rotates (`attention_scaling`).
-            power = theirs[..., first].square().sum().clamp(min=1e-30)
-            scaled = theirs.clone()
-            scaled[..., first] *= (ours * theirs)[..., first].sum() / power
-            if _relative_error(ours, scaled) > _ROTATION_ERROR:
-                raise CheckpointError(
-                    f"layer {self.index}: transformers' class rotates queries and keys differently from what Groupwise "
-                    "knows of this model_type; use --method mean."
-                )
-
-    def _mixed(self, call: Call, at: slice) -> Tensor:
-        """Return the values mixed by the attention that was observed, for some positions, [1, S, C]."""
-        k_1HTD, v_1HTD = (x.repeat_interleave(self.n_heads // x.shape[1], dim=1) for x in (call["k"], call["v"]))
-        weights_1HST = call["softmax"](call["q"][:, :, at] @ k_1HTD.mT, call["mask"][:1, :, at])
-        return (weights_1HST @ v_1HTD).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
-
-    def _projected(self, x_BTM: Tensor, kind: int) -> Tensor:
-        """Return queries (kind 0), keys (1) or values (2) by the class's projections alone, [B, T, heads, D]."""
-        weights, biases = (self._heads[parameter][kind] for parameter in ("weight", "bias"))
-        name, rows = weights.tensors[0], torch.from_numpy(weights.rows).to(self.device)
-        module = self._attention.get_submodule(name.removesuffix(".weight"))
-        heads_BTC: Tensor = x_BTM @ module.weight[rows].T
-        if module.bias is not None:
-            heads_BTC = heads_BTC + module.bias[torch.from_numpy(biases.rows).to(self.device)]
-        return heads_BTC.view(*heads_BTC.shape[:2], -1, self.head_dim)
-
-
-def _class_norms(attention: Any, family: Family, order_D: Tensor, n_rotary_pairs: int) -> ClassNorms | None:
-    """Return the norms of an attention module that a layer method can merge (`check_layer_merge`)."""
-    norms = family.head_norms
-    if norms is None or norms.kind != "rms":
-        return None
-    return ClassNorms(attention, norms, order_D, n_rotary_pairs)
-
-
-def _relative_error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))

@@ -4,12 +4,7 @@ Code that needs only logits and losses (calibration, evaluation, a teacher) work
 """
 
 import functools
-import inspect
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib.metadata import version
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.checkpoint.hf_folder import read_config
-from model.common import checks
-from model.common.errors import CheckpointError, InputError
+from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, check_size
-from model.decoder.config import MAX_LAYERS
 from model.decoder.losses import IGNORED
 from model.decoder.masks import document_mask, document_positions
+from model.decoder.transformers_classes import build_hf_model, refusing
 
 
 class TransformersModel(nn.Module):
@@ -150,206 +143,3 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
         if loading[kind]:
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
     return TransformersModel(hf_model.to(device)).eval()
-
-
-def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    """Return transformers' model of a folder's config.json, without the folder's weights.
-
-    Raises CheckpointError if transformers has no such model, or cannot build it.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = _read_config(folder)
-    with refusing(f"transformers can build no model from {folder}/config.json"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
-    return model
-
-
-def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -> Any:
-    """Return transformers' model of a language model's config, its parameters without memory (on the meta device).
-
-    `observe_attention` can observe its attention. `source` names the config in errors. Raises CheckpointError if
-    transformers has no such model, cannot build it, or the class does not take an attention function.
-    """
-    from accelerate import init_empty_weights
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    from model.decoder.observed_attention import OBSERVED, attention_function
-    from model.remote_code.register import register
-
-    register()
-    _refuse_kernels(Path(source), config)
-    _check_layers(Path(source), config)
-    _check_version()
-    try:
-        with refusing(f"transformers can build no model from the config of {source}"):
-            hf_config = CONFIG_MAPPING[model_type].from_dict(dict(config))
-            auto_class = AutoModelForSeq2SeqLM if hf_config.is_encoder_decoder else AutoModelForCausalLM
-            with init_empty_weights(include_buffers=False):
-                model = auto_class.from_config(  # type: ignore[no-untyped-call]
-                    hf_config,
-                    trust_remote_code=False,
-                    dtype=torch.float32,
-                    attn_implementation=attention_function(model_type),
-                )
-    except CheckpointError as error:
-        if OBSERVED in str(error):
-            raise no_attention_function(model_type) from error
-        raise
-    return model.eval()
-
-
-def no_attention_function(model_type: str) -> CheckpointError:
-    """Return the error for a class that does not call the attention function of its config."""
-    return CheckpointError(
-        f"transformers {version('transformers')} has a class for model_type {model_type!r} that takes no attention "
-        f"function, which calibrating needs; install {_KNOWN_VERSION} or newer."
-    )
-
-
-def _check_version() -> None:
-    """Raise CheckpointError for a version of transformers 5 that loads weights by other arguments."""
-    try:
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    except ImportError:
-        return  # transformers 4
-    if "load_config" not in inspect.signature(convert_and_load_state_dict_in_model).parameters:
-        raise CheckpointError(
-            f"transformers {version('transformers')} loads weights in a way that calibrating does not know; install "
-            f"{_KNOWN_VERSION}."
-        )
-
-
-def load_state(
-    model: Any, state: dict[str, Tensor], prefix: str, source: str, dtype: torch.dtype = torch.float32
-) -> None:  # fmt: skip
-    """Load tensors, by their names in a checkpoint, into the parameters of an empty model that begin with `prefix`.
-
-    Applies the conversions of transformers 5, which joins the experts of a layer, for example. Raises CheckpointError
-    if a tensor is missing, left over or misshapen.
-    """
-    with refusing(f"transformers cannot load the weights of {source}"):
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import convert_and_load_state_dict_in_model
-            from transformers.modeling_utils import LoadStateDictConfig
-        except ImportError:  # transformers 4, which converts nothing
-            own = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-            model.get_submodule(prefix.removesuffix(".")).load_state_dict(own, assign=True)
-            return
-        mapping: Any = get_model_conversion_mapping(model)
-        how = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype)
-        loading, _ = convert_and_load_state_dict_in_model(model, state, how)
-    missing = [name for name, parameter in model.named_parameters() if name.startswith(prefix) and parameter.is_meta]
-    for problem, names in (
-        ("holds a tensor unknown to its config.json:", loading.unexpected_keys),
-        ("has another shape than config.json means in", loading.mismatched_keys),
-        ("lacks the tensor", missing),
-    ):
-        if names:
-            raise CheckpointError(f"{source} {problem} {sorted(map(str, names))[0]}.")
-
-
-_KNOWN_VERSION = "transformers 5.23"
-"""The version of transformers that the tests use."""
-
-
-def layer_class_names(folder: Path) -> tuple[str, ...]:
-    """Return transformers' class names of the layers of a folder's model. Raises as `build_hf_model` does."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_read_config(folder))]
-    return tuple(model_class._no_split_modules or ())
-
-
-def _read_config(folder: Path) -> Any:
-    """Return transformers' config of a folder.
-
-    Code in the folder is not run: the code that is copied into converted models is registered from
-    `model.remote_code`.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    from model.remote_code.register import register
-
-    register()
-    _refuse_kernels(folder, read_config(folder)[1])
-    _check_layers(folder, read_config(folder)[1])
-    with refusing(f"transformers can build no model from {folder}/config.json"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.is_encoder_decoder:
-        raise CheckpointError(
-            f"{folder}: model_type {config.model_type!r} is an encoder-decoder, and only causal language models can be "
-            "trained and evaluated here; open it with transformers' AutoModelForSeq2SeqLM."
-        )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(
-            f"{folder}: transformers has no causal language model of model_type {config.model_type!r}; open it with "
-            "the class that config.json names under architectures."
-        )
-    return config
-
-
-def _refuse_kernels(folder: Path, config: Any) -> None:
-    """Raise CheckpointError if config.json names a kernel of the hub, such as `attn_implementation: org/kernel`.
-
-    transformers would download and run it (`PreTrainedModel._check_and_adjust_attn_implementation`).
-    """
-    pairs = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
-    for key, value in pairs:
-        if str(key).endswith(("_implementation", "_implementation_internal")) and "/" in str(value):
-            raise CheckpointError(
-                f"{folder}/config.json has {key} = {value!r}, code from the hub, which is never run; remove that key."
-            )
-        _refuse_kernels(folder, value)
-
-
-def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a number of layers that transformers would need hours to build."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_layers(folder, value)
-        elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
-            raise CheckpointError(
-                f"{folder}/config.json has {key} = {checks.show(value)}; it must be at most {MAX_LAYERS}."
-            )
-
-
-@contextmanager
-def refusing(problem: str) -> Iterator[None]:
-    """Turn transformers' errors into a CheckpointError of one line, which begins with `problem`.
-
-    Many classes of errors are caught, because a value of a wrong type or size can raise any of them inside
-    transformers. The only inputs are config.json and the weights.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        with _without_warnings():
-            yield
-    except InputError:  # our own
-        raise
-    except (
-        StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
-        MemoryError, OSError, RuntimeError, TypeError, ValueError,
-    ) as error:  # fmt: skip
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"{problem}: {message[:400]}") from error
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence the warnings of transformers and torch, and progress bars; `refusing` reports errors."""
-    from transformers.utils import logging as hf_logging
-
-    verbosity, had_bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity(logging.ERROR)
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if had_bars:
-            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -200,13 +200,6 @@ def test_norms_of_mpt(convert, tmp_path):
     )
 
 
-def test_what_needs_our_own_decoder_is_refused_for_other_families(convert, tmp_path):
-    source = make_tokenizer(tiny.save(tiny.build("gemma", vocab_size=300), tmp_path / "source"), 300)
-    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration", "self").refused(
-        "--calibration self is implemented for llama, mistral, qwen2, not for model_type 'gemma'"
-    )
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_not_finite(convert, tmp_path, method):
     source = tiny.save(tiny.build(), tmp_path / "source")

@@ -155,7 +155,7 @@ def test_version_3_of_datasets_is_told_not_to_ask(monkeypatch, tmp_path):
 )
 def test_kernels_of_the_hub_are_not_fetched(tmp_path, config):
     from model.common.errors import CheckpointError
-    from model.decoder.transformers_model import build_hf_model
+    from model.decoder.transformers_classes import build_hf_model
 
     folder = tiny.save(tiny.build(), tmp_path / "model")
     path = folder / "config.json"

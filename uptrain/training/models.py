@@ -16,7 +16,8 @@ from model.decoder.attention import exclude_segments_from_compilation
 from model.decoder.config import read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
-from model.decoder.transformers_model import TransformersModel, build_hf_model, layer_class_names
+from model.decoder.transformers_classes import build_hf_model, layer_class_names
+from model.decoder.transformers_model import TransformersModel
 from model.families import NATIVE_FAMILIES
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.parts import common_dtype, part_pattern
