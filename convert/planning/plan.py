@@ -109,7 +109,7 @@ class Plan:
         moments = 8 * self.n_kv_heads * width**2
         # Of attention and moments: original and merged candidates, or sums for least squares. Refining holds the merged
         # layer, and in float32 its gradients, Adam's moments and temporaries, and two versions of the weights.
-        copies = 7 if self.recipe.refine else 4
+        copies = 8 if self.recipe.refine else 5
         running = 2 * layer + copies * (self.largest_group // 2 + moments)
         program = _TORCH
         if self.geometry.model_type not in NATIVE_FAMILIES:
