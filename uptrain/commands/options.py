@@ -9,6 +9,7 @@ from model.common.command_options import Command, add_options
 from model.common.errors import InputError
 from uptrain.budget.counts import parse_count
 from uptrain.budget.learning_rate import SCHEDULES
+from uptrain.runs.settings import OPTIMIZERS
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
@@ -52,6 +53,14 @@ def budget_options(command: Command) -> Command:
         count_option("--global-batch-tokens",
                      "Tokens of one optimizer step, over all processes.  [default: the original's]"),
     )  # fmt: skip
+
+
+def optimizer_option(command: Command) -> Command:
+    """Add the optimizer."""
+    return click.option(
+        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
+        help="adafactor is the GQA paper's.",
+    )(command)  # fmt: skip
 
 
 def schedule_options(command: Command) -> Command:

@@ -15,11 +15,13 @@ from model.common.files import check_name
 from uptrain.budget.budget import Budget, make_budget, repetition_warning
 from uptrain.budget.identify import source_names
 from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
+from uptrain.budget.memory import Models, Way
 from uptrain.data.run_data import beside, cache_folder, cache_of, seq_len_of
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import check_exportable, check_packing, check_teacher, check_tokenizer
+from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
 from uptrain.runs.progress import ProgressSink, training_bar
@@ -138,6 +140,18 @@ def _warn_at_start(warnings: list[str], show: ProgressSink) -> ProgressSink:
     return warn_and_show
 
 
+def _micro_batch(options: RunOptions, config: dict[str, Any], seq_len: int, precision: str) -> int:
+    """Return the default micro-batch, in windows: one that fits the device if the model's memory can be estimated.
+
+    Raises InputError if one window does not fit.
+    """
+    if options.model is None or not has_estimate(config):
+        return default_micro_batch(seq_len)
+    models = Models.read(options.model, options.teacher, seq_len, precision, options.optimizer)
+    way = Way(options.trainable, 1, options.activation_checkpointing)
+    return fitting_micro_batch(models, way, options.model, options.teacher)
+
+
 def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Settings, Budget]:
     """Resolve every default; return the settings and the budget. The token caches need not exist yet.
 
@@ -149,6 +163,7 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
     config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
     budget = make_budget(options.budget, config, names, seq_len)
     interval = max(1, budget.steps // DEFAULT_SAVES)
+    precision = options.precision or ("bf16" if has_accelerator() else "fp32")
     eval_cache = cache_folder([options.eval_data], beside(options.out, "eval_data")) if options.eval_data else None
     settings = Settings(
         model=_absolute(options.model),
@@ -158,13 +173,13 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
         loss=loss,
         steps=budget.steps,
         global_batch=budget.global_batch_tokens // seq_len,
-        micro_batch=options.micro_batch or default_micro_batch(seq_len),
+        micro_batch=options.micro_batch or _micro_batch(options, config, seq_len, precision),
         schedule=options.schedule,
         lr=budget.peak_lr,
         warmup_steps=default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps,
         decay_fraction=WSD_DECAY_FRACTION,
         original_steps=budget.original_steps or 0,
-        precision=options.precision or ("bf16" if has_accelerator() else "fp32"),
+        precision=precision,
         optimizer=options.optimizer,
         weight_decay=options.weight_decay,
         trainable=options.trainable,

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckp
 from uptrain.data.run_data import find_data
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import make_accelerator
-from uptrain.distributed.collectives import is_lost_process, on_main
+from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.runs.checks import check_batch, check_exportable, check_packing, check_teacher, check_vocabulary
 from uptrain.runs.fingerprints import check_same, identities
@@ -66,6 +66,8 @@ def start(
     """
     accelerator = make_accelerator(settings.precision, block_names(config_folder), settings.track, out)
     check_batch(settings.global_batch, accelerator.num_processes)
+    # Each process chose the default by its own device. All must take as many windows at a time.
+    settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
     training = build_first(settings, config_folder, accelerator, out, deadline, show)
     on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))

@@ -17,6 +17,8 @@ from uptrain.training.losses import LOSSES
 
 OPTIMIZERS = ("adamw", "adafactor")
 TRAINABLE = ("all", "attention", "kv")
+CHEAPER = TRAINABLE
+"""The choices of `--trainable` in the order in which they are tried, where memory is short."""
 PRECISIONS = ("bf16", "fp32")
 TRACKERS = ("tensorboard", "wandb")
 MICRO_BATCH_TOKENS = 8192
