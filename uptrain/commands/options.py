@@ -1,6 +1,8 @@
 """Define the options that several commands share."""
 
+import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,6 +12,9 @@ from model.common.errors import InputError
 from uptrain.budget.counts import parse_count
 from uptrain.budget.learning_rate import SCHEDULES
 from uptrain.runs.settings import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from uptrain.data.prepare.quotas import MachineShard
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
@@ -32,6 +37,16 @@ def seq_len_option(command: Command) -> Command:
         metavar="N",
         help="Tokens in a window, for texts.  [default: the model's context, at most 4096]",
     )(command)
+
+
+def parse_machine_shard(text: str) -> "MachineShard":
+    """Return the value of `--shard`, I/N. Raises click.BadParameter for another form."""
+    from uptrain.data.prepare.quotas import MachineShard
+
+    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise click.BadParameter(f"{text!r} is not I/N with I from 1 to N, such as 1/4.", param_hint="--shard")
+    return MachineShard(int(match[1]), int(match[2]))
 
 
 def max_minutes_option(help: str) -> Callable[[Command], Command]:

@@ -101,6 +101,12 @@ def _check_no_nul(text: str) -> str:
 @schedule_options
 @click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The MHA parent, to distil from and to compare with.")
 @click.option(
+    "--teacher-logits",
+    type=FOLDER,
+    metavar="LOGITS",
+    help="Instead of --teacher: what `uptrain teach` wrote of the teacher and --data.",
+)
+@click.option(
     "--loss",
     type=click.Choice(tuple(LOSSES)),
     help="What to minimise.  [default: distill with a teacher, else next-token]",

@@ -118,7 +118,8 @@ class _Completed(Checkpoint):
 def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Return the record of a model's training. It holds no paths, so that equal runs have equal records."""
     state = read_state(checkpoint)
-    settings = asdict(run.settings) | {"model": _name(run.settings.model), "teacher": _name(run.settings.teacher)}
+    settings = asdict(run.settings)
+    settings |= {name: _name(settings[name]) for name in ("model", "teacher", "teacher_logits")}
     evaluations = [r for r in read_metrics(run_folder / METRICS) if "evaluation" in r and r["step"] <= state["step"]]
     return {
         "schema": 1,

@@ -17,6 +17,7 @@ from uptrain.budget.identify import source_names
 from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.budget.memory import Models, Way
 from uptrain.data.run_data import beside, cache_folder, cache_of, seq_len_of
+from uptrain.data.teacher_logits import Manifest, TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
@@ -47,9 +48,13 @@ def launch_new(options: RunOptions) -> None:
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
     check_models(options.model, Path(settings.teacher) if settings.teacher else None, seq_len, options.trainable)
+    if options.teacher_logits:
+        Manifest.parse(options.teacher_logits)
     if options.eval_data:
         _prepare([options.eval_data], folder, seq_len, beside(out, "eval_data"))
     _prepare(options.data, folder, seq_len, beside(out, "data"))
+    if options.teacher_logits:
+        TeacherLogits.open(options.teacher_logits, Cache.open(Path(settings.data)))
     warnings = warnings_of(settings)
 
     def work(show: ProgressSink) -> str:
@@ -157,9 +162,14 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
 
     `folder` is that of `options.model` or `options.init`.
     """
-    loss = options.loss or ("distill" if options.teacher else WITHOUT_TEACHER)
-    if loss != WITHOUT_TEACHER and options.teacher is None:
+    if options.teacher and options.teacher_logits:
+        raise InputError("give either --teacher or --teacher-logits: the logits stand for the teacher.")
+    taught = options.teacher or options.teacher_logits
+    loss = options.loss or ("distill" if taught else WITHOUT_TEACHER)
+    if loss != WITHOUT_TEACHER and taught is None:
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
+    if loss == WITHOUT_TEACHER and options.teacher_logits:
+        raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
     config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
     budget = make_budget(options.budget, config, names, seq_len)
     interval = max(1, budget.steps // DEFAULT_SAVES)
@@ -170,6 +180,7 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
         data=_absolute(cache_folder(options.data, beside(options.out, "data"))),
         eval_data=_absolute(eval_cache),
         teacher=_absolute(options.teacher),
+        teacher_logits=_absolute(options.teacher_logits),
         loss=loss,
         steps=budget.steps,
         global_batch=budget.global_batch_tokens // seq_len,

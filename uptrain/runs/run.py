@@ -27,11 +27,19 @@ from model.common.staging import Staging, check_out
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.data.run_data import find_data
+from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
-from uptrain.runs.checks import check_batch, check_exportable, check_packing, check_teacher, check_vocabulary
+from uptrain.runs.checks import (
+    check_batch,
+    check_exportable,
+    check_packing,
+    check_teacher,
+    check_teacher_logits,
+    check_vocabulary,
+)
 from uptrain.runs.fingerprints import check_same, identities
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.runs.metrics_log import Metrics
@@ -242,6 +250,9 @@ def build(
     for opened in filter(None, (cache, eval_cache)):
         check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
         check_packing(student, opened.seq_len)
+    logits = TeacherLogits.open(Path(settings.teacher_logits), cache) if settings.teacher_logits else None
+    if logits is not None:
+        check_teacher_logits(logits, student.head_weight.shape[0])
     layers = blocks(student)
     if settings.activation_checkpointing:
         recompute_activations(layers)
@@ -272,6 +283,7 @@ def build(
         spike_sigma=settings.spike_sigma,
         deadline=deadline,
         show=show,
+        logits=logits,
         shared_bytes=shared_bytes,
     )
 

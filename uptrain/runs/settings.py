@@ -59,6 +59,7 @@ class RunOptions:
     seq_len: int | None = None
     eval_data: str | None = None
     teacher: Path | None = None
+    teacher_logits: Path | None = None
     loss: str | None = None
     warmup_steps: int | None = None
     precision: str | None = None
@@ -104,6 +105,8 @@ class Settings:
     """Steps between evaluations."""
     eval_data: str = ""
     teacher: str = ""
+    teacher_logits: str = ""
+    """Folder of the teacher's logits of `data`, in place of the teacher."""
     original_steps: int = 0
     """Optimizer steps of the original pre-training, which the schedule inverse-sqrt continues; 0 if unknown."""
     spike_sigma: float | None = None
