@@ -16,7 +16,7 @@ from model.families import NATIVE_FAMILIES
 from model.geometry import Geometry, read_geometry
 from uptrain.budget.estimate import count_parameters, is_rope
 from uptrain.budget.identify import changed_tensors
-from uptrain.runs.settings import TRAINABLE, default_micro_batch
+from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch
 from uptrain.training.parts import common_dtype, part_pattern
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4
@@ -110,10 +110,17 @@ class Models:
     seq_len: int
     precision: str = "bf16"
     optimizer: str = "adamw"
+    lora_rank: int = DEFAULT_RANK
 
     @classmethod
     def read(
-        cls, model: Path, teacher: Path | None, seq_len: int, precision: str = "bf16", optimizer: str = "adamw"
+        cls,
+        model: Path,
+        teacher: Path | None,
+        seq_len: int,
+        precision: str = "bf16",
+        optimizer: str = "adamw",
+        lora_rank: int = DEFAULT_RANK,
     ) -> "Models":
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
         with open_checkpoint(model) as checkpoint:
@@ -125,7 +132,7 @@ class Models:
             with open_checkpoint(teacher) as checkpoint:
                 taught = _parameters(checkpoint.tensors.values())
         changed = frozenset(changed_tensors(model))
-        return cls(tensors, taught, changed, config, geometry, wide, seq_len, precision, optimizer)
+        return cls(tensors, taught, changed, config, geometry, wide, seq_len, precision, optimizer, lora_rank)
 
     def memory(self, way: Way) -> Memory:
         """Return the memory of a way. Raises InputError if the model does not have its part.
@@ -135,6 +142,8 @@ class Models:
         """
         pattern, width = part_pattern(way.part, self.config), COMPUTE_BYTES[self.precision]
         trained = [tensor for tensor in self.tensors if pattern.search(tensor.name)]
+        if way.part == "lora":
+            trained = list(self._adapters())
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), way.micro_batch * self.seq_len
         same = {tensor for tensor in set(self.teacher) & set(frozen) if tensor.name not in self.changed}
@@ -151,8 +160,20 @@ class Models:
             gathered=width * (self._gathered(self.tensors) + self._gathered(self.teacher)),
         )
 
+    def _adapters(self) -> Iterator[Tensor]:
+        """Yield the two matrices of each adapter: every linear layer of the decoder layers has one."""
+        for tensor in self.tensors:
+            if _layer_of(tensor) is not None and len(tensor.shape) == 2:
+                n_out, n_in = tensor.shape
+                yield Tensor(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
+                yield Tensor(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
+
     def _activation_bytes(self, way: Way) -> int:
-        layer = layer_activation_bytes(self.geometry, self.intermediate_size, way.part, COMPUTE_BYTES[self.precision])
+        width = COMPUTE_BYTES[self.precision]
+        layer = layer_activation_bytes(self.geometry, self.intermediate_size, way.part, width)
+        if way.part == "lora":
+            n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.geometry.n_layers
+            layer += n_adapters * width * self.lora_rank
         if not way.recompute:
             return self.geometry.n_layers * layer
         return self.geometry.n_layers * 4 * self.geometry.hidden_size + layer
@@ -219,8 +240,10 @@ def layer_activation_bytes(geometry: Geometry, intermediate_size: int, part: str
     kv = geometry.n_kv_heads * geometry.head_dim
     layer = 2 * 4 * hidden + width * (2 * query + 2 * kv + 3 * intermediate_size)
     layer += width * hidden  # the input of keys and values
-    if part != "kv":
+    if part in ("all", "attention"):
         layer += 4 * hidden
+    if part == "lora":
+        layer += width * hidden + width * intermediate_size
     if part == "all":
         layer += 4 * hidden + width * hidden + width * intermediate_size
     return layer

@@ -16,7 +16,7 @@ from uptrain.commands.options import (
     schedule_options,
     seq_len_option,
 )
-from uptrain.runs.settings import PRECISIONS, TRACKERS, TRAINABLE, RunOptions
+from uptrain.runs.settings import DEFAULT_RANK, PRECISIONS, TRACKERS, TRAINABLE, RunOptions
 from uptrain.runs.signals import stop_request
 from uptrain.training.losses import LOSSES
 
@@ -116,7 +116,11 @@ def _check_no_nul(text: str) -> str:
     type=click.Choice(TRAINABLE),
     default="all",
     show_default=True,
-    help="attention: with the norm before it; kv: key and value projections. The others stay in MODEL's dtype.",
+    help="attention: with the norm before it; kv: key and value projections; lora: adapters of all linear layers, "
+    "which `export` merges. The other parameters stay in MODEL's dtype.",
+)
+@click.option(
+    "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
 )
 @optimizer_option
 @click.option(

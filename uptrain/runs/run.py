@@ -48,6 +48,7 @@ from uptrain.runs.settings import Settings
 from uptrain.runs.signals import stop_request
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, train
+from uptrain.training.lora import initialise_adapters
 from uptrain.training.models import (
     block_names,
     compile_layers,
@@ -226,7 +227,7 @@ def build_first(
     student, weights = load_on_main(
         accelerator,
         lambda: first_student(settings, config_folder),
-        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part),
+        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
     )
     training = build(settings, student, accelerator, folder, deadline, show)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
@@ -318,7 +319,9 @@ def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
         return random_student(config_folder, settings.seed)
     model = Path(settings.model)
     check_exportable(model, *parameter_names(model))
-    return load_student(model, settings.trainable)
+    student = load_student(model, settings.trainable, settings.lora_rank)
+    initialise_adapters(student, settings.seed)
+    return student
 
 
 def check_same_data(data: str, sha256: str) -> None:
