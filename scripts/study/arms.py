@@ -94,13 +94,13 @@ def key(case: Case, stage: Stage | None) -> tuple[object, ...]:
 def key_of_line(line: Result) -> tuple[object, ...]:
     convert = None if line["convert"] is None else tuple(line["convert"])
     groups = None if is_parent(line) else line["groups"]
-    names = ("alpha", "loss", "lr", "schedule", "global_batch_tokens")
+    names = ("alpha", "loss", "lr", "schedule", "global_batch_tokens", "trainable")
     return (line["parent"], line["seed"], line["arm"], convert, groups, *(line[name] for name in names))
 
 
 def stage_values(case: Case, stage: Stage | None) -> Result:
     if stage is None:
-        return {"alpha": 0, "loss": None, "lr": None, "schedule": None, "global_batch_tokens": None}
+        return dict.fromkeys(Stage.__dataclass_fields__) | {"alpha": 0}
     return asdict(stage) | {"global_batch_tokens": stage.global_batch_tokens or case.subject.global_batch_tokens}
 
 
@@ -149,7 +149,7 @@ def uptrain(case: Case, model: Path, stage: Stage, run: Path) -> Result:
     data = ("--data", subject.caches / "train", "--eval-data", subject.caches / "valid", "--teacher", subject.folder)
     options = (
         "--loss", stage.loss, "--alpha", stage.alpha, "--original-tokens", subject.tokens, "--lr", stage.lr,
-        "--schedule", stage.schedule,
+        "--schedule", stage.schedule, "--trainable", stage.trainable,
         "--global-batch-tokens", values["global_batch_tokens"], "--seed", subject.seed,
         "--precision", subject.precision, "--eval-every", NEVER, "--save-every", NEVER,
     )  # fmt: skip

@@ -67,6 +67,7 @@ class Stage:
     schedule: str = "wsd"
     global_batch_tokens: int | None = None
     """Default: the parent's."""
+    trainable: str = "all"
 
 
 @dataclass(frozen=True)

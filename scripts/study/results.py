@@ -21,8 +21,12 @@ def read_lines(path: Path) -> list[Result]:
 def read(path: Path) -> list[Result]:
     """Return the results of a file, in order; none if it does not exist yet."""
     lines = read_lines(path) if path.exists() else []
-    # Early lines lack these two keys.
-    return [{"schedule": "wsd" if line["loss"] else None, "from_nothing": False} | line for line in lines]
+    # Early lines lack these keys.
+    return [
+        {"schedule": "wsd" if line["loss"] else None, "trainable": "all" if line["loss"] else None,
+         "from_nothing": False} | line
+        for line in lines
+    ]  # fmt: skip
 
 
 WEAK = ("paper", "recipe", "short")

@@ -9,9 +9,7 @@ import pytest
 import tiny
 
 from scripts.bench.convert import measure
-from uptrain.budget.budget import BudgetOptions
-from uptrain.budget.estimate import LOGIT_BYTES, MIN_CHUNK_LOGITS
-from uptrain.budget.plan import make_plan
+from uptrain.budget.memory import LOGIT_BYTES, MIN_CHUNK_LOGITS, Models, Way
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
@@ -43,19 +41,18 @@ def peak(inputs, model, out, *options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("part", ["all", "attention", "kv"])
-def test_training_takes_what_is_planned(inputs, tmp_path, monkeypatch, part, taught):
+def test_training_takes_what_is_planned(inputs, tmp_path, monkeypatch, part, taught, recompute):
     # Without this limit, glibc keeps freed blocks of up to 32 MB: another 500 MB for `all`.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    teacher = ["--teacher", inputs["parent"]] if taught else []
+    options = ["--teacher", inputs["parent"]] if taught else []
+    options += ["--activation-checkpointing"] if recompute else []
     programs = peak(inputs, "empty", tmp_path / "tiny") - LOGIT_BYTES * MIN_CHUNK_LOGITS
-    used = peak(inputs, "model", tmp_path / "run", "--trainable", part, *teacher) - programs
-    monkeypatch.setattr("uptrain.budget.plan.default_micro_batch", lambda seq_len: 2)
-    options = BudgetOptions(None, None, 2, None, None, 2048, 1e-4)
-    others = {"data": inputs["data"], "seq_len": None, "schedule": "wsd", "warmup_steps": None, "processes": 1}
-    plan = make_plan(inputs["model"], options, **others, teacher=inputs["parent"] if taught else None)
-    planned = plan["memory"][part]["replicated_bytes_per_process"]
-    print(f"{part}, {taught=}: {used / 1e6:.0f} MB beside {programs / 1e6:.0f}, plan {planned / 1e6:.0f}")
+    used = peak(inputs, "model", tmp_path / "run", "--trainable", part, *options) - programs
+    models = Models.read(inputs["model"], inputs["parent"] if taught else None, 512)
+    planned = models.memory(Way(part, 2, recompute)).replicated()
+    print(f"{part}, {taught=}, {recompute=}: {used / 1e6:.0f} MB beside {programs / 1e6:.0f}, plan {planned / 1e6:.0f}")
     assert used == pytest.approx(planned, rel=0.1)

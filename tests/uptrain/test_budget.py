@@ -10,14 +10,11 @@ from hypothesis import strategies as st
 
 from model.checkpoint import Tensor
 from model.common.errors import InputError
-from model.decoder import losses
-from model.geometry import Geometry
 from uptrain.budget import estimate
 from uptrain.budget.budget import BudgetOptions, default_peak, make_budget
 from uptrain.budget.counts import parse_count, show_count
 from uptrain.budget.identify import SHAPE_KEYS, known_originals, named, source_names
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
-from uptrain.training.parts import part_pattern
 
 # The steps of α = 0.05 with the original's own batch, as published figures give them.
 STEPS_AT_5_PERCENT = {
@@ -236,60 +233,6 @@ def test_counts_round_trip(count):
 def test_show_count():
     shown = {1: "1", 999: "999", 1000: "1 K", 20_320: "20.32 K", 6_738_415_616: "6.738 B", 2 * 10**12: "2 T"}
     assert {count: show_count(count) for count in shown} == shown
-
-
-def llama_2_7b(n_kv_heads):
-    """Return the tensors of Llama-2-7B with this number of K/V heads."""
-    hidden, wide, kv = 4096, 11008, 128 * n_kv_heads
-    shapes = {"model.embed_tokens": (32000, hidden), "lm_head": (32000, hidden), "model.norm": (hidden,)}
-    for layer in range(32):
-        of_layer = {
-            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (hidden, wide), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        }  # fmt: skip
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-    return [Tensor(f"{name}.weight", "F16", shape) for name, shape in shapes.items()]
-
-
-@pytest.mark.parametrize("taught", [False, True])
-@pytest.mark.parametrize(
-    ("part", "n_trained"),
-    [
-        ("all", 6_738_415_616 - 2 * 32 * 3072 * 4096),
-        ("attention", 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 4096)),
-        ("kv", 32 * 2 * 1024 * 4096),
-    ],
-)
-def test_memory_of_llama_2_7b(part, n_trained, taught):
-    """Trained parameters take 18 bytes, and a teacher what of it is no part of the student."""
-    student, parent = llama_2_7b(8), llama_2_7b(32)
-    geometry = Geometry("llama", 32, 32, 8, 128, 4096, ())
-    pattern = part_pattern(part, {"model_type": "llama"})
-    needed = estimate.memory(student, parent if taught else [], geometry, 11008, part, pattern, 4096)
-    n_params = estimate.count_parameters(student)
-    assert needed.masters + needed.copies + needed.gradients + needed.optimizer == 18 * n_trained
-    assert needed.frozen == 2 * (n_params - n_trained)
-    assert needed.teacher == taught * 2 * 6_738_415_616
-    alone = {"all": 0, "attention": 32 * (4 * 4096**2 + 4096), "kv": 32 * 2 * 4096**2}[part]
-    assert needed.teacher - needed.shared == taught * 2 * (alone or 6_738_415_616)
-    states = 18 * n_trained + needed.frozen + needed.teacher - needed.shared
-    assert needed.replicated() == states + needed.activations + needed.logits
-    divided = 16 * n_trained + needed.frozen + needed.teacher
-    assert needed.sharded(8) == divided // 8 + needed.activations + needed.logits
-    assert needed.host() == 4 * n_trained + needed.frozen + needed.teacher - needed.shared
-    assert needed.logits == max(1 << 23, 4096 * 4096) * (16 if taught else 6)
-
-
-def test_activations_of_llama_2_7b():
-    geometry = Geometry("llama", 32, 32, 8, 128, 4096, ())
-    kept = {part: estimate.activation_bytes(geometry, 11008, part) for part in ("all", "attention", "kv")}
-    kv = 32 * (10 * 4096 + 4 * 4096 + 4 * 1024 + 6 * 11008)
-    assert kept == {"kv": kv, "attention": kv + 32 * 4 * 4096, "all": kv + 32 * (10 * 4096 + 2 * 11008)}
-
-
-def test_chunks_of_logits_are_those_of_the_loss():
-    assert estimate.MIN_CHUNK_LOGITS == losses._MIN_LOGITS
 
 
 def test_time_is_six_operations_a_parameter_and_token_and_two_for_a_teacher():

@@ -1,24 +1,23 @@
 """Compute the plan of a run from file headers: budget, learning rates, memory and time."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import Tensor, open_checkpoint
-from model.common import checks
+from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
-from model.geometry import read_geometry
 from uptrain.budget import estimate
 from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
 from uptrain.budget.identify import merge_method, named, source_names
 from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
+from uptrain.budget.memory import MEMORY_FORMULA, Memory, Models, Way, first_that_fits, parts_of
 from uptrain.data.token_cache import Manifest
-from uptrain.runs.settings import TRAINABLE, default_micro_batch, default_seq_len
-from uptrain.training.parts import part_pattern
+from uptrain.runs.settings import CHEAPER, TRAINABLE, default_micro_batch, default_seq_len
 
-SHARDED_OVER = (2, 4, 8)
-"""Numbers of devices for which the memory is shown, besides 1 and --processes."""
+DEVICES = (1, 2, 4, 8)
+"""Numbers of devices for which the memory is shown, besides --processes."""
 FIRST_LOSS = {
     True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",
     False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
@@ -35,38 +34,29 @@ def make_plan(
     schedule: str,
     warmup_steps: int | None,
     teacher: Path | None,
-    processes: int,
+    optimizer: str = "adamw",
+    processes: int = 1,
+    memory: int | None = None,
 ) -> dict[str, Any]:
-    """Return the plan, ready for JSON. Defaults follow from the model, the cache and the original."""
+    """Return the plan, ready for JSON. Defaults follow from the model, the cache and the original.
+
+    `memory` is what each device has, in bytes, for `memory.fitting`.
+    """
     manifest = Manifest.parse(data) if data is not None else None
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
-        geometry = read_geometry(checkpoint)
         budget = make_budget(options, checkpoint.config, source_names(model), length)
-        tensors, config = list(checkpoint.tensors.values()), checkpoint.config
-        n_params = estimate.count_parameters(tensors)
-        intermediate_size = checks.size(checkpoint.config.get("intermediate_size"), "config.json has intermediate_size")
-    teacher_tensors = _tensors(teacher)
-    work = estimate.Workload(n_params, estimate.count_parameters(teacher_tensors), processes)
-    micro_batch_tokens = default_micro_batch(length) * length
-
-    def memory(part: str) -> dict[str, Any] | None:
-        try:
-            trained = part_pattern(part, config)
-        except InputError:
-            return None  # the model has no such part
-        needed = estimate.memory(
-            tensors, teacher_tensors, geometry, intermediate_size, part, trained, micro_batch_tokens
-        )
-        return _memory(needed, processes)
-
+    models = Models.read(model, teacher, length, optimizer=optimizer)
+    n_params = estimate.count_parameters(models.tensors)
+    work = estimate.Workload(n_params, estimate.count_parameters(models.teacher), processes)
+    numbers = sorted({*DEVICES, processes})
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
     plan_schedule = Schedule(schedule, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
     data_use = _data(data, manifest, budget, length)
     return {
         "model": str(model),
         "n_params": n_params,
-        "n_kv_heads": geometry.n_kv_heads,
+        "n_kv_heads": models.geometry.n_kv_heads,
         "alpha": budget.alpha,
         "steps": budget.steps,
         "tokens": budget.tokens,
@@ -80,9 +70,12 @@ def make_plan(
         "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
         "learning_rates": learning_rates(plan_schedule),
         "memory": {
-            **{part: memory(part) for part in TRAINABLE},
-            "micro_batch_tokens": micro_batch_tokens,
-            "formula": estimate.MEMORY_FORMULA,
+            **{part: _memory(models, part, numbers) for part in TRAINABLE},
+            "micro_batch_tokens": default_micro_batch(length) * length,
+            "least_micro_batch_tokens": length,
+            "optimizer": optimizer,
+            "formula": MEMORY_FORMULA,
+            "fitting": None if memory is None else _fitting(models, memory, numbers, str(model), teacher),
         },
         "time": estimate.time(work, budget.tokens),
         "processes": processes,
@@ -109,23 +102,50 @@ def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[s
     return manifest.seq_len
 
 
-def _tensors(folder: Path | None) -> list[Tensor]:
-    if folder is None:
-        return []
-    with open_checkpoint(folder) as checkpoint:
-        return list(checkpoint.tensors.values())
+def _memory(models: Models, part: str, numbers: list[int]) -> dict[str, Any] | None:
+    """Return the bytes of each kind, and of a device: for replicas (DDP), and for shards (FSDP2) over some numbers.
 
-
-def _memory(needed: estimate.Memory, processes: int) -> dict[str, Any]:
-    """Return the bytes of each kind, and of a device for replicas (DDP) and for shards (FSDP2) over some numbers."""
+    `least`: the same with micro-batches of one window, whose activations are computed again. None if the model does not
+    have the part.
+    """
+    if part not in parts_of(models.config):
+        return None
+    needed = models.memory(Way(part, default_micro_batch(models.seq_len)))
+    least = models.memory(Way(part, 1, recompute=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
-    numbers = sorted({*SHARDED_OVER, processes} - {1})
+    return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), "host_bytes": needed.host()}
+
+
+def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
     return {
-        **kinds,
         "replicated_bytes_per_process": needed.replicated(),
-        "sharded_bytes_per_process": {str(n): needed.sharded(n) for n in numbers},
-        "host_bytes": needed.host(),
+        "sharded_bytes_per_process": {str(n): needed.sharded(n) for n in numbers if n > 1},
     }
+
+
+def _fitting(
+    models: Models, memory: int, numbers: list[int], model: str, teacher: Path | None
+) -> dict[str, dict[str, Any] | None]:
+    """Return, by the number of devices, the cheapest command that fits into their memory; None where none does."""
+
+    def describe(way: Way, n: int) -> dict[str, Any]:
+        return {
+            "trainable": way.part,
+            "activation_checkpointing": way.recompute,
+            "micro_batch_tokens": way.micro_batch * models.seq_len,
+            "bytes_per_process": models.memory(way).of(n),
+            "command": command(way, model, teacher, n),
+        }
+
+    ways = {n: first_that_fits(models, CHEAPER, memory, n) for n in numbers}
+    return {str(n): describe(way, n) if way else None for n, way in ways.items()}
+
+
+def command(way: Way, model: str, teacher: Path | None, devices: int = 1) -> str:
+    """Return the beginning of a command that trains in a way, without data, budget and output."""
+    begin = "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
+    taught = f" --teacher {shlex.quote(str(teacher))}" if teacher else ""
+    return f"{begin} run {shlex.quote(model)}{taught} {way.options} --micro-batch {way.micro_batch}"
 
 
 def _original(name: str) -> dict[str, Any]:

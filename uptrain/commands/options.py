@@ -1,6 +1,8 @@
 """Define the options that several commands share."""
 
+import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,6 +11,10 @@ from model.common.command_options import Command, add_options
 from model.common.errors import InputError
 from uptrain.budget.counts import parse_count
 from uptrain.budget.learning_rate import SCHEDULES
+from uptrain.runs.settings import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from uptrain.data.prepare.quotas import MachineShard
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
@@ -33,6 +39,16 @@ def seq_len_option(command: Command) -> Command:
     )(command)
 
 
+def parse_machine_shard(text: str) -> "MachineShard":
+    """Return the value of `--shard`, I/N. Raises click.BadParameter for another form."""
+    from uptrain.data.prepare.quotas import MachineShard
+
+    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise click.BadParameter(f"{text!r} is not I/N with I from 1 to N, such as 1/4.", param_hint="--shard")
+    return MachineShard(int(match[1]), int(match[2]))
+
+
 def max_minutes_option(help: str) -> Callable[[Command], Command]:
     """Return the option `--max-minutes`, after which a run saves and stops."""
     return click.option("--max-minutes", type=FiniteFloat(min=0), metavar="M", help=help)
@@ -52,6 +68,14 @@ def budget_options(command: Command) -> Command:
         count_option("--global-batch-tokens",
                      "Tokens of one optimizer step, over all processes.  [default: the original's]"),
     )  # fmt: skip
+
+
+def optimizer_option(command: Command) -> Command:
+    """Add the optimizer."""
+    return click.option(
+        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
+        help="adafactor is the GQA paper's.",
+    )(command)  # fmt: skip
 
 
 def schedule_options(command: Command) -> Command:

@@ -10,10 +10,11 @@ import click
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import pop_fields
 from model.common.console import echo_line, print_columns, print_json, print_key_values, size
+from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions
-from uptrain.budget.counts import show_count
+from uptrain.budget.counts import parse_count, show_count
 from uptrain.budget.learning_rate import Schedule, learning_rate
-from uptrain.commands.options import budget_options, count_option, schedule_options
+from uptrain.commands.options import budget_options, count_option, optimizer_option, schedule_options
 from uptrain.runs.settings import TRAINABLE
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -25,9 +26,22 @@ KINDS = {
     "gradients": "gradients",
     "optimizer": "optimizer states",
     "activations": "activations",
-    "logits": "chunk of logits",
+    "logits": "logits",
 }
 """Kinds of memory, and their rows in the table."""
+REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process"
+UNITS = {"MB": "M", "GB": "B", "TB": "T"}
+
+
+def _parse_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Return the bytes of a size such as 24GB."""
+    if value is None:
+        return None
+    number, unit = value.strip()[:-2], value.strip()[-2:].upper()
+    try:
+        return parse_count(number.strip() + UNITS.get(unit, "?"))
+    except InputError as error:
+        raise click.BadParameter(f"{value!r} is not a size; write for example 24GB.", context, parameter) from error
 
 
 @click.command("plan")
@@ -39,6 +53,10 @@ KINDS = {
 @click.option("--teacher", type=click.Path(path_type=Path), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(
     "--processes", type=click.IntRange(1, LARGEST_COUNT), default=1, show_default=True, help="Devices to train on."
+)
+@optimizer_option
+@click.option(
+    "--memory", callback=_parse_size, metavar="SIZE", help="Memory of a device, e.g. 24GB: name the commands that fit."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
@@ -54,6 +72,8 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         return
     print_key_values(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
     print_columns("\nMemory of a device for --trainable", TRAINABLE, _memory(plan["memory"]))
+    if plan["memory"]["fitting"]:
+        print_key_values(f"\nThe cheapest commands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
 
@@ -112,7 +132,8 @@ def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "memory, estimate",
-            f"below, for micro-batches of {memory['micro_batch_tokens']:,} tokens\n= {memory['formula']}",
+            f"below, for micro-batches of {memory['micro_batch_tokens']:,} tokens; least: of "
+            f"{memory['least_micro_batch_tokens']:,}, with --activation-checkpointing\n= {memory['formula']}",
         ),
         ("time, estimate", f"{hours}\n= {time['formula']}"),
         ("loss at step 0", plan["first_loss"]),
@@ -129,10 +150,20 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = [row(label, itemgetter(f"{name}_bytes")) for name, label in KINDS.items()]
     if memory["all"]["teacher_bytes"]:
         rows.append(row("teacher, not shared", lambda part: part["teacher_bytes"] - part["shared_bytes"]))
-    rows.append(row("one device, or DDP", itemgetter("replicated_bytes_per_process")))
-    for n in memory["all"]["sharded_bytes_per_process"]:
-        rows.append(row(f"FSDP2 over {n}", lambda part, n=n: part["sharded_bytes_per_process"][n]))  # type: ignore[misc]
+    for label, totals in (("", lambda part: part), ("least, ", itemgetter("least"))):
+        rows.append(row(f"{label}one device{', or DDP' * (not label)}", lambda part, of=totals: of(part)[REPLICATED]))  # type: ignore[misc]
+        for n in memory["all"][SHARDED]:
+            rows.append(row(f"{label}FSDP2 over {n}", lambda part, of=totals, n=n: of(part)[SHARDED][n]))  # type: ignore[misc]
     rows.append(row("host, while reading", itemgetter("host_bytes")))
+    return rows
+
+
+def _fitting(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return for each number of devices the command, and what it takes of each."""
+    rows = []
+    for n, way in memory["fitting"].items():
+        devices = f"{n} device{'s' * (n != '1')}"
+        rows.append((devices, f"{size(way['bytes_per_process'])}: {way['command']}" if way else "none fits"))
     return rows
 
 

@@ -1,6 +1,5 @@
 """Run `uptrain prepare`: tokenise texts into a token cache."""
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +8,11 @@ import click
 
 from model.common import console
 from model.common.checks import LARGEST_SIZE
+from uptrain.commands.options import parse_machine_shard
 from uptrain.runs.signals import interruptible
 
 if TYPE_CHECKING:
     from uptrain.data.prepare.prepare import PrepareOptions
-    from uptrain.data.prepare.quotas import MachineShard
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -84,18 +83,9 @@ def _prepare_options(
         n_tokens=None if tokens == "all" else parse_count(tokens),
         skip_bad=on_bad_record == "skip",
         workers=workers or n_cores(),
-        machine_shard=None if shard is None else _machine_shard(shard),
+        machine_shard=None if shard is None else parse_machine_shard(shard),
         **options,
     )
-
-
-def _machine_shard(text: str) -> "MachineShard":
-    from uptrain.data.prepare.quotas import MachineShard
-
-    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise click.BadParameter(f"{text!r} is not I/N with I from 1 to N, such as 1/4.", param_hint="--shard")
-    return MachineShard(int(match[1]), int(match[2]))
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -9,8 +9,14 @@ import click
 from model.common.checks import FiniteFloat, show
 from model.common.command_options import RenamedOption, pop_fields
 from uptrain.budget.budget import BudgetOptions
-from uptrain.commands.options import budget_options, max_minutes_option, schedule_options, seq_len_option
-from uptrain.runs.settings import OPTIMIZERS, PRECISIONS, TRACKERS, TRAINABLE, RunOptions
+from uptrain.commands.options import (
+    budget_options,
+    max_minutes_option,
+    optimizer_option,
+    schedule_options,
+    seq_len_option,
+)
+from uptrain.runs.settings import DEFAULT_RANK, PRECISIONS, TRACKERS, TRAINABLE, RunOptions
 from uptrain.runs.signals import stop_request
 from uptrain.training.losses import LOSSES
 
@@ -95,6 +101,12 @@ def _check_no_nul(text: str) -> str:
 @schedule_options
 @click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The MHA parent, to distil from and to compare with.")
 @click.option(
+    "--teacher-logits",
+    type=FOLDER,
+    metavar="LOGITS",
+    help="Instead of --teacher: what `uptrain teach` wrote of the teacher and --data.",
+)
+@click.option(
     "--loss",
     type=click.Choice(tuple(LOSSES)),
     help="What to minimise.  [default: distill with a teacher, else next-token]",
@@ -104,15 +116,13 @@ def _check_no_nul(text: str) -> str:
     type=click.Choice(TRAINABLE),
     default="all",
     show_default=True,
-    help="attention: with the norm before it; kv: key and value projections. The others stay in MODEL's dtype.",
+    help="attention: with the norm before it; kv: key and value projections; lora: adapters of all linear layers, "
+    "which `export` merges. The other parameters stay in MODEL's dtype.",
 )
 @click.option(
-    "--optimizer",
-    type=click.Choice(OPTIMIZERS),
-    default="adamw",
-    show_default=True,
-    help="adafactor is the GQA paper's.",
+    "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
 )
+@optimizer_option
 @click.option(
     "--weight-decay",
     type=FiniteFloat(min=0),
@@ -129,7 +139,7 @@ def _check_no_nul(text: str) -> str:
     "--micro-batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Windows that a process takes at a time.  [default: as many as make 8192 tokens]",
+    help="Windows that a process takes at a time.  [default: 8192 tokens, or fewer that fit into the device]",
 )
 @click.option(
     "--seed",

@@ -1,16 +1,31 @@
 """Read windows of the token cache as batches. Reading mapped memory takes microseconds, so there are no workers.
 
-Letters: B windows, T = seq_len tokens.
+Letters: B windows, T = seq_len tokens, K the top k of a teacher, L = K + 1.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from model.decoder.losses import IGNORED
+from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache, Integers
+
+
+@dataclass(frozen=True)
+class TopK:
+    """A teacher's logits of a batch. Each row's last token predicts nothing, so T is seq_len − 1 here."""
+
+    values_BTL: Tensor
+    """Log-probabilities of the top k, then the log of the mass of the rest, float32."""
+    ids_BTK: Tensor
+
+    @classmethod
+    def read(cls, logits: TeacherLogits, windows: Integers, device: torch.device | str) -> "TopK":
+        values, ids = logits.read(windows)
+        return cls(torch.from_numpy(values).to(device), torch.from_numpy(ids).to(device))
 
 
 @dataclass(frozen=True)
@@ -22,6 +37,7 @@ class Batch:
     """The ids, with −100 for tokens without a loss: the first of each document, and padding."""
     documents_BT: Tensor
     """Index of each token's document within its row; −1 for padding."""
+    top: TopK | None = None
 
     @classmethod
     def read(cls, cache: Cache, windows: Integers, device: torch.device | str) -> "Batch":
@@ -34,7 +50,8 @@ class Batch:
             ids_BT[row, : len(ids)] = ids
             documents_BT[row, : len(ids)] = documents
             labels_BT[row, : len(ids)] = ids.masked_fill(documents != documents.roll(1), IGNORED)
-        return cls(*(x.to(device, non_blocking=True) for x in (ids_BT, labels_BT, documents_BT)))
+        ids_BT, labels_BT, documents_BT = (x.to(device, non_blocking=True) for x in (ids_BT, labels_BT, documents_BT))
+        return cls(ids_BT, labels_BT, documents_BT)
 
     @classmethod
     def ignored(cls, seq_len: int, device: torch.device | str) -> "Batch":
@@ -43,7 +60,11 @@ class Batch:
         return cls(zeros, torch.full_like(zeros, IGNORED), zeros)
 
 
-def micro_batches(cache: Cache, windows: Integers, size: int, device: torch.device | str) -> Iterator[Batch]:
-    """Yield the windows in batches of at most `size`."""
+def micro_batches(
+    cache: Cache, windows: Integers, size: int, device: torch.device | str, logits: TeacherLogits | None = None
+) -> Iterator[Batch]:
+    """Yield the windows in batches of at most `size`, with a teacher's logits if they are given."""
     for start in range(0, len(windows), size):
-        yield Batch.read(cache, windows[start : start + size], device)
+        part = windows[start : start + size]
+        batch = Batch.read(cache, part, device)
+        yield replace(batch, top=TopK.read(logits, part, device)) if logits else batch

@@ -34,6 +34,11 @@ def has_accelerator() -> bool:
     return str(torch.accelerator.current_accelerator()) != "mps"
 
 
+def wants_sharding() -> bool:
+    """Return whether the launcher asks for FSDP."""
+    return _is_set("ACCELERATE_USE_FSDP")
+
+
 def choose_device(name: str) -> torch.device:
     """Return this process's device for `--device`, and make it the current one of its kind.
 
@@ -67,7 +72,7 @@ def make_accelerator(
         # accelerate would silently ignore it
         raise InputError(f"--track {min(missing)} needs a package: pip install {min(missing)}.")
     check_launcher()
-    wants_sharding = _is_set("ACCELERATE_USE_FSDP")
+    sharded = wants_sharding()
     if _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise InputError(
             "DeepSpeed is not supported by this version; use scripts/launch/accelerate/fsdp2.yaml or ddp.yaml."
@@ -75,7 +80,7 @@ def make_accelerator(
     accelerator = Accelerator(
         cpu=not has_accelerator() if device is None else device.type == "cpu",
         mixed_precision="bf16" if precision == "bf16" else "no",
-        fsdp_plugin=fsdp_plugin(precision, block_names) if wants_sharding else None,
+        fsdp_plugin=fsdp_plugin(precision, block_names) if sharded else None,
         # The loop accumulates gradients itself. Without this, accelerate would divide by a number from the environment.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
@@ -95,7 +100,7 @@ def make_accelerator(
             f"the launcher started {launched} processes, but accelerate sees {accelerator.num_processes}; without GPUs "
             "set ACCELERATE_USE_CPU=true, and start with `accelerate launch` or torchrun."
         )
-    if wants_sharding and not is_sharded(accelerator):
+    if sharded and not is_sharded(accelerator):
         raise InputError(
             f"sharding (FSDP) was requested, but accelerate dropped it on this device and chose "
             f"{accelerator.distributed_type.value}; use scripts/launch/accelerate/ddp.yaml here."

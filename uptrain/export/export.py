@@ -90,7 +90,10 @@ def _open_weights(run: Run, checkpoint: Path) -> Checkpoint:
 
 
 class _Completed(Checkpoint):
-    """The trained tensors of a training checkpoint, and the other tensors of the initial model, by its names."""
+    """The trained tensors of a training checkpoint, and the other tensors of the initial model, by its names.
+
+    Adapters are added to the tensors that they belong to, in float64.
+    """
 
     def __init__(self, trained: Checkpoint, initial: Checkpoint, names: dict[str, str]) -> None:
         self.path = trained.path
@@ -101,13 +104,26 @@ class _Completed(Checkpoint):
         self.tensors = {
             stored: replace(source.tensors[name], name=stored) for stored, (source, name) in self._places.items()
         }
+        modules = {stored: name.removesuffix("weight") for name, stored in names.items()}
+        self._adapters = {name: of for name, of in modules.items() if f"{of}lora_A.weight" in trained.tensors}
+        for name in self._adapters:
+            self.tensors[name] = replace(self.tensors[name], dtype="F64")
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         source, own_name = self._places[name]
-        return source.rows(own_name, start, stop)
+        rows = source.rows(own_name, start, stop)
+        if name not in self._adapters:
+            return rows
+        trained, of = self._open[0], self._adapters[name]
+        rank = trained.tensors[f"{of}lora_A.weight"].shape[0]
+        a_RI, b_OR = trained.rows(f"{of}lora_A.weight", 0, rank), trained.rows(f"{of}lora_B.weight", start, stop)
+        merged: Array = rows.astype(np.float64) + b_OR.astype(np.float64) @ a_RI.astype(np.float64)
+        return merged
 
     def span(self, name: str) -> Span | None:
         source, own_name = self._places[name]
+        if name in self._adapters:
+            return None
         return source.span(own_name)
 
     def close(self) -> None:
@@ -118,7 +134,8 @@ class _Completed(Checkpoint):
 def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Return the record of a model's training. It holds no paths, so that equal runs have equal records."""
     state = read_state(checkpoint)
-    settings = asdict(run.settings) | {"model": _name(run.settings.model), "teacher": _name(run.settings.teacher)}
+    settings = asdict(run.settings)
+    settings |= {name: _name(settings[name]) for name in ("model", "teacher", "teacher_logits")}
     evaluations = [r for r in read_metrics(run_folder / METRICS) if "evaluation" in r and r["step"] <= state["step"]]
     return {
         "schema": 1,

@@ -107,7 +107,7 @@ def _settings(history: History) -> list[tuple[str, str]]:
     budget = run.budget
     rows = [
         ("Model", Path(settings.model).name if settings.model else "from nothing"),
-        ("Teacher", Path(settings.teacher).name if settings.teacher else "none"),
+        ("Teacher", Path(settings.teacher or settings.teacher_logits).name or "none"),
         ("Minimised", history.objective),
         ("Budget", f"{settings.steps:,} steps, {show_count(budget.tokens)} tokens"),
         ("A step", f"{budget.global_batch_tokens:,} tokens in {settings.global_batch:,} windows"),

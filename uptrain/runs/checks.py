@@ -7,6 +7,7 @@ from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.prepare.tokenizer import tokenizer_sha256
+from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.training.language_model import LanguageModel
 
@@ -36,6 +37,11 @@ def check_packing(model: LanguageModel, seq_len: int) -> None:
     """Raise InputError if the model cannot mask attention between documents of a row."""
     if isinstance(model, TransformersModel):
         model.check_packing(seq_len)
+
+
+def check_teacher_logits(logits: TeacherLogits, vocab_size: int) -> None:
+    """Raise InputError if the logits are of a teacher with a vocabulary of another size."""
+    check_teacher(vocab_size, logits.manifest.vocab_size, f"of {logits.folder}, {logits.manifest.teacher},")
 
 
 def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:

@@ -2,16 +2,22 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.common.errors import InputError
+from uptrain.data.teacher_logits import Manifest
 from uptrain.data.token_cache import Cache
 from uptrain.runs.settings import Settings
 from uptrain.training.models import frozen_names
 
 N_PIECES, PIECE_BYTES = 64, 1 << 16
 """Pieces of a weight file that are hashed, and their size: different weights differ everywhere, and files are large."""
+_OTHER = {
+    "model": "another model", "teacher": "another teacher", "teacher_logits": "other logits",
+    "eval_data": "other held-out data",
+}  # fmt: skip
 _BLOCK = 64 << 20
 """Bytes of a tensor that are in memory at once."""
 
@@ -19,9 +25,11 @@ _BLOCK = 64 << 20
 def identities(settings: Settings) -> dict[str, str]:
     """Return the SHA-256 of the model, its frozen tensors, the teacher and the held-out data, as far as there are."""
     models = {"model": settings.model, "teacher": settings.teacher}
-    sha256s = {name: _of_model(Path(path)) for name, path in models.items() if path}
+    sha256s = {name: of_model(Path(path)) for name, path in models.items() if path}
     if settings.trainable != "all":
         sha256s["frozen"] = _of_frozen_tensors(settings)
+    if settings.teacher_logits:
+        sha256s["teacher_logits"] = Manifest.parse(Path(settings.teacher_logits)).sha256
     return sha256s | ({"eval_data": Cache.open(Path(settings.eval_data)).manifest.sha256} if settings.eval_data else {})
 
 
@@ -48,13 +56,16 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
     check_same_frozen(settings, recorded)
     skipped = {"frozen"} if with_model else {"frozen", "model"}
     to_check = {name: sha256 for name, sha256 in recorded.items() if name not in skipped}
-    paths = {"model": settings.model, "teacher": settings.teacher, "eval_data": settings.eval_data}
+    current: dict[str, Callable[[Path], str]] = {
+        "model": of_model,
+        "teacher": of_model,
+        "teacher_logits": lambda path: Manifest.parse(path).sha256,
+        "eval_data": lambda path: Cache.open(path).manifest.sha256,
+    }
     for name, sha256 in to_check.items():
-        path = Path(paths[name])
-        current = Cache.open(path).manifest.sha256 if name == "eval_data" else _of_model(path)
-        if current != sha256:
-            other = {"model": "another model", "teacher": "another teacher", "eval_data": "other held-out data"}[name]
-            raise InputError(f"{path} is {other} than when the run began; restore it, or start a new run.")
+        path = Path(getattr(settings, name))
+        if current[name](path) != sha256:
+            raise InputError(f"{path} is {_OTHER[name]} than when the run began; restore it, or start a new run.")
 
 
 def _of_frozen_tensors(settings: Settings) -> str:
@@ -76,8 +87,8 @@ def tensor_sha256(checkpoint: Checkpoint, name: str) -> str:
     return sha256.hexdigest()
 
 
-def _of_model(folder: Path) -> str:
-    """Return the SHA-256 of the config and of the names, sizes and sampled pieces of the weight files."""
+def of_model(folder: Path) -> str:
+    """Return the SHA-256 of a model: the config, and the names, sizes and sampled pieces of the weight files."""
     with open_checkpoint(folder) as checkpoint:
         sha256 = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
         for path in checkpoint.weight_files:

@@ -18,6 +18,8 @@ RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
     "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json", ".lock",
 )  # fmt: skip
 PARENT = {"run": str, "step": int}
+IDENTIFIED = ("model", "teacher", "teacher_logits", "eval_data")
+"""Settings whose content has a fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Run:
     budget: Budget
     cache_sha256: str
     identities: dict[str, str]
-    """Fingerprints of model, its frozen tensors, teacher and held-out data: see `uptrain.runs.fingerprints`."""
+    """Fingerprints of model, frozen tensors, teacher or its logits, and held-out data: `uptrain.runs.fingerprints`."""
     versions: dict[str, str]
     parent: dict[str, Any] | None = None
     """Folder and step of the run that this one extends, if any."""
@@ -55,7 +57,7 @@ class Run:
         if self.parent is not None:
             check_types(self.parent, PARENT, "parent")
         for name in self.identities:
-            if name != "frozen" and (name not in ("model", "teacher", "eval_data") or not getattr(self.settings, name)):
+            if name != "frozen" and (name not in IDENTIFIED or not getattr(self.settings, name)):
                 raise InputError(f"identities.{name} matches no setting")
         if ("frozen" in self.identities) != (self.settings.trainable != "all"):
             raise InputError(f"identities do not match settings.trainable = {self.settings.trainable}")

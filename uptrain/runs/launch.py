@@ -15,19 +15,21 @@ from model.common.files import check_name
 from uptrain.budget.budget import Budget, make_budget, repetition_warning
 from uptrain.budget.identify import source_names
 from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
+from uptrain.budget.memory import Models, Way
 from uptrain.data.run_data import beside, cache_folder, cache_of, seq_len_of
+from uptrain.data.teacher_logits import Manifest, TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import check_exportable, check_packing, check_teacher, check_tokenizer
+from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
 from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.run import refuse_existing, resume, start
-from uptrain.runs.settings import RunOptions, Settings, default_micro_batch
+from uptrain.runs.settings import DEFAULT_RANK, RunOptions, Settings, default_micro_batch
 from uptrain.training.losses import WITHOUT_TEACHER
-from uptrain.training.models import build_meta, parameter_names
-from uptrain.training.trainable import choose_trainable
+from uptrain.training.models import build_meta, choose_part, parameter_names
 
 DEFAULT_SAVES = 10
 """Default number of checkpoints and of evaluations in a run."""
@@ -44,10 +46,14 @@ def launch_new(options: RunOptions) -> None:
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
-    check_models(options.model, Path(settings.teacher) if settings.teacher else None, seq_len, options.trainable)
+    check_models(options.model, options.teacher, seq_len, options.trainable, settings.lora_rank)
+    if options.teacher_logits:
+        Manifest.parse(options.teacher_logits)
     if options.eval_data:
         _prepare([options.eval_data], folder, seq_len, beside(out, "eval_data"))
     _prepare(options.data, folder, seq_len, beside(out, "data"))
+    if options.teacher_logits:
+        TeacherLogits.open(options.teacher_logits, Cache.open(Path(settings.data)))
     warnings = warnings_of(settings)
 
     def work(show: ProgressSink) -> str:
@@ -56,7 +62,7 @@ def launch_new(options: RunOptions) -> None:
     _watch(settings.steps, out, work)
 
 
-def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainable: str) -> None:
+def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainable: str, rank: int) -> None:
     """Raise InputError for a student or teacher that cannot be used with any data.
 
     `model` is None for a student with random weights.
@@ -67,7 +73,7 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainab
     for each in models:
         check_packing(each, seq_len)
     if model and trainable != "all":
-        choose_trainable(models[0], trainable, model)
+        choose_part(models[0], trainable, rank, model)
     if len(models) == 2:
         check_teacher(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
 
@@ -138,36 +144,59 @@ def _warn_at_start(warnings: list[str], show: ProgressSink) -> ProgressSink:
     return warn_and_show
 
 
+def _micro_batch(options: RunOptions, rank: int, config: dict[str, Any], seq_len: int, precision: str) -> int:
+    """Return the default micro-batch, in windows: one that fits the device if the model's memory can be estimated.
+
+    Raises InputError if one window does not fit.
+    """
+    if options.model is None or not has_estimate(config):
+        return default_micro_batch(seq_len)
+    models = Models.read(options.model, options.teacher, seq_len, precision, options.optimizer, rank)
+    way = Way(options.trainable, 1, options.activation_checkpointing)
+    return fitting_micro_batch(models, way, options.model, options.teacher)
+
+
 def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Settings, Budget]:
     """Resolve every default; return the settings and the budget. The token caches need not exist yet.
 
     `folder` is that of `options.model` or `options.init`.
     """
-    loss = options.loss or ("distill" if options.teacher else WITHOUT_TEACHER)
-    if loss != WITHOUT_TEACHER and options.teacher is None:
+    if options.teacher and options.teacher_logits:
+        raise InputError("give either --teacher or --teacher-logits: the logits stand for the teacher.")
+    taught = options.teacher or options.teacher_logits
+    loss = options.loss or ("distill" if taught else WITHOUT_TEACHER)
+    if loss != WITHOUT_TEACHER and taught is None:
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
+    if loss == WITHOUT_TEACHER and options.teacher_logits:
+        raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
+    if options.lora_rank and options.trainable != "lora":
+        raise InputError(f"--lora-rank is for --trainable lora, not {options.trainable}; leave one of the two out.")
+    rank = (options.lora_rank or DEFAULT_RANK) if options.trainable == "lora" else 0
     config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
     budget = make_budget(options.budget, config, names, seq_len)
     interval = max(1, budget.steps // DEFAULT_SAVES)
+    precision = options.precision or ("bf16" if has_accelerator() else "fp32")
     eval_cache = cache_folder([options.eval_data], beside(options.out, "eval_data")) if options.eval_data else None
     settings = Settings(
         model=_absolute(options.model),
         data=_absolute(cache_folder(options.data, beside(options.out, "data"))),
         eval_data=_absolute(eval_cache),
         teacher=_absolute(options.teacher),
+        teacher_logits=_absolute(options.teacher_logits),
         loss=loss,
         steps=budget.steps,
         global_batch=budget.global_batch_tokens // seq_len,
-        micro_batch=options.micro_batch or default_micro_batch(seq_len),
+        micro_batch=options.micro_batch or _micro_batch(options, rank, config, seq_len, precision),
         schedule=options.schedule,
         lr=budget.peak_lr,
         warmup_steps=default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps,
         decay_fraction=WSD_DECAY_FRACTION,
         original_steps=budget.original_steps or 0,
-        precision=options.precision or ("bf16" if has_accelerator() else "fp32"),
+        precision=precision,
         optimizer=options.optimizer,
         weight_decay=options.weight_decay,
         trainable=options.trainable,
+        lora_rank=rank,
         seed=options.seed,
         save_every=options.save_every or interval,
         keep_last=options.keep_last,

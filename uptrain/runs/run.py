@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,19 @@ from model.common.staging import Staging, check_out
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.data.run_data import find_data
+from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import make_accelerator
-from uptrain.distributed.collectives import is_lost_process, on_main
+from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
-from uptrain.runs.checks import check_batch, check_exportable, check_packing, check_teacher, check_vocabulary
+from uptrain.runs.checks import (
+    check_batch,
+    check_exportable,
+    check_packing,
+    check_teacher,
+    check_teacher_logits,
+    check_vocabulary,
+)
 from uptrain.runs.fingerprints import check_same, identities
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.runs.metrics_log import Metrics
@@ -40,6 +48,7 @@ from uptrain.runs.settings import Settings
 from uptrain.runs.signals import stop_request
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, train
+from uptrain.training.lora import initialise_adapters
 from uptrain.training.models import (
     block_names,
     compile_layers,
@@ -66,6 +75,8 @@ def start(
     """
     accelerator = make_accelerator(settings.precision, block_names(config_folder), settings.track, out)
     check_batch(settings.global_batch, accelerator.num_processes)
+    # Each process chose the default by its own device. All must take as many windows at a time.
+    settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
     training = build_first(settings, config_folder, accelerator, out, deadline, show)
     on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
@@ -216,7 +227,7 @@ def build_first(
     student, weights = load_on_main(
         accelerator,
         lambda: first_student(settings, config_folder),
-        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part),
+        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
     )
     training = build(settings, student, accelerator, folder, deadline, show)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
@@ -240,6 +251,9 @@ def build(
     for opened in filter(None, (cache, eval_cache)):
         check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
         check_packing(student, opened.seq_len)
+    logits = TeacherLogits.open(Path(settings.teacher_logits), cache) if settings.teacher_logits else None
+    if logits is not None:
+        check_teacher_logits(logits, student.head_weight.shape[0])
     layers = blocks(student)
     if settings.activation_checkpointing:
         recompute_activations(layers)
@@ -270,6 +284,7 @@ def build(
         spike_sigma=settings.spike_sigma,
         deadline=deadline,
         show=show,
+        logits=logits,
         shared_bytes=shared_bytes,
     )
 
@@ -304,7 +319,9 @@ def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
         return random_student(config_folder, settings.seed)
     model = Path(settings.model)
     check_exportable(model, *parameter_names(model))
-    return load_student(model, settings.trainable)
+    student = load_student(model, settings.trainable, settings.lora_rank)
+    initialise_adapters(student, settings.seed)
+    return student
 
 
 def check_same_data(data: str, sha256: str) -> None:

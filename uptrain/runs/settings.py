@@ -16,7 +16,11 @@ from uptrain.budget.learning_rate import Schedule
 from uptrain.training.losses import LOSSES
 
 OPTIMIZERS = ("adamw", "adafactor")
-TRAINABLE = ("all", "attention", "kv")
+TRAINABLE = ("all", "attention", "kv", "lora")
+CHEAPER = TRAINABLE
+"""The choices of `--trainable` in the order in which they are tried, where memory is short."""
+DEFAULT_RANK = 16
+"""Rank of the adapters of `--trainable lora`."""
 PRECISIONS = ("bf16", "fp32")
 TRACKERS = ("tensorboard", "wandb")
 MICRO_BATCH_TOKENS = 8192
@@ -54,9 +58,11 @@ class RunOptions:
     trainable: str
     seed: int
     keep_last: int
+    lora_rank: int | None = None
     seq_len: int | None = None
     eval_data: str | None = None
     teacher: Path | None = None
+    teacher_logits: Path | None = None
     loss: str | None = None
     warmup_steps: int | None = None
     precision: str | None = None
@@ -100,8 +106,12 @@ class Settings:
     """Number of checkpoints to keep."""
     eval_every: int
     """Steps between evaluations."""
+    lora_rank: int = 0
+    """Rank of the adapters that are trained; 0 unless `trainable` is `lora`."""
     eval_data: str = ""
     teacher: str = ""
+    teacher_logits: str = ""
+    """Folder of the teacher's logits of `data`, in place of the teacher."""
     original_steps: int = 0
     """Optimizer steps of the original pre-training, which the schedule inverse-sqrt continues; 0 if unknown."""
     spike_sigma: float | None = None
@@ -122,6 +132,7 @@ class Settings:
             _check_choice("track", tracker, TRACKERS)
         for name in ("global_batch", "micro_batch", "save_every", "keep_last", "eval_every"):
             checks.whole_number(getattr(self, name), name)
+        checks.whole_number(self.lora_rank, "lora_rank", least=int(self.trainable == "lora"))
         for name in ("seed", "original_steps"):
             checks.whole_number(getattr(self, name), name, least=0)
         checks.number(self.weight_decay, "weight_decay")

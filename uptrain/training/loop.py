@@ -22,6 +22,7 @@ from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError
 from uptrain.data.batch import micro_batches
 from uptrain.data.order import windows_of_step
+from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache, Integers
 from uptrain.distributed.collectives import all_reduce_sum, gather
 from uptrain.distributed.fsdp import is_sharded
@@ -74,6 +75,8 @@ class Training:
     deadline: float
     """`time.monotonic()` at which to stop."""
     show: Callable[[dict[str, Any]], None]
+    logits: TeacherLogits | None = None
+    """The teacher's logits of `cache`, in place of the teacher."""
     shared_bytes: int = 0
     """Bytes of frozen parameters that the student shares with the teacher."""
     saved_step: int = -1
@@ -145,10 +148,11 @@ def _backward(training: Training, windows: Integers, n_targets: int) -> float:
     sharded = is_sharded(training.accelerator)
     losses = []
     for i, batch in enumerate(
-        micro_batches(training.cache, windows, training.micro_batch, training.accelerator.device)
+        micro_batches(training.cache, windows, training.micro_batch, training.accelerator.device, training.logits)
     ):
+        top = batch.top and (batch.top.values_BTL, batch.top.ids_BTK)
         with nullcontext() if sharded or i == last else training.accelerator.no_sync(training.loss_module):
-            loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT)
+            loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, top=top)
             training.accelerator.backward(loss * scale)
         losses.append(loss.detach())
     return float(torch.stack(losses).double().sum())

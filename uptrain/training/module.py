@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from model.decoder.llama import LlamaForCausalLM
-from uptrain.data.batch import Batch
+from uptrain.data.batch import Batch, TopK
 from uptrain.distributed.collectives import all_reduce_sum
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.losses import find_loss
@@ -31,8 +31,16 @@ class LossModule(nn.Module):
     def teacher(self) -> LanguageModel | None:
         return self._teacher[0]
 
-    def forward(self, ids_BT: Tensor, labels_BT: Tensor, documents_BT: Tensor, measure: bool = False) -> Tensor:
-        batch = Batch(ids_BT, labels_BT, documents_BT)
+    def forward(
+        self,
+        ids_BT: Tensor,
+        labels_BT: Tensor,
+        documents_BT: Tensor,
+        measure: bool = False,
+        top: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """`top`: the two tensors of a TopK. (DDP and FSDP take tensors and tuples of them, but no dataclasses.)"""
+        batch = Batch(ids_BT, labels_BT, documents_BT, TopK(*top) if top else None)
         if measure:
             from uptrain.training.eval_metrics import measure_batch
 

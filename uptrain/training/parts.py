@@ -17,6 +17,8 @@ def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
     """
     if part == "all":
         return re.compile("")
+    if part == "lora":
+        return re.compile(r"\.lora_[AB]\.")
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if not isinstance(family, Family):

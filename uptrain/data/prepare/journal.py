@@ -68,29 +68,36 @@ def _is_complete(folder: Path, number: int, unit_record: UnitRecord, dtype: str)
 
 @contextmanager
 def joined(staging: Staging, units: list[Unit], dtype: str, fingerprint: str) -> Iterator[None]:
-    """Move the finished units of all machine shards into `staging`; remove their folders if the context succeeds.
-
-    Raises InputError if a machine is still working on its shard, or used other options.
-    """
-    pattern = re.compile(re.escape(f".{staging.out.name}.shard-") + r"\d+-of-\d+\.groupwise")
-    roots = [path for path in sorted(staging.root.parent.iterdir()) if pattern.fullmatch(path.name)]
-    with ExitStack() as stack:
-        machine_shards = [stack.enter_context(_open_machine_shard(root, fingerprint)) for root in roots]
-        for machine_shard in machine_shards:
+    """Move the finished units of all machine shards into `staging`, as `machine_shards` opens them."""
+    with machine_shards(staging, fingerprint, "another tokenizer or --text-column") as others:
+        for machine_shard in others:
             for number, unit_record in load_records(machine_shard, units, dtype).items():
                 for name in shard_names(number):
                     (machine_shard.folder / name).rename(staging.folder / name)
                 record(staging, units[number], unit_record)
         yield
-        for machine_shard in machine_shards:
+
+
+@contextmanager
+def machine_shards(staging: Staging, fingerprint: str, differs: str) -> Iterator[list[Staging]]:
+    """Open the staging folders of all machine shards; remove them if the context succeeds.
+
+    Raises InputError if a machine is still working on its shard, or used other options, which `differs` names.
+    """
+    pattern = re.compile(re.escape(f".{staging.out.name}.shard-") + r"\d+-of-\d+\.groupwise")
+    roots = [path for path in sorted(staging.root.parent.iterdir()) if pattern.fullmatch(path.name)]
+    with ExitStack() as stack:
+        opened = [stack.enter_context(_open_machine_shard(root, fingerprint, differs)) for root in roots]
+        yield opened
+        for machine_shard in opened:
             machine_shard.discard()
 
 
 @contextmanager
-def _open_machine_shard(root: Path, fingerprint: str) -> Iterator[Staging]:
+def _open_machine_shard(root: Path, fingerprint: str, differs: str) -> Iterator[Staging]:
     """Open the staging folder of a machine shard."""
     with Staging(root.with_name(root.name.removeprefix(".").removesuffix(".groupwise"))) as staging:
         if staging.begun_with not in (None, fingerprint):
-            raise InputError(f"{root} was made with another tokenizer or --text-column; remove it, or use the same.")
+            raise InputError(f"{root} was made with {differs}; remove it, or use the same.")
         staging.open(fingerprint)
         yield staging

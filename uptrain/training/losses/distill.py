@@ -1,8 +1,9 @@
 """Compute the distillation loss: KL(teacher ‖ student) of the next-token distributions.
 
 The temperature is 1, and the sum runs over the whole vocabulary (Hinton et al. 2015): the top k alone would give a
-biased teacher (Anshumann et al. 2025). Logits are computed chunk by chunk (`model.decoder.losses`). transformers
-models may scale, cap or bias their logits, so their forward pass computes them, for all tokens at once.
+biased teacher (Anshumann et al. 2025). `top_k` does it with a teacher's logits that were computed before. Logits are
+computed chunk by chunk (`model.decoder.losses`). transformers models may scale, cap or bias their logits, so their
+forward pass computes them, for all tokens at once.
 
 Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
 """
@@ -19,8 +20,12 @@ from uptrain.training.language_model import LanguageModel
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
     """Return Σ KL(teacher ‖ student) over the targets, in nats."""
-    assert teacher is not None
     counts_N = batch.labels_BT[:, 1:].flatten() != IGNORED
+    if batch.top is not None:
+        from uptrain.training.losses.top_k import lumped_kl
+
+        return lumped_kl(student, batch, counts_N)
+    assert teacher is not None
     if isinstance(student, TransformersModel) or isinstance(teacher, TransformersModel):
         return whole_kl(whole_logits(student, batch), teacher, batch, counts_N)
     with torch.no_grad():

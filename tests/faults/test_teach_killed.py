@@ -1,0 +1,75 @@
+"""`uptrain teach` that is killed goes on where it was: the logits are the same bytes."""
+
+import random
+import signal
+import time
+
+import forks
+import pytest
+import real_runs
+import tiny
+from self_kill import run_self_killing
+
+from uptrain.data import teacher_logits
+
+SMALL = "from uptrain.data import teacher_logits; teacher_logits.SHARD_BYTES = 20_000"
+KILLS = 20
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Return the arguments of a command without --out. Its logits have several shards."""
+    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 20_000)
+    inputs = real_runs.make_inputs(tmp_path / "inputs")
+    return ("teach", inputs["parent"], "--data", inputs["data"], "--top-k", 16)
+
+
+@pytest.fixture
+def expected(uptrain, command, tmp_path):
+    assert uptrain(*command, "--out", tmp_path / "expected").code == 0
+    files = tiny.snapshot(tmp_path / "expected")
+    assert len(files) > 8
+    return files
+
+
+@pytest.mark.parametrize("share", [(), ("--shard", "2/2")])
+def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, command, expected, share):
+    killed = 0
+    for n in range(1, 100):
+        out = tmp_path / f"out{n}"
+        code = run_self_killing(
+            n, "uptrain", *command, "--out", out, *share, output=tmp_path / f"output{n}", before=SMALL
+        )
+        if code != -signal.SIGKILL:
+            break
+        killed += 1
+        assert not out.exists() or tiny.snapshot(out) == expected, n
+        assert uptrain(*command, "--out", out).code == 0
+        assert tiny.snapshot(out) == expected, n
+    assert code == 0
+    assert killed >= (8 if share else 16)
+
+
+def test_killed_at_random_moments(uptrain, tmp_path, command, expected):
+    """Twenty kills, each of the command that continues after the last. Writing is slowed down, to be hit."""
+    rng, out, killed = random.Random(0), tmp_path / "out", 0
+    slow = f"{SMALL}; import os, time; s = os.fsync; os.fsync = lambda d: (time.sleep(0.02), s(d))"
+    journal = tmp_path / ".out.groupwise/journal.jsonl"
+    while killed < KILLS:
+        if out.exists():
+            assert tiny.snapshot(out) == expected
+            out.rename(tmp_path / f"finished{killed}")
+        output = tmp_path / f"output{killed}"
+        process = forks.start_program("uptrain", *command, "--out", out, output=output, before=slow)
+        # Half of them after work has begun.
+        while killed % 2 and process.is_alive() and not (journal.exists() and journal.stat().st_size):
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.4)
+        if process.is_alive():
+            process.kill()
+            killed += 1
+        forks.finish([process], [output])
+        assert not out.exists() or tiny.snapshot(out) == expected
+    if not out.exists():
+        assert uptrain(*command, "--out", out).code == 0
+    assert tiny.snapshot(out) == expected

@@ -1,0 +1,214 @@
+"""The memory of a run: what the plan estimates, what fits, and what `uptrain run` does where nothing fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import real_runs
+import tiny
+from safetensors_headers import write_headers
+
+from model.checkpoint import Tensor
+from model.decoder import losses
+from model.geometry import Geometry
+from uptrain.budget import memory
+from uptrain.budget.estimate import count_parameters
+from uptrain.budget.memory import Models, Way, first_that_fits, layer_activation_bytes, micro_batches
+from uptrain.runs import device_memory
+
+QKVO = frozenset(f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(32) for p in "qkvo")
+
+
+def llama_2_7b(n_kv_heads):
+    """Return the tensors of Llama-2-7B with this number of K/V heads."""
+    hidden, wide, kv = 4096, 11008, 128 * n_kv_heads
+    shapes = {"model.embed_tokens": (32000, hidden), "lm_head": (32000, hidden), "model.norm": (hidden,)}
+    for layer in range(32):
+        of_layer = {
+            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    return [Tensor(f"{name}.weight", "F16", shape) for name, shape in shapes.items()]
+
+
+def models(taught=True, changed=frozenset(), **more):
+    geometry = Geometry("llama", 32, 32, 8, 128, 4096, ())
+    teacher = llama_2_7b(32) if taught else ()
+    return Models(tuple(llama_2_7b(8)), tuple(teacher), changed, {"model_type": "llama"}, geometry, 11008, 2048, **more)
+
+
+PARTS = [
+    ("all", 6_738_415_616 - 2 * 32 * 3072 * 4096),
+    ("attention", 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 4096)),
+    ("kv", 32 * 2 * 1024 * 4096),
+]
+
+
+@pytest.mark.parametrize("taught", [False, True])
+@pytest.mark.parametrize(("part", "n_trained"), PARTS)
+def test_memory_of_llama_2_7b(part, n_trained, taught):
+    """Trained parameters take 18 bytes, and a teacher what of it is no part of the student."""
+    subject = models(taught)
+    needed = subject.memory(Way(part, 2))
+    n_params = count_parameters(subject.tensors)
+    assert needed.masters + needed.copies + needed.gradients + needed.optimizer == 18 * n_trained
+    assert needed.frozen == 2 * (n_params - n_trained)
+    assert needed.teacher == taught * 2 * 6_738_415_616
+    alone = {"all": 0, "attention": 32 * (4 * 4096**2 + 4096), "kv": 32 * 2 * 4096**2}[part]
+    assert needed.teacher - needed.shared == taught * 2 * (alone or 6_738_415_616)
+    states = 18 * n_trained + needed.frozen + needed.teacher - needed.shared
+    assert needed.of(1) == needed.replicated() == states + needed.activations + needed.logits
+    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 11008 + 2)
+    teachers_layer = 4096 * (4 * 4096 + 3 * 11008 + 2)
+    ends = 2 * 32000 * 4096 + 4096
+    assert needed.gathered == 2 * (ends + 2 * layer + taught * (ends + 2 * teachers_layer))
+    divided = 16 * n_trained + needed.frozen + needed.teacher
+    assert needed.of(8) == divided // 8 + needed.gathered + needed.activations + needed.logits
+    assert needed.host() == 4 * n_trained + needed.frozen + needed.teacher - needed.shared
+    assert needed.logits == max(1 << 23, 4096 * 4096) * (16 if taught else 6)
+
+
+def test_what_the_merge_changed_is_not_shared():
+    needed = models(changed=QKVO).memory(Way("kv", 1))
+    assert needed.teacher - needed.shared == 2 * 32 * 4 * 4096**2
+
+
+def test_a_7b_fits_where_it_should():
+    """With its teacher on one device, windows of 2,048 tokens: attention into 60 GB, keys and values into 24 GB."""
+    subject = models(changed=QKVO)
+    assert first_that_fits(subject, ["attention"], 60e9).options == "--trainable attention"
+    assert first_that_fits(subject, ["kv"], 24e9) == Way("kv", 2, recompute=True)
+    assert subject.memory(Way("attention", 1)).of(1) <= 60e9
+    assert subject.memory(Way("kv", 1, recompute=True)).of(1) <= 24e9
+
+
+def test_activations_of_llama_2_7b():
+    geometry = Geometry("llama", 32, 32, 8, 128, 4096, ())
+    kept = {part: layer_activation_bytes(geometry, 11008, part, 2) for part in ("all", "attention", "kv")}
+    kv = 10 * 4096 + 4 * 4096 + 4 * 1024 + 6 * 11008
+    assert kept == {"kv": kv, "attention": kv + 4 * 4096, "all": kv + 10 * 4096 + 2 * 11008}
+    subject = models()
+    assert subject.memory(Way("kv", 3)).activations == 3 * 2048 * 32 * kv
+    assert subject.memory(Way("kv", 3, recompute=True)).activations == 3 * 2048 * (32 * 4 * 4096 + kv)
+
+
+def test_float32_has_no_copies_and_wider_teachers():
+    half, full = (models(precision=precision).memory(Way("kv", 1)) for precision in ("bf16", "fp32"))
+    assert full.copies == 0 < half.copies
+    assert (full.teacher, full.frozen) == (2 * half.teacher, half.frozen)
+
+
+def test_states_of_adafactor_are_rows_and_columns():
+    needed = models(optimizer="adafactor").memory(Way("kv", 1))
+    assert needed.optimizer == 32 * 2 * 4 * (1024 + 4096)
+
+
+def test_chunks_of_logits_are_those_of_the_loss():
+    assert memory.MIN_CHUNK_LOGITS == losses._MIN_LOGITS
+
+
+def test_the_first_way_that_fits():
+    """The largest micro-batch before recomputing, and recomputing before a smaller part."""
+    subject = models()
+    assert list(micro_batches(2048)) == [4, 2, 1]
+
+    def bytes_of(*way, devices=1):
+        return subject.memory(Way(*way)).of(devices)
+
+    parts = ("all", "attention", "kv")
+    for way in (("all", 4), ("all", 2), ("all", 1), ("all", 4, True), ("attention", 4), ("kv", 1, True)):
+        found = first_that_fits(subject, parts, bytes_of(*way))
+        assert subject.memory(found).of(1) <= bytes_of(*way)
+    assert first_that_fits(subject, parts, bytes_of("all", 2)) == Way("all", 2)
+    assert first_that_fits(subject, parts, bytes_of("all", 2) - 1) == Way("all", 1)
+    assert first_that_fits(subject, ["attention"], bytes_of("attention", 1) - 1).recompute
+    assert first_that_fits(subject, parts, bytes_of("kv", 1, True) - 1) is None
+    assert first_that_fits(subject, parts, bytes_of("attention", 1, devices=8), 8) is not None
+
+
+@pytest.fixture
+def seven(tmp_path):
+    """Write the headers of Llama-2-7B after the default conversion, and of its parent. No weights are written."""
+    for name, heads in (("gqa8", 8), ("parent", 32)):
+        write_headers(tmp_path / name, llama_2_7b(heads))
+        config = {
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+            "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": heads, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        }  # fmt: skip
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    record = {"source": {"name": "Llama-2-7b-hf"}, "method": "fit", "sha256": dict.fromkeys(QKVO, "0" * 64)}
+    (tmp_path / "gqa8/groupwise.json").write_text(json.dumps(record))
+    return tmp_path / "gqa8", tmp_path / "parent"
+
+
+def test_plan_names_the_cheapest_command(uptrain, seven):
+    model, teacher = seven
+    fixed = ("plan", model, "--teacher", teacher, "--alpha", 0.0025, "--seq-len", 2048, "--processes", 3)
+    fitting = json.loads(uptrain(*fixed, "--memory", "24GB", "--json").out)["memory"]["fitting"]
+    assert list(fitting) == ["1", "2", "3", "4", "8"]
+    assert all(way["bytes_per_process"] <= 24e9 for way in fitting.values())
+    one = fitting["1"]
+    assert (one["trainable"], one["activation_checkpointing"], one["micro_batch_tokens"]) == ("kv", True, 4096)
+    options = f"{model} --teacher {teacher} --trainable kv --activation-checkpointing --micro-batch 2"
+    assert one["command"] == f"uptrain run {options}"
+    assert fitting["2"]["command"].startswith(f"GPUS=2 scripts/uptrain_multi_gpu.sh run {model}")
+    text = " ".join(uptrain(*fixed, "--memory", "24GB").out.split())
+    assert "commands that fit into 24 GB" in text and "--activation-checkpointing" in text
+    small = json.loads(uptrain(*fixed, "--memory", "5 GB", "--json").out)["memory"]["fitting"]
+    assert set(small.values()) == {None}
+    assert "none fits" in uptrain(*fixed, "--memory", "5GB").out
+    for wrong in ("24", "24 B", "GB", "-1GB"):
+        uptrain(*fixed, f"--memory={wrong}").refused("is not a size; write for example 24GB")
+
+
+@pytest.fixture
+def data(tmp_path):
+    return real_runs.make_inputs(tmp_path / "inputs")["data"]
+
+
+def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(uptrain, seven, data, tmp_path, monkeypatch):
+    """The folders hold no weights at all, so reading them would fail with another message."""
+    model, teacher = seven
+    fixed = ("run", model, "--teacher", teacher, "--data", data, "--steps", 2, "--lr", 1e-4, "--precision", "bf16")
+    fixed += ("--global-batch-tokens", 2048, "--out", tmp_path / "run")
+    monkeypatch.setattr(device_memory, "free_memory", lambda: int(24e9))
+    uptrain(*fixed).refused(
+        "--trainable all needs an estimated 12", "24 GB free", f"this fits: uptrain run {model} --teacher {teacher}",
+        "--trainable kv", "or try it all the same, with --micro-batch 1",
+    )  # fmt: skip
+    monkeypatch.setattr(device_memory, "free_memory", lambda: int(3e9))
+    uptrain(*fixed).refused("nothing fits", f"uptrain plan {model} --memory 3GB")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("windows", [1, 3, 32, 256])
+def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, monkeypatch, windows):
+    """Chunks of logits take the most of a tiny model, so those are made small."""
+    inputs = real_runs.make_inputs(tmp_path / "inputs")
+    monkeypatch.setattr(memory, "MIN_CHUNK_LOGITS", 0)
+    subject = Models.read(inputs["model"], None, 32, "fp32")
+    size = subject.memory(Way("all", windows)).of(1)
+    monkeypatch.setattr(device_memory, "free_memory", lambda: size)
+    out = tmp_path / "run"
+    fixed = ("run", inputs["model"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2, "--global-batch-tokens", 256)
+    assert uptrain(*fixed, "--out", out, "--max-minutes", 0).code == 0
+    chosen = json.loads((out / "run.json").read_text())["settings"]["micro_batch"]
+    assert chosen <= windows < 2 * chosen
+    other = tmp_path / "other"
+    assert uptrain(*fixed, "--out", other, "--max-minutes", 0, "--micro-batch", 300).code == 0
+    assert json.loads((other / "run.json").read_text())["settings"]["micro_batch"] == 300
+
+
+def test_models_without_an_estimate_take_the_default(uptrain, tmp_path, monkeypatch):
+    monkeypatch.setattr(device_memory, "free_memory", lambda: 0)
+    inputs = real_runs.make_inputs(tmp_path / "inputs")
+    tiny.edit_config(inputs["model"], model_type="gpt2")
+    config = json.loads(Path(inputs["model"], "config.json").read_text())
+    assert not device_memory.has_estimate(config)
+    out = tmp_path / "run"
+    fixed = ("run", "--init", inputs["parent"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)
+    assert uptrain(*fixed, "--global-batch-tokens", 256, "--out", out, "--max-minutes", 0).code == 0
+    assert json.loads((out / "run.json").read_text())["settings"]["micro_batch"] == 256

@@ -1,0 +1,208 @@
+"""A teacher's logits are written once, and a run from them is a run with the teacher."""
+
+import json
+
+import pytest
+import tiny
+from caches import write_cache
+from real_runs import VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
+
+from uptrain.data import teacher_logits
+from uptrain.data.teacher_logits import Manifest
+
+LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
+SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
+CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def teach_arguments(inputs, out, *more):
+    return ("teach", inputs["parent"], "--data", inputs["data"], "--out", out, *more)
+
+
+@pytest.fixture
+def teach(uptrain, inputs):
+    def run(out, *more):
+        result = uptrain(*teach_arguments(inputs, out, *more))
+        assert result.code == 0, result
+        return out
+
+    return run
+
+
+def train(inputs, out, logits, *more, **options):
+    drive([{"arguments": arguments(inputs, out, "--teacher-logits", logits, *more, **options)}])
+    return [loss for _, loss in steps(out, "loss")]
+
+
+@pytest.mark.parametrize("part", ["all", "kv"])
+@pytest.mark.parametrize("loss", ["distill", "mix"])
+def test_with_all_tokens_the_run_is_that_of_the_live_teacher(inputs, teach, tmp_path, loss, part):
+    logits = teach(tmp_path / "logits", "--top-k", VOCAB)
+    drive([{"arguments": arguments(inputs, tmp_path / "live", "--trainable", part, loss=loss)}])
+    live = [x for _, x in steps(tmp_path / "live", "loss")]
+    stored = train(inputs, tmp_path / "run", logits, "--trainable", part, "--loss", loss)
+    assert len(live) == len(stored) == 12
+    assert max(abs(a - b) for a, b in zip(live, stored, strict=True)) <= 1e-6
+    few = teach(tmp_path / "few", "--top-k", 4)
+    assert abs(train(inputs, tmp_path / "fewer", few, "--loss", loss, steps=4)[0] - live[0]) > 1e-6
+
+
+def test_logits_do_not_depend_on_the_seed_of_a_run(inputs, teach, tmp_path):
+    logits = teach(tmp_path / "logits", "--top-k", VOCAB)
+    drive([{"arguments": arguments(inputs, tmp_path / "live", "--seed", 5, loss="distill")}])
+    live = [x for _, x in steps(tmp_path / "live", "loss")]
+    stored = train(inputs, tmp_path / "run", logits, "--seed", 5)
+    assert max(abs(a - b) for a, b in zip(live, stored, strict=True)) <= 1e-6
+
+
+def test_held_out_text_is_measured_without_the_teacher(inputs, teach, tmp_path):
+    logits = teach(tmp_path / "logits")
+    train(inputs, tmp_path / "run", logits, "--eval-data", inputs["held_out"], steps=4)
+    assert all(set(evaluation) == {"targets", "loss"} for _, evaluation in evaluations(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("layout", CELLS)
+def test_stopped_and_resumed_is_bit_equal(inputs, teach, tmp_path, layout):
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    more = ("--teacher-logits", teach(tmp_path / "logits", "--top-k", 16))
+    resume = {"arguments": ["resume", str(pieces)]}
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more)},
+        {"arguments": arguments(inputs, pieces, *more), "stop_in": 3},
+        {**resume, "stop_in": 7},
+        resume,
+    ]
+    drive(jobs, *LAYOUTS[layout])
+    assert len(steps(whole)) == 12
+    assert_same_run(whole, pieces)
+
+
+def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 20_000)
+    expected = tiny.snapshot(teach(tmp_path / "alone"))
+    assert len(Manifest.parse(tmp_path / "alone").shards) > 3
+    out = tmp_path / "out"
+    for share in ("1/3", "3/3"):
+        result = uptrain(*teach_arguments(inputs, out, "--shard", share, "--json"))
+        assert json.loads(result.out)["share"] == share
+    assert not out.exists()
+    uptrain(*teach_arguments(inputs, out, "--top-k", 3)).refused("out.shard-1-of-3", "another model, cache or --top-k")
+    monkeypatch.setattr("uptrain.training.teach.load_teacher", counted := Counted())
+    teach(out, "--shard", "1/3")
+    assert not counted.calls, "what is finished is not computed again"
+    teach(out)
+    assert tiny.snapshot(out) == expected
+    assert not list(tmp_path.glob(".out*"))
+
+
+class Counted:
+    """`load_teacher`, with its calls."""
+
+    def __init__(self):
+        from uptrain.training.models import load_teacher
+
+        self.calls, self._load = [], load_teacher
+
+    def __call__(self, *given):
+        self.calls.append(given)
+        return self._load(*given)
+
+
+def test_the_same_command_again(uptrain, inputs, teach, tmp_path):
+    out = teach(tmp_path / "out")
+    before = tiny.snapshot(out)
+    again = uptrain(*teach_arguments(inputs, out))
+    assert again.code == 0 and "was complete already" in again.out
+    assert tiny.snapshot(out) == before
+    uptrain(*teach_arguments(inputs, out, "--top-k", 3)).refused("exists, and is of another --top-k")
+    other = {**inputs, "data": inputs["held_out"]}
+    uptrain(*teach_arguments(other, out)).refused("exists, and is of another token cache")
+    other = {**inputs, "parent": inputs["model"]}
+    uptrain(*teach_arguments(other, out)).refused("exists, and is of another model")
+
+
+def test_refusals_of_teach(uptrain, inputs, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    uptrain(*teach_arguments(inputs, out, "--top-k", 258)).refused("--top-k 258", "has 257 tokens")
+    uptrain(*teach_arguments(inputs, out, "--top-k", 0)).refused("--top-k")
+    uptrain(*teach_arguments(inputs, out, "--shard", "3/2")).refused("--shard", "3/2")
+    foreign = write_cache(tmp_path / "foreign", [[[1, 2, 300]]], 8, 301)
+    uptrain(*teach_arguments({**inputs, "data": foreign}, out)).refused("holds the id 300", "below 257")
+    named = write_cache(tmp_path / "named", [[[1, 2, 3]]], 8, VOCAB, "f" * 64)
+    uptrain(*teach_arguments({**inputs, "data": named}, out)).refused("made with another tokenizer")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
+    uptrain(*teach_arguments(inputs, out)).refused("the logits take", "has 1 kB free", "--top-k")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    uptrain(*teach_arguments(inputs, out)).refused("one process", "--shard 1/N")
+    assert not out.exists()
+
+
+@pytest.fixture
+def refused(uptrain, inputs, tmp_path):
+    """Return a function that checks the refusal of a run."""
+
+    def check(logits, *words, more=(), **changes):
+        fixed = arguments({**inputs, **changes}, tmp_path / "run", "--teacher-logits", logits, *more)
+        uptrain(*fixed).refused(*words)
+        assert not (tmp_path / "run").exists()
+
+    return check
+
+
+def test_foreign_logits_are_refused_by_name(uptrain, inputs, teach, refused, tmp_path):
+    """Of another cache, which another tokenizer makes, or of a teacher with another vocabulary."""
+    logits = teach(tmp_path / "logits")
+    refused(logits, f"{logits} is of another token cache than", "another tokenizer", data=inputs["held_out"])
+    bigger = tiny.save(tiny.build(vocab_size=VOCAB + 3), tmp_path / "bigger")
+    other = tmp_path / "other"
+    assert uptrain(*teach_arguments({**inputs, "parent": bigger}, other)).code == 0
+    refused(other, f"the teacher of {other}, bigger, has 260 tokens, the student 257")
+    refused(tmp_path, "holds no teacher's logits", "uptrain teach")
+    refused(inputs["data"], "manifest.json is damaged, or no manifest of logits")
+    refused(logits, "either --teacher or --teacher-logits", more=("--teacher", inputs["parent"]))
+    refused(logits, "--loss next-token does not use --teacher-logits", more=("--loss", "next-token"))
+
+
+@pytest.mark.parametrize("name", ["values-00001.bin", "ids-00001.bin"])
+def test_damaged_logits_are_refused_by_name(inputs, teach, refused, tmp_path, uptrain, monkeypatch, name):
+    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 20_000)
+    logits = teach(tmp_path / "logits")
+    path = logits / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    refused(logits, f"{path} has {len(content) - 1} bytes where the manifest says {len(content)}")
+    path.unlink()
+    refused(logits, f"the logits lack {path}")
+    path.write_bytes(content[:77] + bytes([content[77] ^ 1]) + content[78:])
+    result = uptrain(*arguments(inputs, tmp_path / "run", "--teacher-logits", logits))
+    assert result.code == 2
+    assert f"{path} is damaged: its checksum" in result.err
+
+
+def test_a_damaged_manifest_is_refused(teach, refused, tmp_path):
+    logits = teach(tmp_path / "logits")
+    manifest = json.loads((logits / "manifest.json").read_text())
+    for key, value, word in (
+        ("top_k", "8", "top_k"), ("n_windows", 3, "n_windows"), ("dtype", "int8", "dtype"), ("sha256", "0", "sha256"),
+        ("shards", [{**manifest["shards"][0], "ids": "../ids"}], "no file of the folder"), ("format", 9, "format 9"),
+    ):  # fmt: skip
+        (logits / "manifest.json").write_text(json.dumps({**manifest, key: value}))
+        refused(logits, f"{logits}/manifest.json is damaged", word, "uptrain teach")
+
+
+def test_other_logits_on_resume_are_refused(inputs, teach, tmp_path, uptrain):
+    logits, run = teach(tmp_path / "logits"), tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run, "--teacher-logits", logits), "stop_in": 2}])
+    logits.rename(tmp_path / "aside")
+    teach(logits, "--top-k", 5)
+    uptrain("resume", run).refused(f"{logits} is other logits than when the run began")
+    (tmp_path / "aside").rename(tmp_path / "back")
+    uptrain("export", run, tmp_path / "out")
+    record = json.loads((tmp_path / "out/uptraining.json").read_text())
+    assert record["settings"]["teacher_logits"] == "logits"
+    assert any("loss" in each for each in records(run))

@@ -1,0 +1,274 @@
+"""Estimate the memory of a device from file headers, by a formula that is part of the output. Needs no torch."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint import Tensor, open_checkpoint
+from model.checkpoint.tensor import BITS
+from model.common import checks
+from model.common.errors import InputError
+from model.families import NATIVE_FAMILIES
+from model.geometry import Geometry, read_geometry
+from uptrain.budget.estimate import count_parameters, is_rope
+from uptrain.budget.identify import changed_tensors
+from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch
+from uptrain.training.parts import common_dtype, part_pattern
+
+MASTER_BYTES, GRADIENT_BYTES = 4, 4
+"""Bytes of a trained parameter: float32 weight and gradient."""
+COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
+"""Bytes, by precision, of an activation, a teacher's parameter, and the copy of a trained one in the computation."""
+ADAMW_BYTES = 8
+"""Bytes of AdamW's two moments of a parameter."""
+MIN_CHUNK_LOGITS = 1 << 23
+"""As in `model.decoder.losses`, which needs torch."""
+LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
+"""Bytes of a logit of a chunk, in bfloat16 and float32; with a teacher also its logits, and the log ratio."""
+WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
+"""The same where all logits are there at once, with their log-softmax and its gradient."""
+MEMORY_FORMULA = (
+    "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
+    "(their bfloat16 copies; not sharded) + the frozen parameters in the model's dtype + 2 bytes x the teacher's "
+    "parameters (all / devices where sharded; in replicas without those that equal frozen ones) + activations of the "
+    "micro-batch + a chunk of the head's logits; where sharded, also the embedding, the head and two layers gathered. "
+    "Not counted: buffers, and what allocators lose."
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """The choices of a run that save memory."""
+
+    part: str
+    """As in `--trainable`."""
+    micro_batch: int
+    """Windows."""
+    recompute: bool = False
+    """Whether the activations of a layer are computed again in the backward pass."""
+
+    @property
+    def options(self) -> str:
+        """The options of `uptrain run` for it, besides the micro-batch."""
+        return f"--trainable {self.part}{' --activation-checkpointing' * self.recompute}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device that holds everything."""
+
+    frozen: int
+    """Parameters that are not trained, in the model's dtype."""
+    masters: int
+    copies: int
+    """bfloat16 copies of the trained parameters."""
+    gradients: int
+    optimizer: int
+    teacher: int
+    shared: int
+    """The part of `teacher` that replicas do not hold, because it equals frozen parameters."""
+    activations: int
+    logits: int
+    gathered: int
+    """What FSDP2 gathers: embedding and head of student and teacher, and two layers of each."""
+
+    def replicated(self) -> int:
+        """Return the bytes of a device on its own, or with DDP."""
+        states = self.frozen + self.masters + self.copies + self.gradients + self.optimizer
+        return states + self.teacher - self.shared + self.activations + self.logits
+
+    def sharded(self, devices: int) -> int:
+        """Return the bytes of each device with FSDP2."""
+        states = self.frozen + self.masters + self.gradients + self.optimizer + self.teacher
+        return -(-states // devices) + self.gathered + self.activations + self.logits
+
+    def of(self, devices: int) -> int:
+        """Return the bytes of each device: one, or several with FSDP2."""
+        return self.replicated() if devices == 1 else self.sharded(devices)
+
+    def host(self) -> int:
+        """Return the bytes of the host while models are read: in each process, or once if sharded."""
+        return self.frozen + self.masters + self.teacher - self.shared
+
+
+@dataclass(frozen=True)
+class Models:
+    """Student, teacher, and the settings of a run that its memory depends on, besides the `Way`."""
+
+    tensors: tuple[Tensor, ...]
+    teacher: tuple[Tensor, ...]
+    """Empty without a teacher."""
+    changed: frozenset[str]
+    """The tensors that the conversion changed but kept in shape: they differ from the teacher's of that name."""
+    config: Mapping[str, Any]
+    geometry: Geometry
+    intermediate_size: int
+    seq_len: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    lora_rank: int = DEFAULT_RANK
+
+    @classmethod
+    def read(
+        cls,
+        model: Path,
+        teacher: Path | None,
+        seq_len: int,
+        precision: str = "bf16",
+        optimizer: str = "adamw",
+        lora_rank: int = DEFAULT_RANK,
+    ) -> "Models":
+        """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
+        with open_checkpoint(model) as checkpoint:
+            config, geometry = checkpoint.config, read_geometry(checkpoint)
+            tensors = _parameters(checkpoint.tensors.values())
+        wide = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
+        taught: tuple[Tensor, ...] = ()
+        if teacher is not None:
+            with open_checkpoint(teacher) as checkpoint:
+                taught = _parameters(checkpoint.tensors.values())
+        changed = frozenset(changed_tensors(model))
+        return cls(tensors, taught, changed, config, geometry, wide, seq_len, precision, optimizer, lora_rank)
+
+    def memory(self, way: Way) -> Memory:
+        """Return the memory of a way. Raises InputError if the model does not have its part.
+
+        Tensors of the teacher count as shared if a frozen one has their name, dtype and shape, and the conversion did
+        not change it.
+        """
+        pattern, width = part_pattern(way.part, self.config), COMPUTE_BYTES[self.precision]
+        trained = [tensor for tensor in self.tensors if pattern.search(tensor.name)]
+        if way.part == "lora":
+            trained = list(self._adapters())
+        frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
+        n_trained, tokens = count_parameters(trained), way.micro_batch * self.seq_len
+        same = {tensor for tensor in set(self.teacher) & set(frozen) if tensor.name not in self.changed}
+        return Memory(
+            frozen=count_parameters(frozen) * BITS[common_dtype(self.tensors)] // 8,
+            masters=MASTER_BYTES * n_trained,
+            copies=width * n_trained if self.precision == "bf16" else 0,
+            gradients=GRADIENT_BYTES * n_trained,
+            optimizer=sum(state_bytes(self.optimizer, tensor.shape) for tensor in trained),
+            teacher=width * count_parameters(self.teacher),
+            shared=width * count_parameters(same),
+            activations=tokens * self._activation_bytes(way),
+            logits=self._logits(tokens),
+            gathered=width * (self._gathered(self.tensors) + self._gathered(self.teacher)),
+        )
+
+    def _adapters(self) -> Iterator[Tensor]:
+        """Yield the two matrices of each adapter: every linear layer of the decoder layers has one."""
+        for tensor in self.tensors:
+            if _layer_of(tensor) is not None and len(tensor.shape) == 2:
+                n_out, n_in = tensor.shape
+                yield Tensor(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
+                yield Tensor(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
+
+    def _activation_bytes(self, way: Way) -> int:
+        width = COMPUTE_BYTES[self.precision]
+        layer = layer_activation_bytes(self.geometry, self.intermediate_size, way.part, width)
+        if way.part == "lora":
+            n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.geometry.n_layers
+            layer += n_adapters * width * self.lora_rank
+        if not way.recompute:
+            return self.geometry.n_layers * layer
+        return self.geometry.n_layers * 4 * self.geometry.hidden_size + layer
+
+    def _logits(self, tokens: int) -> int:
+        """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
+        if self.config.get("model_type") in NATIVE_FAMILIES:
+            chunk = max(MIN_CHUNK_LOGITS, tokens * self.geometry.hidden_size)
+            return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
+        vocab = max(tensor.shape[0] for tensor in self.tensors if _layer_of(tensor) is None)
+        return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
+
+    def _gathered(self, tensors: Iterable[Tensor]) -> int:
+        """Return the number of parameters that FSDP2 gathers: those outside layers, and two layers."""
+        by_layer: dict[str | None, int] = {None: 0}
+        for tensor in tensors:
+            layer = _layer_of(tensor)
+            by_layer[layer] = by_layer.get(layer, 0) + prod(tensor.shape)
+        outside = by_layer.pop(None)
+        return outside + 2 * max(by_layer.values(), default=0)
+
+
+def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the choices of `--trainable` that a model has."""
+    return tuple(part for part in TRAINABLE if _has_part(part, config))
+
+
+def _has_part(part: str, config: Mapping[str, Any]) -> bool:
+    try:
+        part_pattern(part, config)
+    except InputError:
+        return False
+    return True
+
+
+def _layer_of(tensor: Tensor) -> str | None:
+    """Return the number of a tensor's layer; None for the embedding, the head and the last norm."""
+    found = re.search(r"\.(\d+)\.", tensor.name)
+    return found[1] if found else None
+
+
+def _parameters(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if not is_rope(tensor))
+
+
+def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of an optimizer's states of a parameter.
+
+    Adafactor holds a matrix's second moments as one number per row and column.
+    """
+    if optimizer == "adafactor":
+        return 4 * (prod(shape[:-1]) + prod((*shape[:-2], shape[-1])) if len(shape) > 1 else prod(shape))
+    return ADAMW_BYTES * prod(shape)
+
+
+def layer_activation_bytes(geometry: Geometry, intermediate_size: int, part: str, width: int) -> int:
+    """Return the bytes per token that a layer keeps for the backward pass, for attention without a score matrix.
+
+    A layer keeps the float32 inputs of its two norms; queries, keys, values, the attention output, and SwiGLU's gate,
+    activation and up in `width` bytes. A trained projection also keeps its input, and a trained norm its float32 result
+    before the weight.
+    """
+    hidden, query = geometry.hidden_size, geometry.n_heads * geometry.head_dim
+    kv = geometry.n_kv_heads * geometry.head_dim
+    layer = 2 * 4 * hidden + width * (2 * query + 2 * kv + 3 * intermediate_size)
+    layer += width * hidden  # the input of keys and values
+    if part in ("all", "attention"):
+        layer += 4 * hidden
+    if part == "lora":
+        layer += width * hidden + width * intermediate_size
+    if part == "all":
+        layer += 4 * hidden + width * hidden + width * intermediate_size
+    return layer
+
+
+def micro_batches(seq_len: int) -> Iterator[int]:
+    """Yield the sizes of a micro-batch that a run tries, in windows: the default, its halves, and one."""
+    n = default_micro_batch(seq_len)
+    while n > 1:
+        yield n
+        n //= 2
+    yield 1
+
+
+def first_that_fits(
+    models: Models, parts: Iterable[str], nbytes: int, devices: int = 1, recompute: Iterable[bool] = (False, True)
+) -> Way | None:
+    """Return the first way whose memory on each device is at most `nbytes`; None if none is.
+
+    The order: by part, without recomputing, then with it, each with the largest micro-batch that fits. Parts that the
+    model does not have are left out.
+    """
+    known = [part for part in parts if part in parts_of(models.config)]
+    for part, again, size in product(known, recompute, micro_batches(models.seq_len)):
+        way = Way(part, size, again)
+        if models.memory(way).of(devices) <= nbytes:
+            return way
+    return None

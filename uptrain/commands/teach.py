@@ -1,0 +1,61 @@
+"""Run `uptrain teach`: write a teacher's logits of a token cache."""
+
+from pathlib import Path
+
+import click
+
+from model.common import console
+from model.common.checks import LARGEST_SIZE
+from uptrain.commands.options import parse_machine_shard
+from uptrain.runs.signals import interruptible
+
+FOLDER = click.Path(path_type=Path)
+
+
+@click.command("teach")
+@click.argument("model", type=FOLDER)
+@click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="The token cache to train on.")
+@click.option("--out", type=FOLDER, required=True, metavar="LOGITS", help="The logits to write.")
+@click.option(
+    "--top-k",
+    type=click.IntRange(1, LARGEST_SIZE),
+    default=64,
+    show_default=True,
+    metavar="K",
+    help="Log-probabilities kept for each token; the others are summed.",
+)
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Compute only the I-th of N parts, on one of several devices or machines that share the folder of LOGITS. The "
+    "same command without --shard then joins them.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, as_json: bool) -> None:
+    """Write what the teacher MODEL predicts for each token of a cache, for `uptrain run --teacher-logits`.
+
+    One pass serves many runs, and the teacher is not in memory while they train. A killed command leaves no LOGITS; the
+    same command continues it.
+    """
+    machine_shard = None if shard is None else parse_machine_shard(shard)
+    with interruptible():
+        from uptrain.training.teach import TeachOptions, teach
+
+        result = teach(TeachOptions(model, data, out, top_k, machine_shard), quiet=as_json)
+    if as_json:
+        console.print_json(result)
+    elif "share" in result:
+        console.echo(
+            f"Share {result['share']} is done: {result['shards']:,} of {result['of']:,} shards. When all are, the same "
+            "command without --shard joins them."
+        )
+    else:
+        if result["was_complete"]:
+            console.echo(f"{out} was complete already, of the same model, cache and --top-k.\n")
+        rows = [
+            ("teacher", f"{result['teacher']}, {result['vocab_size']:,} tokens"),
+            ("windows", f"{result['n_windows']:,} of {result['seq_len']:,} tokens"),
+            ("for each token", f"{top_k:,} log-probabilities, and the mass of the rest"),
+            ("size", console.size(result["bytes"])),
+        ]
+        console.print_key_values(f"Logits {out}", rows)

@@ -1,0 +1,189 @@
+"""Read a teacher's logits of a token cache: for each token, the top k log-probabilities and the mass of the rest.
+
+    LOGITS/manifest.json          content; its `sha256` is the fingerprint of the logits
+    LOGITS/values-00000.bin       [windows, seq_len − 1, k + 1], little-endian float32: the k highest log-probabilities
+                                  in descending order, then the log of the mass of all other tokens
+    LOGITS/ids-00000.bin          [windows, seq_len − 1, k], little-endian uint16 or uint32: their token ids
+
+Row t of a window predicts its token t + 1. The rows of a short last window are followed by zeros. Needs no torch.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from model.common import checks
+from model.common.errors import InputError
+from model.common.files import is_plain_name
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.typed_json import make, parse_object
+from uptrain.data.token_cache import DTYPES, Cache, Integers
+
+MANIFEST, FORMAT, VALUES = "manifest.json", 1, "<f4"
+SHARD_BYTES = 64 << 20
+"""Size of a shard, which survives a kill."""
+MAX_SHARDS = 4096
+"""Large caches get larger shards, so that all can be mapped into memory."""
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The logits of consecutive windows."""
+
+    values: str
+    ids: str
+    n_windows: int
+    values_sha256: str
+    ids_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of a folder of logits. The fields are the keys of manifest.json."""
+
+    top_k: int
+    seq_len: int
+    n_windows: int
+    vocab_size: int
+    """Of the teacher."""
+    dtype: str
+    """Of the ids: `uint16` or `uint32`."""
+    cache_sha256: str
+    """Fingerprint of the token cache, which covers tokens, documents and windows."""
+    teacher: str
+    """Name of the teacher's folder."""
+    teacher_sha256: str
+    """Fingerprint of the teacher: see `uptrain.runs.fingerprints`."""
+    shards: tuple[Shard, ...]
+    format: int = FORMAT
+
+    @property
+    def sha256(self) -> str:
+        """Fingerprint of everything that training reads."""
+        hashed = [self.top_k, self.cache_sha256, [(shard.values_sha256, shard.ids_sha256) for shard in self.shards]]
+        return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
+
+    def text(self) -> bytes:
+        return (json.dumps({**asdict(self), "sha256": self.sha256}, indent=2, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def parse(cls, folder: Path) -> Self:
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise InputError(
+                f"{folder} holds no teacher's logits: it has no {MANIFEST}; make them with `uptrain teach`."
+            )
+        try:
+            content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+            recorded = content.pop("sha256", None)
+            manifest = make(cls, content)
+            manifest._check()
+            if recorded != manifest.sha256:
+                raise InputError("its sha256 does not belong to its shards")
+        except InputError as error:
+            reason = str(error).rstrip(".")
+            raise InputError(f"{path} is damaged, or no manifest of logits: {reason}; `uptrain teach` anew.") from error
+        return manifest
+
+    def _check(self) -> None:
+        """Raise InputError for invalid values and for file names that lead out of the folder."""
+        if self.format != FORMAT:
+            raise InputError(f"it has format {checks.show(self.format)}, and this version reads {FORMAT}")
+        for name in ("top_k", "seq_len", "n_windows", "vocab_size"):
+            checks.whole_number(getattr(self, name), name)
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype = {checks.show(self.dtype)}; it must be one of {', '.join(DTYPES)}")
+        for i, shard in enumerate(self.shards):
+            for name in (shard.values, shard.ids):
+                if not is_plain_name(name):
+                    raise InputError(f"shards[{i}] names {checks.show(name)}, which is no file of the folder")
+        if sum(shard.n_windows for shard in self.shards) != self.n_windows:
+            raise InputError("its shards do not hold n_windows")
+
+    def check_cache(self, cache: Cache, folder: Path) -> None:
+        """Raise InputError if the logits in `folder` are of another token cache."""
+        if self.cache_sha256 != cache.manifest.sha256:
+            raise InputError(
+                f"{folder} is of another token cache than {cache.folder} (sha256 {self.cache_sha256[:12]}, not "
+                f"{cache.manifest.sha256[:12]}): of other texts, another tokenizer or another window length. Run "
+                f"`uptrain teach` on {cache.folder}."
+            )
+
+
+def windows_per_shard(seq_len: int, n_windows: int, top_k: int, dtype: str) -> int:
+    """Return the number of windows in a shard, a function of the content alone."""
+    return max(1, SHARD_BYTES // window_bytes(seq_len, top_k, dtype), -(-n_windows // MAX_SHARDS))
+
+
+def window_bytes(seq_len: int, top_k: int, dtype: str) -> int:
+    return (seq_len - 1) * ((top_k + 1) * np.dtype(VALUES).itemsize + top_k * np.dtype(dtype).itemsize)
+
+
+@dataclass
+class TeacherLogits:
+    """Open logits."""
+
+    folder: Path
+    manifest: Manifest
+    _values: list[npt.NDArray[Any]] = field(repr=False)
+    _ids: list[npt.NDArray[Any]] = field(repr=False)
+    _ends: Integers = field(repr=False)
+    """The window after each shard's last."""
+    _verified: set[int] = field(default_factory=set, repr=False)
+
+    @classmethod
+    def open(cls, folder: Path, cache: Cache) -> Self:
+        """Map logits into memory. Raises InputError if they are of another cache, or a file's size is wrong."""
+        manifest = Manifest.parse(folder)
+        manifest.check_cache(cache, folder)
+        rows, k = manifest.seq_len - 1, manifest.top_k
+        shards = manifest.shards
+        values = [_map(folder / shard.values, VALUES, (shard.n_windows, rows, k + 1)) for shard in shards]
+        ids = [_map(folder / shard.ids, manifest.dtype, (shard.n_windows, rows, k)) for shard in shards]
+        return cls(folder, manifest, values, ids, np.cumsum([shard.n_windows for shard in shards]))
+
+    def read(self, windows: Integers) -> tuple[Floats, Integers]:
+        """Return values [B, T − 1, k + 1] and token ids [B, T − 1, k] of windows.
+
+        Raises InputError if a shard differs from its checksum, which is compared when the shard is first read.
+        """
+        values, ids = [], []
+        for window in windows.tolist():
+            shard = int(np.searchsorted(self._ends, window, side="right"))
+            self._verify(shard)
+            row = window - (int(self._ends[shard - 1]) if shard else 0)
+            values.append(self._values[shard][row])
+            ids.append(self._ids[shard][row])
+        return np.stack(values), np.stack(ids).astype(np.int64)
+
+    def _verify(self, number: int) -> None:
+        if number in self._verified:
+            return
+        shard = self.manifest.shards[number]
+        for name, array, sha256 in (
+            (shard.values, self._values[number], shard.values_sha256),
+            (shard.ids, self._ids[number], shard.ids_sha256),
+        ):
+            if hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() != sha256:
+                raise InputError(
+                    f"{self.folder / name} is damaged: its checksum is not the one in {MANIFEST}; remove "
+                    f"{self.folder}, and run `uptrain teach` again."
+                )
+        self._verified.add(number)
+
+
+def _map(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    kind = np.dtype(dtype).newbyteorder("<")
+    expected = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    size = path.stat().st_size if path.is_file() else None
+    if size is None:
+        raise InputError(f"the logits lack {path}, which their manifest names; run `uptrain teach` again.")
+    if size != expected:
+        raise InputError(f"{path} has {size} bytes where the manifest says {expected}; run `uptrain teach` again.")
+    return np.memmap(path, dtype=kind, mode="r", shape=shape)

@@ -1,0 +1,55 @@
+"""Choose the micro-batch whose estimated memory fits the device, or refuse the run before weights are read."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.common.console import size
+from model.common.errors import InputError
+from model.families import FAMILIES
+from model.families.family import Family
+from uptrain.budget.memory import Models, Way, first_that_fits
+from uptrain.budget.plan import command
+from uptrain.distributed.accelerator import has_accelerator, wants_sharding
+from uptrain.runs.settings import CHEAPER
+
+
+def has_estimate(config: dict[str, Any]) -> bool:
+    """Return whether the memory of a model can be estimated from its config and the headers of its files."""
+    return isinstance(FAMILIES.get(str(config.get("model_type"))), Family) and "intermediate_size" in config
+
+
+def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | None) -> int:
+    """Return the largest micro-batch up to the default that fits this process's device, in windows.
+
+    `way` is what the run is to do, with any micro-batch. Raises InputError if one window does not fit. The error names
+    the cheapest command that does.
+    """
+    devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
+    free = free_memory()
+    if found := first_that_fits(models, [way.part], free, devices, [way.recompute]):
+        return found.micro_batch
+    needed = models.memory(Way(way.part, 1, way.recompute)).of(devices)
+    cheaper = first_that_fits(models, CHEAPER[CHEAPER.index(way.part) :], free, devices)
+    advice = (
+        f"this fits: {command(cheaper, str(model), teacher)} …"
+        if cheaper
+        else f"nothing fits; `uptrain plan {model} --memory {free / 1e9:.0f}GB …` shows what more devices take"
+    )
+    raise InputError(
+        f"{way.options} needs an estimated {size(needed)} for one window of {models.seq_len} tokens, but the device "
+        f"has {size(free)} free; {advice} (or try it all the same, with --micro-batch 1)."
+    )
+
+
+def free_memory() -> int:
+    """Return the free bytes of this process's device. The processes of a machine share the memory of its CPU."""
+    if has_accelerator():
+        gpu = torch.accelerator.current_accelerator()
+        free, _ = torch.get_device_module(gpu).mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
+        return int(free)
+    import psutil
+
+    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,58 @@
+"""Add low-rank adapters (LoRA; Hu et al. 2021) to a frozen model: x · weightᵀ + (x · Aᵀ) · Bᵀ.
+
+Names and initial values are those of the library peft: `lora_A` with Kaiming-uniform values, `lora_B` with zeros, so
+that training begins at the model. The scale, peft's lora_alpha / r, is 1. peft itself renames the frozen parameters,
+by which the teacher shares them, checkpoints leave them out and files hold them; so it is not used.
+"""
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.common.errors import InputError
+from uptrain.training.language_model import LanguageModel
+from uptrain.training.trainable import FrozenLinear, cast_in_use
+
+_OF_LAYER = re.compile(r"\.\d+\.")
+
+
+class AdaptedLinear(FrozenLinear):
+    """A frozen linear layer with an adapter, whose matrices are the modules `lora_A` and `lora_B`."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.lora_B(self.lora_A(x))
+        return super().forward(x) + added
+
+
+def add_adapters(student: LanguageModel, rank: int) -> None:
+    """Freeze a model, and give an adapter of float32 zeros to each linear layer of its decoder layers.
+
+    Raises InputError if the model has none.
+    """
+    student.requires_grad_(False)
+    found = False
+    for name, module in list(student.named_modules()):
+        if isinstance(module, nn.Linear) and _OF_LAYER.search(name) and cast_in_use(module, torch.float32):
+            module.__class__ = AdaptedLinear
+            like: dict[str, Any] = {"device": module.weight.device, "dtype": torch.float32}
+            module.lora_A = nn.Linear(module.in_features, rank, bias=False, **like)
+            module.lora_B = nn.Linear(rank, module.out_features, bias=False, **like)
+            for adapter in (module.lora_A, module.lora_B):
+                nn.init.zeros_(adapter.weight)
+            found = True
+    if not found:
+        raise InputError("--trainable lora: the model's layers have no linear layers that can be adapted; train all.")
+
+
+def initialise_adapters(student: LanguageModel, seed: int) -> None:
+    """Draw the values of each `lora_A`, uniform in ±√(1 / in_features); `lora_B` is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in student.modules():
+        if isinstance(module, AdaptedLinear):
+            nn.init.kaiming_uniform_(module.lora_A.weight, a=math.sqrt(5), generator=generator)

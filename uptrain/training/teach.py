@@ -1,0 +1,248 @@
+"""Write a teacher's logits of a token cache, once for many runs: see `uptrain.data.teacher_logits`.
+
+Shards are written into a staging folder beside OUT. Its journal records the finished ones, so that a killed command
+resumes. On the same machine the logits are the same, byte for byte, for any interruptions and number of machine shards.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.common import console
+from model.common.console import size
+from model.common.errors import InputError
+from model.common.files import sync_file, write_file
+from model.common.staging import Staging, check_out
+from model.decoder.losses import ChunkLogits
+from model.decoder.transformers_model import TransformersModel
+from uptrain.data.batch import Batch
+from uptrain.data.prepare.journal import machine_shards, open_staging, target
+from uptrain.data.prepare.quotas import MachineShard
+from uptrain.data.teacher_logits import (
+    MANIFEST,
+    VALUES,
+    Floats,
+    Manifest,
+    Shard,
+    window_bytes,
+    windows_per_shard,
+)
+from uptrain.data.token_cache import Cache, Integers
+from uptrain.distributed.accelerator import choose_device
+from uptrain.runs.checks import check_packing, check_tokenizer, check_vocabulary
+from uptrain.runs.fingerprints import of_model
+from uptrain.runs.settings import default_micro_batch
+from uptrain.training.language_model import LanguageModel
+from uptrain.training.losses.distill import whole_logits
+from uptrain.training.models import build_meta, load_teacher
+
+UINT16_IDS = 1 << 16
+_CHUNK_LOGITS = 1 << 22
+"""Logits that are there at a time."""
+
+
+@dataclass(frozen=True)
+class TeachOptions:
+    """Options of `uptrain teach`."""
+
+    model: Path
+    data: Path
+    out: Path
+    top_k: int
+    machine_shard: MachineShard | None = None
+    """Compute only the shards of this machine; a later call without it joins those of all machines."""
+
+
+def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
+    """Write the logits `options.out`, or a machine shard of them; return a summary.
+
+    Raises InputError for invalid input, and OSError if writing fails. Finished shards stay in the staging folder, where
+    the same command resumes.
+    """
+    check_out(options.out)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
+    cache = Cache.open(options.data)
+    wanted = _describe(options, cache)
+    if options.out.exists():
+        return _summary(options.out, _already_complete(options.out, wanted), was_complete=True)
+    n_each = windows_per_shard(wanted.seq_len, wanted.n_windows, wanted.top_k, wanted.dtype)
+    share = options.machine_shard or MachineShard()
+    parts = [
+        (number, np.arange(start, min(start + n_each, wanted.n_windows)))
+        for number, start in enumerate(range(0, wanted.n_windows, n_each))
+    ]
+    own = [(number, windows) for number, windows in parts if number % share.of == share.number - 1]
+    fingerprint = hashlib.sha256(wanted.text()).hexdigest()
+    with open_staging(target(options.out, options.machine_shard), fingerprint) as staging, ExitStack() as joined:
+        if options.machine_shard is None:
+            differs = "another model, cache or --top-k"
+            for machine_shard in joined.enter_context(machine_shards(staging, fingerprint, differs)):
+                _move(machine_shard, staging)
+        missing = [(number, windows) for number, windows in own if not _is_complete(staging, number)]
+        n_missing = sum(len(windows) for _, windows in missing)
+        _check_room(options.out, n_missing, wanted)
+        with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
+            _write_shards(missing, options.model, cache, wanted, staging, advance)
+        if options.machine_shard is not None:
+            return {"share": f"{share.number}/{share.of}", "shards": len(own), "of": len(parts)}
+        manifest = replace(wanted, shards=tuple(Shard(**staging.finished[_name(number)]) for number, _ in parts))
+        _publish(manifest, staging)
+    return _summary(options.out, manifest, was_complete=False)
+
+
+def _publish(manifest: Manifest, staging: Staging) -> None:
+    staging.keep_only(name for shard in manifest.shards for name in (shard.values, shard.ids))
+    write_file(staging.folder / MANIFEST, manifest.text())
+    sync_file(staging.folder / MANIFEST)
+    staging.publish()
+
+
+def _describe(options: TeachOptions, cache: Cache) -> Manifest:
+    """Return the manifest without its shards. Raises InputError if model, data and top k do not go together."""
+    model = build_meta(options.model)
+    vocab_size = len(model.head_weight)
+    check_tokenizer(cache, options.data, options.model)
+    check_vocabulary(cache, vocab_size, str(options.data))
+    check_packing(model, cache.seq_len)
+    if options.top_k > vocab_size:
+        raise InputError(f"--top-k {options.top_k}, but {options.model} has {vocab_size} tokens; take that or fewer.")
+    return Manifest(
+        top_k=options.top_k,
+        seq_len=cache.seq_len,
+        n_windows=cache.n_windows,
+        vocab_size=vocab_size,
+        dtype="uint16" if vocab_size <= UINT16_IDS else "uint32",
+        cache_sha256=cache.manifest.sha256,
+        teacher=options.model.resolve().name,
+        teacher_sha256=of_model(options.model),
+        shards=(),
+    )
+
+
+def _already_complete(out: Path, wanted: Manifest) -> Manifest:
+    """Return the manifest of OUT if it holds what is wanted. Raises InputError if not."""
+    manifest = Manifest.parse(out)
+    for name, what in (
+        ("top_k", "--top-k"), ("cache_sha256", "token cache"), ("teacher_sha256", "model"),
+    ):  # fmt: skip
+        if getattr(manifest, name) != getattr(wanted, name):
+            raise InputError(f"{out} exists, and is of another {what}; choose another --out, or remove it.")
+    return manifest
+
+
+def _summary(out: Path, manifest: Manifest, was_complete: bool) -> dict[str, Any]:
+    nbytes = manifest.n_windows * window_bytes(manifest.seq_len, manifest.top_k, manifest.dtype)
+    names = ("top_k", "n_windows", "seq_len", "vocab_size", "teacher", "teacher_sha256", "cache_sha256", "sha256")
+    values = {name: getattr(manifest, name) for name in names}
+    return {"out": str(out), "was_complete": was_complete, "bytes": nbytes, **values}
+
+
+def _check_room(out: Path, n_windows: int, wanted: Manifest) -> None:
+    """Raise InputError if the disk has too little space for so many windows."""
+    required = n_windows * window_bytes(wanted.seq_len, wanted.top_k, wanted.dtype)
+    free = shutil.disk_usage(out.resolve().parent).free
+    if free < required:
+        raise InputError(
+            f"the logits take {size(required)}, but the disk of {out} has {size(free)} free; choose a lower --top-k, a "
+            "smaller cache, or another --out."
+        )
+
+
+def _name(number: int) -> str:
+    """Return the name of a shard in the journal."""
+    return f"logits {number}"
+
+
+def _is_complete(staging: Staging, number: int) -> bool:
+    record = staging.finished.get(_name(number))
+    return record is not None and all((staging.folder / record[kind]).is_file() for kind in ("values", "ids"))
+
+
+def _move(machine_shard: Staging, staging: Staging) -> None:
+    """Move the finished shards of another machine into a staging folder."""
+    for name, record in machine_shard.finished.items():
+        paths = [machine_shard.folder / record[kind] for kind in ("values", "ids")]
+        if all(path.is_file() for path in paths):
+            for path in paths:
+                path.rename(staging.folder / path.name)
+            staging.record_file(name, record)
+
+
+def _write_shards(
+    missing: list[tuple[int, Integers]],
+    folder: Path,
+    cache: Cache,
+    wanted: Manifest,
+    staging: Staging,
+    advance: Callable[[float], None],
+) -> None:
+    """Compute and record the missing shards. The model is loaded if there are any."""
+    if not missing:
+        return
+    device = choose_device("auto")
+    on_cpu = device.type in ("cpu", "mps")
+    dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
+    teacher = load_teacher(folder, "fp32" if on_cpu else "bf16").to(device)
+    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=not on_cpu):
+        for number, windows in missing:
+            batches = [
+                _logits_of(teacher, cache, part, wanted.top_k, advance)
+                for part in _divided(windows, default_micro_batch(cache.seq_len))
+            ]
+            names = f"values-{number:05}.bin", f"ids-{number:05}.bin"
+            sums = []
+            for name, arrays, dtype in zip(names, zip(*batches, strict=True), dtypes, strict=True):
+                content = np.concatenate(arrays).astype(dtype).tobytes()
+                write_file(staging.folder / name, content)
+                sync_file(staging.folder / name)
+                sums.append(hashlib.sha256(content).hexdigest())
+            staging.record_file(_name(number), vars(Shard(*names, len(windows), *sums)))
+
+
+def _divided(windows: Integers, n: int) -> Iterator[Integers]:
+    for start in range(0, len(windows), n):
+        yield windows[start : start + n]
+
+
+def _logits_of(
+    teacher: LanguageModel, cache: Cache, windows: Integers, top_k: int, advance: Callable[[float], None]
+) -> tuple[Floats, Integers]:
+    """Return the values [B, T − 1, k + 1] and ids [B, T − 1, k] of windows; zeros for padding."""
+    device = teacher.head_weight.device
+    batch = Batch.read(cache, windows, device)
+    is_text_N = (batch.documents_BT[:, :-1] >= 0).flatten()
+    chunk_size = max(1, _CHUNK_LOGITS // len(teacher.head_weight))
+    chunks: Iterable[Tensor]
+    if isinstance(teacher, TransformersModel):
+        logits_NV = whole_logits(teacher, batch)
+        chunks = (logits_NV[start : start + chunk_size] for start in range(0, len(logits_NV), chunk_size))
+    else:
+        states_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+        logits = ChunkLogits(states_NM, teacher.head_weight, chunk_size)
+        chunks = (logits.of(slice(start, start + chunk_size)) for start in range(0, len(states_NM), chunk_size))
+    parts = [top_k_of(logits_CV, top_k) for logits_CV in chunks]
+    values_NL, ids_NK = (torch.cat(tensors).where(is_text_N[:, None], 0) for tensors in zip(*parts, strict=True))
+    advance(len(windows))
+    shape = (len(windows), cache.seq_len - 1, -1)
+    return values_NL.view(shape).cpu().numpy(), ids_NK.view(shape).cpu().numpy()
+
+
+def top_k_of(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the top log-probabilities and the log of the rest's mass, [N, k + 1], and the ids of the top, [N, k].
+
+    The mass is summed over the rest alone, so that a small one is exact; it is −∞ in logarithm if k is the vocabulary.
+    """
+    log_p_NV = logits_NV.log_softmax(dim=1)
+    top = log_p_NV.topk(top_k, dim=1)
+    rest_N1 = log_p_NV.scatter(1, top.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
+    return torch.cat((top.values, rest_N1), dim=1), top.indices
