@@ -13,7 +13,10 @@ from convert.output import config_json
 from convert.output.groupwise_json import RECORD_FILE, build_record, earlier_conversion
 from convert.output.model_card import model_card
 from convert.output.write_shards import execute, total_bytes
+from convert.planning.latent_plan import make_latent_plan
+from convert.planning.latent_recipe import LatentRecipe
 from convert.planning.plan import Plan, fingerprint, make_plan
+from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, json_text
 from model.checkpoint.hub import origin_of
@@ -116,7 +119,7 @@ def _resumable(staging: Staging, fingerprint: str) -> Iterator[None]:
 def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
     """Return the plan with all windows of its calibration text. The model writes its own windows, if any."""
     text = plan.recipe.text
-    if text is None or text.ids_NT is not None or not plan.layers:
+    if text is None or text.ids_NT is not None or not plan.works:
         return plan
     from convert.calibration.generated_text import OwnText  # imported here, because it needs torch
 
@@ -124,6 +127,13 @@ def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: 
     with console.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
         own_NT = own.write(staging.scratch / "own-text", progress)
     recipe = replace(plan.recipe, text=text.with_own(own_NT))
+    return remake(checkpoint, plan, recipe)
+
+
+def remake(checkpoint: Checkpoint, plan: Plan, recipe: Recipe) -> Plan:
+    """Return a plan with another recipe of the same kind."""
+    if isinstance(recipe, LatentRecipe):
+        return make_latent_plan(checkpoint, recipe, plan.max_shard_size)
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 

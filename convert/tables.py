@@ -56,13 +56,13 @@ def inspection(summary: dict[str, Any]) -> None:
 def plan(planned: dict[str, Any]) -> None:
     """Print a plan's summary."""
     cache = planned["kv_cache_bytes_per_token"]
-    action = "repeat" if planned["method"] == "repeat" else "merge"
+    action = {"repeat": "repeat", "latent": "compute"}.get(planned["method"], "merge")
     steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
     method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
     print_key_values(
         f"{planned['source']} → {planned['out']}",
         [
-            ("K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{method}"),
+            _attention(planned, method),
             (f"to {action}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
             ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
@@ -72,6 +72,13 @@ def plan(planned: dict[str, Any]) -> None:
             *_remarks(planned),
         ],
     )
+
+
+def _attention(planned: dict[str, Any], method: str) -> tuple[str, str]:
+    if planned["method"] != "latent":
+        return "K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{method}"
+    sizes = planned["latent"]
+    return "attention", f"{planned['n_kv_heads_in']} K/V heads → latent of {sizes['latent']} and key of {sizes['rope']}"
 
 
 def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:

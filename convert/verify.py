@@ -20,14 +20,16 @@ import numpy as np
 from convert.calibration.text import NO_TORCH, CalibrationText, read_stored
 from convert.conversion import calibrate
 from convert.merging.heads import merge_groups
-from convert.merging.layer import LayerMerge, MergedLayerCache, attention_of
+from convert.merging.layer import LayerWork, MergedLayerCache, attention_of
 from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.merging.rounding import BFLOAT16, widen
 from convert.merging.weights import LayerAttention
 from convert.output import config_json
 from convert.output.groupwise_json import RECORD_FILE, read_record
 from convert.output.model_card import model_card
-from convert.output.write_shards import digest
+from convert.output.write_shards import digest, scaled_rows
+from convert.planning.latent_plan import make_latent_plan
+from convert.planning.latent_recipe import LATENT, LatentRecipe, read_latent_recipe
 from convert.planning.plan import Plan, make_plan
 from convert.planning.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
 from model.checkpoint import Array, Checkpoint, open_checkpoint
@@ -90,7 +92,7 @@ def verify(
     record = read_record(out_path)
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
-        plan = make_plan(source, record["groups"], _recipe(source, out_path, record, device, findings), None)
+        plan = _plan(source, record["groups"], _recipe(source, out_path, record, device, findings))
         same_names = _compare_names(plan, out, findings)
         layers = _layers(source, plan, Path(scratch), findings, workers, quiet)
         if layers is not None and plan.recipe.refine and set(plan.regrouped) <= set(same_names):
@@ -117,12 +119,18 @@ def verify(
     return findings
 
 
+def _plan(source: Checkpoint, n_kv_heads: int, recipe: Recipe) -> Plan:
+    if isinstance(recipe, LatentRecipe):
+        return make_latent_plan(source, recipe, None)
+    return make_plan(source, n_kv_heads, recipe, None)
+
+
 def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], device: str, findings: Findings) -> Recipe:
     """Return the recipe that OUT records, for a device.
 
     If OUT's calibration tokens are not usable, add to `findings.unchecked`.
     """
-    if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT):
+    if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT, LATENT):
         raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
     _check_repeatable(record, out_path / RECORD_FILE)
     refit, refine = record.get("refit", False), record.get("refine", 0)
@@ -133,6 +141,8 @@ def _recipe(source: Checkpoint, out_path: Path, record: dict[str, Any], device: 
     recorded = record.get("calibration")
     text = None if recorded is None else _stored_text(source, out_path, recorded, device, findings)
     recipe = Recipe(record["method"], record["seed"], refit, refine, text, device)
+    if record["method"] == LATENT:
+        return read_latent_recipe(record, recipe, out_path / RECORD_FILE)
     try:
         recipe.check()
     except UnsupportedMethodError as error:
@@ -226,7 +236,7 @@ Pieces = Iterator[tuple[int, bytes]]
 
 
 def _compare_merged(
-    out: Checkpoint, layer: LayerMerge | None, layers: MergedLayerCache | None, findings: Findings, name: str
+    out: Checkpoint, layer: LayerWork | None, layers: MergedLayerCache | None, findings: Findings, name: str
 ) -> list[str]:
     """Compare a tensor of a merged layer within a tolerance, because its last digits depend on the order of sums.
 
@@ -289,6 +299,9 @@ def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
     for rows in regrouped.copies:
         for at, piece in _read(source, rows.source, rows.source_row, rows.n, row_nbytes):
             yield rows.row * row_nbytes + at, piece
+    if regrouped.scaled is not None:
+        for row, values in scaled_rows(source, regrouped.scaled):
+            yield row * row_nbytes, values.tobytes()
     for merge in regrouped.merges:
         for row, merged, _ in merge_groups(source, merge, plan.recipe):
             yield row * row_nbytes, merged.tobytes()

@@ -1,18 +1,25 @@
 """Convert for all commands that write a checkpoint: resolve the options, plan, convert, and print the result."""
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from convert import conversion, tables
+from convert.calibration.text import NO_TORCH
 from convert.commands.options import OutputOptions
 from convert.merging.methods import REPEAT
+from convert.planning.latent_plan import make_latent_plan
+from convert.planning.latent_recipe import LATENT
 from convert.planning.options import MergeOptions
 from convert.planning.plan import Plan, make_plan
+from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_options import resolve_options
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.checkpoint.writer import parse_size
 from model.common import console
+from model.common.errors import CheckpointError
 
 SLOW_SECONDS = 60
 """A message announces a calibration that is estimated to take longer."""
@@ -20,11 +27,31 @@ SLOW_SECONDS = 60
 
 def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
     """Convert SOURCE to `n_kv_heads` K/V heads, and print the result. None keeps their number."""
+
+    def planned(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
+        return make_plan(checkpoint, n_kv_heads, resolve_options(checkpoint, n_kv_heads, merge), shard_size)
+
+    _convert(source, out, planned, output)
+
+
+def convert_to_latent(source: Path, out: Path, options: LatentOptions, output: OutputOptions) -> None:
+    """Convert SOURCE to latent attention, and print the result."""
+
+    def planned(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
+        if find_spec("torch") is None:
+            raise CheckpointError(NO_TORCH)
+        return make_latent_plan(checkpoint, resolve_latent(checkpoint, options), shard_size)
+
+    _convert(source, out, planned, output)
+
+
+def _convert(
+    source: Path, out: Path, planned: Callable[[Checkpoint, int | None], Plan], output: OutputOptions
+) -> None:  # fmt: skip
     size = parse_size(output.max_shard_size) if output.max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         staging = conversion.open_target(checkpoint, out, output.overwrite)
-        recipe = resolve_options(checkpoint, n_kv_heads, merge)
-        plan = make_plan(checkpoint, n_kv_heads, recipe, size)
+        plan = planned(checkpoint, size)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
             conversion.check_space(plan, checkpoint, staging)
@@ -41,7 +68,7 @@ def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions
 
 
 def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]) -> None:
-    if plan.recipe.method != REPEAT:
+    if plan.recipe.method not in (REPEAT, LATENT):
         tables.merges(record["merge_report"])
     tables.plan(summary)
     console.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import click
 
+from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_NORMS
 from convert.merging.methods import LAYER_METHODS, METHODS
 from convert.planning.recipe import MAX_TOKENS
 from model.common.command_options import Command, add_options, device_option
@@ -63,4 +64,35 @@ def merge_options(command: Command) -> Command:
         device_option("calibrate on"),
         click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
                      help="Seed of --method random and --calibration self."),
+    )  # fmt: skip
+
+
+def latent_options(command: Command) -> Command:
+    """Add the options of LatentOptions to a command."""
+    return add_options(
+        command,
+        click.option("--latent", type=click.IntRange(min=1), default=DEFAULT_LATENT, show_default=True, metavar="N",
+                     help="Numbers of the latent, which values and unrotated keys of all heads are made of."),
+        click.option("--rope", type=click.IntRange(min=2), default=DEFAULT_ROPE, show_default=True, metavar="N",
+                     help="Numbers of the rotated key that all heads share."),
+        click.option("--latent-norm", type=click.Choice(LATENT_NORMS), default="eps", show_default=True,
+                     help="How the norm of the latent, which the class has, is undone. eps: by small numbers and the "
+                     "norm's epsilon, for bfloat16 and float32. bias: by a constant channel of the latent, for float16 "
+                     "too, but only where the engine reads biases."),
+        click.option("--frequencies", type=click.Choice(FREQUENCIES),
+                     help="Frequencies of the rotated key. stock: powers of a base, which every engine computes. "
+                     "longrope: any, each as often as needed; transformers computes them.  [default: stock; longrope "
+                     "if SOURCE has a scaled rotary embedding]"),
+        click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
+                     help="Train each layer's attention on this many tokens of the calibration text, to reproduce the "
+                     "original layer's output. Keeps the weights with the least error on held-out text.  "
+                     "[default: as many as --calibration-tokens]"),
+        click.option("--calibration", metavar="TEXT",
+                     help="Text to run the model on, as for mha-to-gqa. none converts by the weights alone.  "
+                     "[default: shipped; none where the sizes lose nothing]"),
+        click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
+                     help="Tokens of the text to use.  [default: 65536]"),
+        device_option("calibrate on"),
+        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
+                     help="Seed of --calibration self."),
     )  # fmt: skip

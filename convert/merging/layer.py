@@ -6,7 +6,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,40 @@ from convert.merging.rounding import round_once, widen
 from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join
 from convert.planning.recipe import Recipe
 from model.attention_layout import Heads, Sizes
-from model.checkpoint import Array, Checkpoint
+from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint
 from model.common.errors import CheckpointError
 from model.common.files import sync_file
 from model.families.family import HeadNorms
+
+
+class LayerWork(Protocol):
+    """A request to compute the attention of one layer of the output."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All tensors of the output's layer."""
+        ...
+
+    @property
+    def file(self) -> str:
+        """The name of the layer's file in the calibration folder."""
+        ...
+
+    @property
+    def reported(self) -> tuple[Heads, ...]:
+        """The heads that have a report."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's attention in float64."""
+        ...
+
+    def compute(self, checkpoint: Checkpoint) -> "MergedLayer":
+        """Compute the layer by its weights alone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -96,6 +126,10 @@ class LayerMerge:
         rows = 2 * (self.sizes.n_heads + self.sizes.n_kv_heads) * self.sizes.head_dim
         return 8 * rows * self.sizes.hidden_size
 
+    def compute(self, checkpoint: Checkpoint) -> "MergedLayer":
+        """Merge the layer by its weights alone."""
+        return merge_layer(checkpoint, self)
+
 
 @dataclass(frozen=True)
 class MergedLayer:
@@ -129,7 +163,7 @@ def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Map
 
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
     """Read a layer's attention. A bias becomes a column beside its weight, for a constant input of 1."""
-    tensors = {name: _read(checkpoint, name) for name in merge.tensors}
+    tensors = {name: read_finite(checkpoint, name) for name in merge.tensors}
     return attention_of(tensors, merge, merge.source)
 
 
@@ -139,7 +173,7 @@ def finish_layer(
     """Return a merged layer's tensors in the checkpoint's dtypes, and the reports on its heads."""
     exact = _tensors(after, merge)
     dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in exact}
-    tensors = {name: _rounded(name, values, dtypes[name]) for name, values in exact.items()}
+    tensors = {name: rounded(name, values, dtypes[name]) for name, values in exact.items()}
     keys, values = merge.reported
     reports = {
         keys.label: _reports(keys.label, before.k_KDX, after.k_KDX),
@@ -157,9 +191,9 @@ class MergedLayerCache:
     def __init__(self, checkpoint: Checkpoint, n_workers: int, calibrated: Path | None = None) -> None:
         self._checkpoint, self._size, self._calibrated = checkpoint, n_workers, calibrated
         self._lock = threading.Lock()
-        self._layers: OrderedDict[LayerMerge, Future[MergedLayer]] = OrderedDict()
+        self._layers: OrderedDict[LayerWork, Future[MergedLayer]] = OrderedDict()
 
-    def get(self, merge: LayerMerge) -> MergedLayer:
+    def get(self, merge: LayerWork) -> MergedLayer:
         """Return a layer. The first worker to request it computes it. The cache holds one layer per worker."""
         with self._lock:
             future, mine = self._layers.get(merge), merge not in self._layers
@@ -170,40 +204,40 @@ class MergedLayerCache:
         if mine:
             try:
                 if self._calibrated is None:
-                    layer = merge_layer(self._checkpoint, merge)
+                    layer = merge.compute(self._checkpoint)
                 else:
-                    layer = load_layer(self._checkpoint, merge, self._calibrated)
+                    layer = load_layer(merge, self._calibrated)
                 future.set_result(layer)
             except BaseException as error:
                 future.set_exception(error)
         return future.result()
 
 
-def save_layer(layer: MergedLayer, merge: LayerMerge, folder: Path) -> None:
+def save_layer(layer: MergedLayer, merge: LayerWork, folder: Path) -> None:
     """Write a layer into a folder, atomically."""
     partial = folder / f"{merge.file}.partial"
     with partial.open("wb") as file:
         text = json.dumps({name: [asdict(report) for report in reports] for name, reports in layer.reports.items()})
         arrays: dict[str, Any] = {name: values.reshape(-1).view(np.uint8) for name, values in layer.tensors.items()}
-        np.savez(file, reports=np.array(text), **arrays)
+        forms = json.dumps({name: [values.dtype.name, values.shape] for name, values in layer.tensors.items()})
+        np.savez(file, reports=np.array(text), forms=np.array(forms), **arrays)
     sync_file(partial)
     partial.rename(folder / merge.file)
 
 
-def load_layer(checkpoint: Checkpoint, merge: LayerMerge, folder: Path) -> MergedLayer:
+def load_layer(merge: LayerWork, folder: Path) -> MergedLayer:
     """Read a layer that `save_layer` wrote."""
     with np.load(folder / merge.file, allow_pickle=False) as file:
-        reports = json.loads(str(file["reports"]))
-        tensors = {}
-        for name in merge.tensors:
-            like = checkpoint.rows(name, 0, 1)
-            tensors[name] = file[name].view(like.dtype).reshape(-1, *like.shape[1:])
+        reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))
+        dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
+        tensors = {name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1]) for name in merge.tensors}
     return MergedLayer(
         tensors, {name: [GroupReport(**report) for report in entries] for name, entries in reports.items()}
     )
 
 
-def _read(checkpoint: Checkpoint, name: str) -> Real:
+def read_finite(checkpoint: Checkpoint, name: str) -> Real:
+    """Read a tensor as float64. Raises CheckpointError for NaN or infinity."""
     tensor = checkpoint.tensors[name]
     values: Real = widen(checkpoint.rows(name, 0, tensor.shape[0])).astype(np.float64)
     if not np.isfinite(values).all():
@@ -289,11 +323,12 @@ def _put_rows(tensors: dict[str, Real], target: tuple[Heads, ...], i: int, rows:
     tensors[name][target[i].rows] = rows
 
 
-def _rounded(name: str, values: Real, dtype: np.dtype[Any]) -> Array:
-    rounded = round_once(np.ascontiguousarray(values), dtype)
-    if not np.isfinite(rounded.astype(np.float64)).all():
-        raise CheckpointError(f"the merged {name} does not fit into its dtype {dtype}; use --method mean.")
-    return rounded
+def rounded(name: str, values: Real, dtype: np.dtype[Any], advice: str = "use --method mean") -> Array:
+    """Round a computed tensor. Raises CheckpointError, with an advice, if it is too large for the dtype."""
+    result = round_once(np.ascontiguousarray(values), dtype)
+    if not np.isfinite(result.astype(np.float64)).all():
+        raise CheckpointError(f"the merged {name} does not fit into its dtype {dtype}; {advice}.")
+    return result
 
 
 def _reports(name: str, before_KDX: Real, after_GDX: Real) -> list[GroupReport]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from convert.planning.latent_plan import LatentPlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
@@ -15,8 +16,10 @@ def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
     """Return `config.json` with the new number of K/V heads. Every other key keeps its spelling and order.
 
     If heads were regrouped, add the keys that version 4 of transformers reads beside those of version 5. If the stock
-    class cannot hold the heads, name the code that can.
+    class cannot hold the heads, name the code that can. Latent attention has another class, so all keys are its own.
     """
+    if isinstance(plan, LatentPlan):
+        return json_text(plan.config)
     family, text_config = plan.geometry.attention.family, plan.geometry.text_config
     config = json.loads(checkpoint.config_text)
     inner = config if text_config is None else config[text_config]

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from convert.output.write_shards import checksum_key, merge_reports, merged_digests
+from convert.planning.latent_plan import LatentPlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
@@ -43,7 +44,7 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
         **plan.recipe.record,
         "groups": plan.n_kv_heads,
         "geometry": {
-            "model_type": plan.code.settings["model_type"] if plan.code else plan.geometry.model_type,
+            "model_type": _model_type(plan),
             "n_layers": plan.geometry.n_layers,
             "n_heads": plan.geometry.n_heads,
             "n_kv_heads": plan.n_kv_heads,
@@ -54,6 +55,13 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
         "merge_report": _summary(plan, staging),
         "sha256": {name: digests[name] for name in plan.tensors if name in digests},
     }
+
+
+def _model_type(plan: Plan) -> str:
+    """Return the output's `model_type`."""
+    if isinstance(plan, LatentPlan):
+        return str(plan.config["model_type"])
+    return str(plan.code.settings["model_type"]) if plan.code else plan.geometry.model_type
 
 
 def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:

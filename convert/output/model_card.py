@@ -5,8 +5,11 @@ The card contains no times and no paths, so the same conversion gives the same b
 
 from pathlib import Path
 
-from convert.merging.methods import REPEAT
+from convert.latent.stock_tensors import EPSILON
+from convert.merging.methods import LAYER_METHODS, REPEAT
 from convert.output.groupwise_json import RECORD_FILE
+from convert.planning.latent_plan import LatentPlan
+from convert.planning.latent_recipe import is_exact
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
@@ -21,14 +24,14 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     source = checkpoint.side_files.get("README.md")
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
-    card = source or _front_matter(origin).encode()
+    card = source or _front_matter(origin, "mla" if isinstance(plan, LatentPlan) else "gqa").encode()
     return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
 
 
-def _front_matter(origin: Origin) -> str:
+def _front_matter(origin: Origin, tag: str) -> str:
     name, revision = origin
     lines = [f"base_model: {name}"] if revision else []
-    return "\n".join(["---", *lines, "library_name: transformers", "tags: [groupwise, gqa]", "---"])
+    return "\n".join(["---", *lines, "library_name: transformers", f"tags: [groupwise, {tag}]", "---"])
 
 
 def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:
@@ -54,6 +57,8 @@ with the SHA-256 of every source file, are in `{RECORD_FILE}`. The base model's 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     geometry = plan.geometry
+    if isinstance(plan, LatentPlan):
+        return _latent_facts(plan)
     if not plan.regrouped:
         return [("K/V heads", f"{geometry.n_kv_heads} (query heads: {geometry.n_heads})")]
     before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
@@ -65,10 +70,22 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def _latent_facts(plan: LatentPlan) -> list[tuple[str, str]]:
+    before, after = plan.cache_bytes
+    sizes = plan.sizes
+    return [
+        ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
+        ("Latent, rotated key", f"{sizes.latent} + {sizes.rope} numbers for each token and layer"),
+        ("Norm of the latent", f"undone by `{sizes.norm}`"),
+        ("Method", _method(plan)),
+        ("KV cache per token, 16 bit", f"{before:,} → {after:,} bytes"),
+    ]
+
+
 def _method(plan: Plan) -> str:
     recipe = plan.recipe
     parts = [f"`{recipe.method}`"]
-    if recipe.by_layer:
+    if recipe.method in LAYER_METHODS:
         parts.append("renorm spread")  # in the words of earlier versions, whose cards `verify` compares
     if recipe.refit:
         parts.append("output projections refitted")
@@ -81,6 +98,8 @@ def _method(plan: Plan) -> str:
 
 def _what_was_done(plan: Plan) -> str:
     exactly = "value for value" if plan.rewrites else "byte for byte"
+    if isinstance(plan, LatentPlan):
+        return _what_latent_did(plan, exactly)
     if not plan.regrouped:
         return f"No heads were merged: the weights are the base model's, {exactly}."
     if plan.recipe.method == REPEAT:
@@ -100,6 +119,28 @@ def _what_was_done(plan: Plan) -> str:
         "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all other\n"
         f"weights are the base model's, {exactly}. Merging costs much quality, which *uptraining* restores: do\n"
         "not use this model before."
+    )
+
+
+def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
+    exact = is_exact(plan.sizes, plan.latent_recipe.frequencies)
+    quality = (
+        "The model computes what the base model does."
+        if exact
+        else "This costs quality, which *uptraining* restores: measure before you use it as it is."
+    )
+    scaled = any(output.scaled for output in plan.regrouped.values())
+    residual = (
+        "The embedding and the output projections of attention and MLP are scaled, so that\n"
+        f"`rms_norm_eps` can be {EPSILON:g}; the head is not tied. "
+        if scaled
+        else ""
+    )
+    return (
+        "Keys and values of all heads are computed from one latent vector and one rotated key, in the form of\n"
+        f"DeepSeek-V3's class with dense layers. {residual}All other weights are the base\n"
+        f"model's, {exactly}. {quality} Do not quantise or train the\n"
+        "latent's projections as they are: their norm is undone by numbers of extreme size."
     )
 
 

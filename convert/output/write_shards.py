@@ -14,8 +14,9 @@ import numpy as np
 
 from convert.merging.heads import merge_groups
 from convert.merging.layer import MergedLayer, MergedLayerCache
+from convert.merging.rounding import round_once, widen
 from convert.planning.plan import Plan
-from convert.planning.tensors import OutputTensor, Rows
+from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Array, Checkpoint, Shard, Span
 from model.checkpoint.writer import ShardFile
 from model.common.staging import Staging
@@ -150,6 +151,10 @@ class _ShardJob:
         plan, name = self._plan, regrouped.tensor.name
         if regrouped.layer is not None:
             return self._write_merged(name, self._layers.get(regrouped.layer))
+        if regrouped.scaled is not None:
+            for row, values in scaled_rows(self._checkpoint, regrouped.scaled):
+                self._output().write_rows(name, row, values)
+            return regrouped.tensor.nbytes
         row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
         for rows in regrouped.copies:
             self._copy_rows(name, rows, row_nbytes)
@@ -217,6 +222,14 @@ class _ShardJob:
         for start, stop in tensor.row_blocks(ROWS_PIECE):
             self._output().write_rows(name, start, self._checkpoint.rows(name, start, stop))
         return tensor.nbytes
+
+
+def scaled_rows(checkpoint: Checkpoint, scaled: Scaled) -> Iterator[tuple[int, Array]]:
+    """Yield a scaled tensor a few rows at a time, each with its first row."""
+    tensor = checkpoint.tensors[scaled.source]
+    for start, stop in tensor.row_blocks(ROWS_PIECE):
+        rows = checkpoint.rows(scaled.source, start, stop)
+        yield start, round_once(widen(rows).astype(np.float64) * scaled.factor, rows.dtype)
 
 
 def digest(values: Array) -> str:

@@ -10,7 +10,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from convert.merging.layer import LayerMerge
+from convert.merging.layer import LayerMerge, LayerWork
 from convert.merging.methods import REPEAT
 from convert.planning import notices
 from convert.planning.recipe import Recipe
@@ -70,15 +70,20 @@ class Plan:
     @property
     def scratch_bytes(self) -> int:
         """Temporary bytes on the disk: a text's states before and after a layer, and the merged layers."""
-        if self.recipe.text is None or not self.layers:
+        if self.recipe.text is None or not self.works:
             return 0
         states = 3 * 4 * self.recipe.text.n_tokens * self.geometry.hidden_size
-        return states + sum(self.tensors[name].nbytes for merge in self.layers for name in merge.tensors)
+        return states + sum(self.tensors[name].nbytes for work in self.works for name in work.tensors)
+
+    @property
+    def works(self) -> list[LayerWork]:
+        """The layers that are computed as a whole, in order."""
+        return list(dict.fromkeys(output.layer for output in self.regrouped.values() if output.layer is not None))
 
     @property
     def layers(self) -> list[LayerMerge]:
-        """The layers that are merged as a whole, in order."""
-        return list(dict.fromkeys(output.layer for output in self.regrouped.values() if output.layer is not None))
+        """The layers whose heads are merged as a whole, in order."""
+        return [work for work in self.works if isinstance(work, LayerMerge)]
 
     @property
     def reported(self) -> list[Reported]:
@@ -174,7 +179,7 @@ def make_plan(
         recipe=recipe,
         max_shard_size=max_shard_size,
         tensors=tensors,
-        shards=_plan_shards(checkpoint, shards, tensors, max_shard_size),
+        shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
         regrouped=regrouped,
         code=find_code(checkpoint, family) if regrouped else None,
         notes=(*notices.find_notes(checkpoint, family), *(notices.of_recipe(recipe) if regrouped else ())),
@@ -250,7 +255,7 @@ def _keep_shards(
     return tuple(shard for shard in shards if shard.tensors)
 
 
-def _plan_shards(
+def plan_shards(
     checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, Tensor], max_shard_size: int | None
 ) -> tuple[Shard, ...]:  # fmt: skip
     if max_shard_size is None and checkpoint.keep_source_shards:

@@ -2,7 +2,15 @@
 
 from dataclasses import replace
 
-from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, SELF, SHIPPED, read_calibration_text, split_name
+from convert.calibration.text import (
+    DEFAULT_TOKENS,
+    NO_TORCH,
+    SELF,
+    SHIPPED,
+    CalibrationText,
+    read_calibration_text,
+    split_name,
+)
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
 from convert.planning.options import MergeOptions
 from convert.planning.plan import check_n_kv_heads
@@ -69,6 +77,12 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
 
 def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -> Recipe:
     """Return the recipe with its calibration text. Raises UnsupportedMethodError if the model cannot be run on it."""
+    text, device = read_text(checkpoint, options)
+    return replace(recipe, text=text, device=device)
+
+
+def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[CalibrationText, str]:
+    """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
         from convert.calibration.generated_text import OwnText
         from convert.calibration.layer_stream import check_tokens, open_checked
@@ -85,4 +99,4 @@ def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -
         own = OwnText(checkpoint, text.first, len(text.own), text.window, options.seed, str(layers.device))
         own.check_memory(layers.n_embeddings)
         text = replace(text, own_bytes=own.memory(layers.n_embeddings), own_steps=own.n_steps)
-    return replace(recipe, text=text, device=str(layers.device))
+    return text, str(layers.device)

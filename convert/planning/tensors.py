@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from convert.merging.heads import Merge
-from convert.merging.layer import LayerMerge
+from convert.merging.layer import LayerMerge, LayerWork
 from convert.merging.methods import METHODS
 from convert.planning.recipe import Recipe, UnsupportedMethodError
 from model.attention_layout import Heads, projections
@@ -26,6 +26,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """A tensor of the source, to be multiplied by a number."""
+
+    source: str
+    factor: float
+
+
+@dataclass(frozen=True)
 class Reported:
     """Merged heads of one kind in one tensor. The label is unique even where K and V heads share a tensor."""
 
@@ -36,13 +44,15 @@ class Reported:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the output with a new number of heads. Each of its rows is copied or merged."""
+    """A tensor of the output that differs from the source's. Rows are copied or merged, or all are computed."""
 
     tensor: Tensor
     copies: tuple[Rows, ...]
     merges: tuple[Merge, ...]
-    layer: LayerMerge | None = None
-    """The merge of a whole layer that makes the tensor. Then `copies` and `merges` are empty."""
+    layer: LayerWork | None = None
+    """The conversion of a whole layer that makes the tensor. Then `copies` and `merges` are empty."""
+    scaled: Scaled | None = None
+    """The tensor that this one is a multiple of. Then `copies` and `merges` are empty."""
 
     @property
     def reported(self) -> tuple[Reported, ...]:

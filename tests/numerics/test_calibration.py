@@ -107,7 +107,7 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
         plan = make_plan(checkpoint, GROUPS, Recipe("fit", text=sample), None)
         solve.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", lambda n: None)
         for layer in plan.layers:
-            assert load_layer(checkpoint, layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
+            assert load_layer(layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     factor = changes.get("rope_parameters", {}).get("factor", 1.0)
     for known, (a_NHTT, q_NTHD, k_NTKD, v_NTKD) in zip(watched, heads_of(model, sample.ids_NT), strict=True):
@@ -163,7 +163,7 @@ def test_calibration_stopped_anywhere_resumes_to_the_same_result(tmp_path, refin
 
             solve.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / place, progress)
             assert sum(counts) == len(plan.layers) * (sample.n_tokens + refine)
-            return [load_layer(checkpoint, layer, tmp_path / place).tensors for layer in plan.layers]
+            return [load_layer(layer, tmp_path / place).tensors for layer in plan.layers]
 
         whole = run("whole", -1)
         for stop_at in range(4):

@@ -170,7 +170,7 @@ def merged(tmp_path, monkeypatch, use_class):
         recipe = Recipe("fit", refit=True, refine=256, text=text)
         plan = make_plan(checkpoint, 2, recipe, None)
         solve.calibrate_layers(checkpoint, plan.layers, text, place, lambda n: None)
-        return [load_layer(checkpoint, layer, place).tensors for layer in plan.layers]
+        return [load_layer(layer, place).tensors for layer in plan.layers]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])

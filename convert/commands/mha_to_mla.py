@@ -1,0 +1,27 @@
+"""`convert mha-to-mla`: replace the K/V heads by one latent vector and one rotated key for all heads."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from convert.commands.options import OutputOptions, latent_options, output_options
+from model.common.command_options import pop_fields
+
+
+@click.command("mha-to-mla")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@latent_options
+@output_options
+def command(source: Path, out: Path, **options: Any) -> None:
+    """Replace the K/V heads of SOURCE by multi-head latent attention (MLA).
+
+    OUT becomes a checkpoint of DeepSeek-V3's class with dense layers, which caches LATENT + ROPE numbers for each token
+    and layer, whatever the number of heads. SOURCE is a Llama or Mistral, with MHA or GQA. A killed run writes no OUT;
+    the same command resumes it.
+    """
+    from convert.commands.convert import convert_to_latent
+    from convert.planning.resolve_latent import LatentOptions
+
+    convert_to_latent(source, out, pop_fields(LatentOptions, options), pop_fields(OutputOptions, options))

@@ -1,0 +1,10 @@
+"""Turn the K/V heads of a layer into latent attention (MLA): arithmetic on matrices, without torch."""
+
+from typing import Literal
+
+# Read by the command line for its help, without the time to import numpy.
+LatentNorm = Literal["eps", "bias"]
+LATENT_NORMS: tuple[LatentNorm, ...] = ("eps", "bias")
+Frequencies = Literal["stock", "longrope"]
+FREQUENCIES: tuple[Frequencies, ...] = ("stock", "longrope")
+DEFAULT_LATENT, DEFAULT_ROPE = 512, 64

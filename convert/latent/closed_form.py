@@ -1,0 +1,162 @@
+"""Solve for the latent attention of a layer in closed form, from second moments of its inputs.
+
+Keys are rotated plane by plane, so a plane of all K/V heads is a vector of complex numbers, and every complex linear
+map of it commutes with the rotation. The shared rotated key holds the principal components of these vectors, weighted
+by the queries that read them. What it leaves out of slow planes, and all values, go into the latent: the principal
+components of the inputs, weighted by what queries and output projections make of them.
+
+Letters: H query heads, K key/value heads, D head_dim, P planes (D/2), F complex numbers of a fold (its planes, of all
+K/V heads), C channels of a fold, L latent, N unrotated dimensions, R rotated ones, X inputs, M outputs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convert.latent.attention import LatentAttention
+from convert.latent.rotation import Fold, SourceRope, coherence, folds
+from convert.latent.sizes import LatentSizes
+from convert.merging.weights import Complex, LayerAttention, Real
+
+Matrix = NDArray[Any]
+"""Real or complex."""
+
+_NEGLIGIBLE = 1e-12
+"""Eigenvalues below this share of the largest count as zero."""
+
+
+@dataclass(frozen=True)
+class InputMoments:
+    """Second moments of a layer's attention inputs."""
+
+    queries_XX: Real
+    """Of all tokens, which queries are made of."""
+    keys_XX: Real
+    """Of the tokens that a query attends to, relative to their mean, weighted by attention: a change of logits that is
+    equal for all keys changes nothing."""
+    values_XX: Real
+    """Of what attention mixes."""
+
+
+def moments_from_norm(norm_X: Real) -> InputMoments:
+    """Return the moments of inputs that are independent numbers of unit power before the norm's weights."""
+    diagonal_XX = np.diag(norm_X**2)
+    return InputMoments(diagonal_XX, diagonal_XX, diagonal_XX)
+
+
+def solve(
+    before: LayerAttention,
+    moments: InputMoments,
+    sizes: LatentSizes,
+    rope: SourceRope,
+    positions: tuple[float, ...],
+    balance: float = 1.0,
+) -> LatentAttention:
+    """Return the latent attention of a layer. `balance`: the weight of keys against values in the latent.
+
+    `positions`: the channels of the rotated key (`rotation`).
+    """
+    half = sizes.head_dim // 2
+    q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
+    rest_KPX = k_KPX.copy()
+    query_HCX = np.zeros((sizes.n_heads, sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
+    key_CX = np.zeros((sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
+    for fold in folds(positions, half):
+        _share(fold, q_HPX, k_KPX, moments, query_HCX, key_CX, rest_KPX)
+    rest_KPX *= coherence(rope.frequencies, rope.context)[:, None]
+    rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
+    latent_LX, k_KDL, v_KDL = _latent(before, rest_KDX, moments, sizes.free, balance)
+    per_head = len(before.q_HDX) // len(before.k_KDX)
+    padding = ((0, 0), (0, sizes.nope - sizes.head_dim), (0, 0))
+    turns = rope.scale**2  # on logits; here on queries
+    return LatentAttention(
+        q_HNX=np.pad(before.q_HDX * turns, padding),
+        q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * turns,
+        latent_LX=latent_LX,
+        key_RX=np.concatenate([key_CX.real, key_CX.imag]),
+        k_HNL=np.pad(np.repeat(k_KDL, per_head, axis=0), padding),
+        v_HDL=np.repeat(v_KDL, per_head, axis=0),
+        o_HMD=before.o_HMD,
+    )
+
+
+def _share(
+    fold: Fold,
+    q_HPX: Complex,
+    k_KPX: Complex,
+    moments: InputMoments,
+    query_HCX: Complex,
+    key_CX: Complex,
+    rest_KPX: Complex,
+) -> None:
+    """Fill the channels of a fold with the principal components of its planes; subtract them from `rest_KPX`.
+
+    The error of a logit is the real part of q* e, for the error e of the fold's keys, so its power is e* W e with W =
+    E[q q*]. The components that lose least of it are those of W^½ k.
+    """
+    planes, n_kv_heads = list(fold.planes), len(k_KPX)
+    keys_FX = k_KPX[:, planes].reshape(-1, k_KPX.shape[2])
+    q_KGPX = q_HPX[:, planes].reshape(n_kv_heads, -1, len(planes), q_HPX.shape[2])
+    power_FF = np.zeros((len(keys_FX), len(keys_FX)), dtype=np.complex128)
+    for head, q_GPX in enumerate(q_KGPX):
+        own = slice(head * len(planes), (head + 1) * len(planes))
+        power_FF[own, own] = sum(q_PX @ moments.queries_XX @ q_PX.conj().T for q_PX in q_GPX)
+    root_FF, inverse_FF = _roots(power_FF)
+    spread_FF = root_FF @ (keys_FX @ moments.keys_XX @ keys_FX.conj().T) @ root_FF
+    found_FC = _largest(spread_FF, len(fold.channels))
+    shared_CX = found_FC.conj().T @ root_FF @ keys_FX
+    decoded_FC = inverse_FF @ found_FC
+    lengths_C = np.linalg.norm(shared_CX, axis=1)
+    usual = np.linalg.norm(keys_FX) / np.sqrt(len(keys_FX))  # shared rows are as long as the source's
+    scales_C = np.where(lengths_C > _NEGLIGIBLE * lengths_C.max(initial=0.0), lengths_C / (usual or 1.0), 1.0)
+    channels = list(fold.channels)[: len(shared_CX)]
+    key_CX[channels] = shared_CX / scales_C[:, None]
+    rest_KPX[:, planes] = (keys_FX - decoded_FC @ shared_CX).reshape(n_kv_heads, len(planes), -1)
+    decoded_KPC = decoded_FC.reshape(n_kv_heads, len(planes), -1)
+    for head, q_PX in enumerate(q_HPX[:, planes]):
+        decode_PC = decoded_KPC[head * n_kv_heads // len(q_HPX)] * scales_C
+        query_HCX[head, channels] = decode_PC.conj().T @ q_PX
+
+
+def _latent(
+    before: LayerAttention, rest_KDX: Real, moments: InputMoments, size: int, balance: float
+) -> tuple[Real, Real, Real]:
+    """Return the latent, [L, X], and what makes unrotated keys and values of it, [K, D, L] each.
+
+    The latent minimises the squared errors of outputs plus those of logits, times `balance` and the head's output
+    power, for inputs with the second moment of `moments.values_XX`.
+    """
+    per_head = len(before.q_HDX) // len(before.k_KDX)
+    loss_XX = np.zeros_like(moments.values_XX)
+    for head, (q_DX, o_MD) in enumerate(zip(before.q_HDX, before.o_HMD, strict=True)):
+        key_DX, value_DX = rest_KDX[head // per_head], before.v_KDX[head // per_head]
+        values_XX = value_DX.T @ (o_MD.T @ o_MD) @ value_DX
+        queries_DD = q_DX @ moments.queries_XX @ q_DX.T / len(q_DX)
+        power = float((values_XX * moments.values_XX).sum())  # what an error of the logits spoils
+        loss_XX += balance * power * key_DX.T @ queries_DD @ key_DX + values_XX
+    root_XX, inverse_XX = _roots(moments.values_XX)
+    spread_XX = root_XX @ loss_XX @ root_XX
+    found_XL = _largest(spread_XX, size)
+    latent_LX, decoded_XL = found_XL.T @ inverse_XX, root_XX @ found_XL
+    if latent_LX.shape[0] < size:
+        latent_LX = np.pad(latent_LX, ((0, size - len(latent_LX)), (0, 0)))
+        decoded_XL = np.pad(decoded_XL, ((0, 0), (0, size - decoded_XL.shape[1])))
+    return latent_LX, rest_KDX @ decoded_XL, before.v_KDX @ decoded_XL
+
+
+def _largest(power: Matrix, n: int) -> Matrix:
+    """Return the eigenvectors of the n largest eigenvalues, as columns. The largest element of each is positive."""
+    vectors = np.linalg.eigh((power + power.conj().T) / 2)[1][:, ::-1][:, :n]
+    largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0)
+    return np.asarray(vectors * (largest.conj() / np.abs(largest)))
+
+
+def _roots(power: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the square root of a positive semidefinite matrix, and that root's pseudo-inverse."""
+    values, vectors = np.linalg.eigh((power + power.conj().T) / 2)
+    lengths = np.sqrt(np.maximum(values, 0.0))
+    kept = lengths > np.sqrt(_NEGLIGIBLE) * lengths.max(initial=0.0)
+    inverse = np.where(kept, 1 / np.where(kept, lengths, 1.0), 0.0)
+    return (vectors * lengths) @ vectors.conj().T, (vectors * inverse) @ vectors.conj().T

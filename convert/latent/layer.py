@@ -1,0 +1,107 @@
+"""Describe the conversion of one layer to latent attention, read its source and finish its tensors."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from convert.latent.attention import LatentAttention
+from convert.latent.closed_form import moments_from_norm, solve
+from convert.latent.rotation import SourceRope
+from convert.latent.sizes import LatentSizes
+from convert.latent.stock_tensors import StockNames, fold, unfold
+from convert.merging.layer import MergedLayer, read_finite, rounded
+from convert.merging.weights import LayerAttention, Real
+
+if TYPE_CHECKING:
+    from convert.planning.latent_recipe import LatentRecipe
+    from model.attention_layout import Heads
+    from model.checkpoint import Checkpoint
+
+
+WIDER = "save the source in bfloat16 or float32 first"
+
+
+@dataclass(frozen=True)
+class LatentReport:
+    """What a layer lost."""
+
+    output_error: float
+    """The squared error of the attention's output on held-out windows, as a share of its power."""
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """A request to convert one layer's attention, with the names of its tensors."""
+
+    recipe: "LatentRecipe"
+    sizes: LatentSizes
+    rope: SourceRope
+    place: str
+    """The beginning of the attention's tensor names."""
+    attention_norm: str
+    """The weight of the norm before the attention."""
+    scale: float
+    """What the residual stream is multiplied by."""
+
+    @property
+    def names(self) -> StockNames:
+        """The names of the output's tensors."""
+        return StockNames(self.place, self.sizes.norm == "bias")
+
+    @property
+    def source(self) -> tuple[str, str, str, str]:
+        """The projections of queries, keys, values and output in the source."""
+        q, k, v, o = (f"{self.place}{part}_proj.weight" for part in "qkvo")
+        return q, k, v, o
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All tensors of the converted layer."""
+        return (*self.names.weights, *self.names.biases)
+
+    @property
+    def file(self) -> str:
+        """The name of the layer's file in the calibration folder."""
+        return f"{self.place}latent.npz"
+
+    @property
+    def reported(self) -> tuple["Heads", ...]:
+        """Merged heads that have a report: none, because no heads are merged."""
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's attention in float64, the source's and the output's."""
+        sizes = self.sizes
+        before = 2 * (sizes.n_heads + sizes.n_kv_heads) * sizes.head_dim * sizes.hidden_size
+        return 8 * (before + sum(prod(shape) for shape in self.names.shapes(sizes).values()))
+
+    def compute(self, checkpoint: "Checkpoint") -> MergedLayer:
+        """Convert the layer by its weights alone."""
+        norm_X = read_finite(checkpoint, self.attention_norm)
+        before = self.read(checkpoint)
+        positions = self.recipe.positions
+        assert positions is not None
+        latent = solve(before, moments_from_norm(norm_X), self.sizes, self.rope, positions)
+        return self.finish(checkpoint, latent)
+
+    def read(self, checkpoint: "Checkpoint") -> LayerAttention:
+        """Read the layer's attention from the source. Raises CheckpointError for NaN or infinity."""
+        q, k, v, o = (read_finite(checkpoint, name) for name in self.source)
+        size = self.sizes.head_dim
+        q_HDX, k_KDX, v_KDX = (rows.reshape(-1, size, rows.shape[1]) for rows in (q, k, v))
+        o_HMD = o.reshape(-1, self.sizes.n_heads, size).transpose(1, 0, 2)
+        return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
+
+    def finish(self, checkpoint: "Checkpoint", latent: LatentAttention) -> MergedLayer:
+        """Return the layer's tensors in the dtype of the source's queries. Raises CheckpointError if one overflows."""
+        dtype = checkpoint.rows(self.source[0], 0, 1).dtype
+        exact = fold(latent, self.sizes, self.names, self.scale, dtype)
+        return MergedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
+
+    def latent_of(self, tensors: dict[str, Real]) -> LatentAttention:
+        """Return the latent attention in the output's tensors."""
+        wide = {name: values.astype(np.float64) for name, values in tensors.items()}
+        return unfold(wide, self.sizes, self.names, self.scale)

@@ -1,0 +1,128 @@
+"""Choose the frequencies of the shared rotated key, and say them in `config.json`.
+
+A *plane* is a pair of dimensions of the source's heads; plane p rotates with frequency f_p. A *channel* is a pair of
+dimensions of the shared key. The position of a channel is its frequency in units of planes: 1.5 is the geometric mean
+of planes 1 and 2.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class SourceRope:
+    """The rotary embedding of the source."""
+
+    frequencies: tuple[float, ...]
+    """Of each plane, in radians per token."""
+    scale: float
+    """The factor on cosines and sines (YaRN); logits have it twice."""
+    theta: float
+    is_plain: bool
+    """Whether the frequencies are the powers of θ, without scaling."""
+    context: int
+    """`max_position_embeddings`."""
+
+    @property
+    def n_planes(self) -> int:
+        return len(self.frequencies)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Planes of the source's keys that share channels."""
+
+    planes: tuple[int, ...]
+    channels: tuple[int, ...]
+
+
+def stock_positions(spacing: float, n_channels: int) -> tuple[float, ...]:
+    """Return channels 0, c, 2c, …: frequencies that stock classes compute from another base θ' alone."""
+    return tuple(spacing * channel for channel in range(n_channels))
+
+
+def spacings(n_planes: int, n_channels: int) -> tuple[float, ...]:
+    """Return the spacings worth trying: from the highest frequencies alone (1) to all frequencies (planes / channels).
+
+    With more channels than planes the least spacing covers all planes, several channels each.
+    """
+    whole = n_planes / n_channels
+    if whole <= 1 or n_channels == 1:
+        return (whole,)
+    return tuple(float(c) for c in np.unique([whole, *np.arange(1, whole, 0.5)]))
+
+
+def evenly(n_planes: int, n_channels: int) -> tuple[float, ...]:
+    """Return channels at planes alone, spread evenly: with twice as many channels as planes, each plane twice."""
+    return tuple(float(channel * n_planes // n_channels) for channel in range(n_channels))
+
+
+def spacing_of(positions: tuple[float, ...]) -> float | None:
+    """Return c if the positions are 0, c, 2c, …; else None."""
+    if len(positions) == 1:
+        return 1.0 if positions == (0.0,) else None
+    return positions[1] if positions == stock_positions(positions[1], len(positions)) and positions[1] > 0 else None
+
+
+def folds(positions: tuple[float, ...], n_planes: int) -> list[Fold]:
+    """Return which planes share which channels. Planes beyond the reach of any channel belong to none.
+
+    With channels at distance c, a plane goes to the nearest channel within c / 2. Otherwise it goes to channels of its
+    own frequency only. A channel without a plane joins the nearest one.
+    """
+    reach = (spacing_of(positions) or 0.0) / 2
+    values = sorted(set(positions))
+    plane_of: dict[float, set[int]] = defaultdict(set)
+    for plane in range(n_planes):
+        nearest = min(values, key=lambda value: abs(value - plane))
+        if abs(nearest - plane) <= reach:
+            plane_of[nearest].add(plane)
+    joined: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    owner = {plane: tuple(sorted(planes)) for planes in plane_of.values() for plane in planes}
+    for channel, value in enumerate(positions):
+        planes = plane_of.get(value)
+        nearest_plane = min(range(n_planes), key=lambda plane: abs(value - plane))
+        joined[tuple(sorted(planes)) if planes else owner.get(nearest_plane, (nearest_plane,))].append(channel)
+    return [Fold(planes, tuple(channels)) for planes, channels in sorted(joined.items())]
+
+
+def frequencies_at(rope: SourceRope, positions: tuple[float, ...]) -> NDArray[np.float64]:
+    """Return the frequencies of channels, interpolated between planes on a logarithmic scale."""
+    if rope.is_plain:
+        return np.asarray(rope.theta ** (-np.asarray(positions) / rope.n_planes))
+    planes = np.arange(rope.n_planes)
+    return np.asarray(np.exp(np.interp(positions, planes, np.log(np.maximum(rope.frequencies, 1e-30)))))
+
+
+def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str, Any]:
+    """Return `rope_parameters` of `config.json`: another base θ' if that gives the frequencies, else `longrope`.
+
+    `longrope` divides the frequencies of a base by a list of numbers (transformers,
+    `modeling_rope_utils._compute_longrope_parameters`); with one list for short and long texts it can say any.
+    """
+    spacing, n_channels = spacing_of(positions), len(positions)
+    if rope.is_plain and spacing is not None:
+        exponent = spacing * n_channels / rope.n_planes
+        return {"rope_type": "default", "rope_theta": rope.theta if exponent == 1 else rope.theta**exponent}
+    own = rope.theta ** (-np.arange(n_channels) / n_channels)
+    factors = [float(factor) for factor in own / frequencies_at(rope, positions)]
+    return {
+        "rope_type": "longrope", "rope_theta": rope.theta, "short_factor": factors, "long_factor": factors,
+        "factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": rope.context,
+    }  # fmt: skip
+
+
+def coherence(frequencies: tuple[float, ...], context: int) -> NDArray[np.complex128]:
+    """Return for each plane the mean of exp(-i f Δ) over distances Δ, weighted by 1 / (Δ + 1).
+
+    An unrotated key stands for a rotated one best if it is multiplied by this. It is near 1 for planes that hardly
+    rotate within the attended distance, and near 0 for the others.
+    """
+    distances = np.arange(min(context, 1024))
+    weights = 1 / (distances + 1)
+    phases = np.exp(-1j * np.outer(frequencies, distances))
+    return np.asarray(phases @ weights / weights.sum())

@@ -1,0 +1,79 @@
+"""Define the sizes of latent attention, and check that a model can have them."""
+
+from dataclasses import dataclass
+
+from convert.latent import LatentNorm
+from model.common.errors import CheckpointError
+from model.geometry import Geometry
+
+ENGINE_SIZES = {576: "512 + 64", 320: "256 + 64"}
+"""Cached numbers for which vLLM has kernels of latent attention, and the sizes (vLLM 0.11 to 2026, read in source)."""
+_APART = 32
+"""vLLM mistakes equal unrotated and rotated sizes of a query head for attention without a latent. Unrotated dimensions
+are then padded by this many zeros."""
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of a model's latent attention, in the words of DeepSeek's config class."""
+
+    n_heads: int
+    n_kv_heads: int
+    """Of the source."""
+    head_dim: int
+    """Of the source; values keep it (`v_head_dim`)."""
+    hidden_size: int
+    latent: int
+    """`kv_lora_rank`: numbers of the latent, which keys without rotation and values are made of."""
+    rope: int
+    """`qk_rope_head_dim`: numbers of the rotated key that all heads share."""
+    norm: LatentNorm
+
+    @property
+    def nope(self) -> int:
+        """`qk_nope_head_dim`: unrotated dimensions of a query or key head."""
+        return self.head_dim + _APART * (self.rope == self.head_dim)
+
+    @property
+    def query(self) -> int:
+        """Dimensions of a query head."""
+        return self.nope + self.rope
+
+    @property
+    def free(self) -> int:
+        """Numbers of the latent that carry something: all, but for the constant channel of `--latent-norm bias`."""
+        return self.latent - (self.norm == "bias")
+
+    @property
+    def cached(self) -> int:
+        """Numbers in the KV cache for each token and layer."""
+        return self.latent + self.rope
+
+    @property
+    def source_cached(self) -> int:
+        """The same of the source."""
+        return 2 * self.n_kv_heads * self.head_dim
+
+
+def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNorm) -> LatentSizes:
+    """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
+    keys = geometry.n_kv_heads * geometry.head_dim
+    if rope % 2:
+        raise CheckpointError(f"--rope {rope} is odd, but dimensions are rotated in pairs; give an even number.")
+    if rope > keys:
+        raise CheckpointError(
+            f"--rope {rope} is more than the {keys} numbers of all keys ({geometry.n_kv_heads} K/V heads of "
+            f"{geometry.head_dim}); give at most {keys}."
+        )
+    least = 2 if norm == "bias" else 1
+    if latent < least:
+        raise CheckpointError(f"--latent {latent} leaves nothing for values with --latent-norm {norm}; give more.")
+    most = min(2 * keys, geometry.hidden_size) + (norm == "bias")
+    if latent > most:
+        raise CheckpointError(
+            f"--latent {latent} is more than keys and values of {geometry.n_kv_heads} K/V heads of "
+            f"{geometry.head_dim} and a hidden size of {geometry.hidden_size} can use; give at most {most}."
+        )
+    return LatentSizes(
+        geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size, latent, rope, norm
+    )

@@ -1,0 +1,128 @@
+"""Write latent attention as the tensors of transformers' DeepseekV3Attention, whose norm of the latent is undone.
+
+All stock classes divide the latent by its root mean square. Two ways make that a division by a constant, which the
+norm's weight γ takes back:
+
+- `eps`: the latent's rows are scaled by s = 2^-30. Its mean square, m s², is then far below the norm's epsilon, and the
+  norm divides by √epsilon. γ = √epsilon / s. The relative error is m s² / (2 epsilon): 5e-13 for m = 1. It needs a
+  dtype with the range of float32, and an engine that uses this epsilon.
+- `bias`: the bias of the latent's last channel makes it β = 4096. The norm divides by √(β² / L + epsilon) but for a
+  relative error of m L / (2 β²). γ takes that back. It needs an engine that reads the bias, and costs one channel.
+
+Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, L numbers of the latent, D dimensions of
+a value head, X inputs (the hidden size), M outputs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from convert.latent.attention import LatentAttention
+from convert.latent.sizes import LatentSizes
+from convert.merging.rounding import round_once
+from convert.merging.weights import Real
+
+EPSILON = 1e-6
+"""Of the latent's norm in transformers, whatever the config says; other engines take `rms_norm_eps`, which is made
+equal."""
+SHRINK = 2.0**-30
+CONSTANT = 4096.0
+"""β, exact in float16."""
+
+Q, KV_A, NORM, KV_B, O = "q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"  # noqa: E741
+
+
+@dataclass(frozen=True)
+class StockNames:
+    """The names of the tensors of one attention module."""
+
+    place: str
+    """The beginning of the names, such as `model.layers.0.self_attn.`."""
+    has_bias: bool
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return tuple(f"{self.place}{part}.weight" for part in (Q, KV_A, NORM, KV_B, O))
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        return tuple(f"{self.place}{part}.bias" for part in (KV_A, O)) if self.has_bias else ()
+
+    def shapes(self, sizes: LatentSizes) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor, by name."""
+        heads, hidden = sizes.n_heads, sizes.hidden_size
+        shapes: tuple[tuple[int, ...], ...] = (
+            (heads * sizes.query, hidden),
+            (sizes.cached, hidden),
+            (sizes.latent,),
+            (heads * (sizes.nope + sizes.head_dim), sizes.latent),
+            (hidden, heads * sizes.head_dim),
+            (sizes.cached,),
+            (hidden,),
+        )
+        return dict(zip((*self.weights, *self.biases), shapes, strict=False))
+
+
+def fold(
+    attention: LatentAttention, sizes: LatentSizes, names: StockNames, scale: float, dtype: np.dtype[Any]
+) -> dict[str, Real]:  # fmt: skip
+    """Return the tensors of the stock class in float64, to be rounded to `dtype`.
+
+    `scale`: what the output is multiplied by. γ is rounded here, and the projection after it divided by the error.
+    """
+    query_HQX = np.concatenate([attention.q_HNX, interleaved(attention.q_HRX)], axis=1)
+    query_HQX = query_HQX * math.sqrt(sizes.query / sizes.head_dim)  # the class divides logits by the root of its size
+    gain, rows = _gain(sizes), attention.latent_LX * (SHRINK if sizes.norm == "eps" else 1.0)
+    rounded = float(round_once(np.array([gain]), dtype).astype(np.float64)[0])
+    up_HUL = np.concatenate([attention.k_HNL, attention.v_HDL], axis=1) * (gain / rounded)
+    key_RX = interleaved(attention.key_RX[None])[0]
+    if sizes.norm == "bias":
+        rows, up_HUL = np.pad(rows, ((0, 1), (0, 0))), np.pad(up_HUL, ((0, 0), (0, 0), (0, 1)))
+    tensors = (
+        query_HQX.reshape(-1, sizes.hidden_size),
+        np.concatenate([rows, key_RX]),
+        np.full(sizes.latent, rounded),
+        up_HUL.reshape(-1, sizes.latent),
+        attention.o_HMD.transpose(1, 0, 2).reshape(sizes.hidden_size, -1) * scale,
+        np.concatenate([np.zeros(sizes.free), np.full(sizes.latent - sizes.free, CONSTANT), np.zeros(sizes.rope)]),
+        np.zeros(sizes.hidden_size),
+    )
+    return dict(zip((*names.weights, *names.biases), tensors, strict=False))
+
+
+def unfold(tensors: dict[str, Real], sizes: LatentSizes, names: StockNames, scale: float) -> LatentAttention:
+    """Return the latent attention that `fold` wrote, without its norm."""
+    query, rows, gamma, up, output = (tensors[name] for name in names.weights)
+    query_HQX = query.reshape(sizes.n_heads, sizes.query, -1) / math.sqrt(sizes.query / sizes.head_dim)
+    up_HUL = up.reshape(sizes.n_heads, -1, sizes.latent)[:, :, : sizes.free] * (gamma[: sizes.free] / _gain(sizes))
+    latent_LX = rows[: sizes.free] / (SHRINK if sizes.norm == "eps" else 1.0)
+    return LatentAttention(
+        q_HNX=query_HQX[:, : sizes.nope],
+        q_HRX=half_split(query_HQX[:, sizes.nope :]),
+        latent_LX=latent_LX,
+        key_RX=half_split(rows[None, sizes.latent :])[0],
+        k_HNL=up_HUL[:, : sizes.nope],
+        v_HDL=up_HUL[:, sizes.nope :],
+        o_HMD=output.reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2) / scale,
+    )
+
+
+def _gain(sizes: LatentSizes) -> float:
+    """Return what the norm divides a written latent by, per unit of the latent itself."""
+    if sizes.norm == "eps":
+        return math.sqrt(EPSILON) / SHRINK
+    return math.sqrt(CONSTANT**2 / sizes.latent + EPSILON)
+
+
+def interleaved(rows_HRX: Real) -> Real:
+    """Return rows of the half-split order so that dimensions 2i and 2i + 1 are rotated together."""
+    n_heads, n_rows, _ = rows_HRX.shape
+    return rows_HRX.reshape(n_heads, 2, n_rows // 2, -1).swapaxes(1, 2).reshape(n_heads, n_rows, -1)
+
+
+def half_split(rows_HRX: Real) -> Real:
+    """Return the inverse of `interleaved`."""
+    n_heads, n_rows, _ = rows_HRX.shape
+    return rows_HRX.reshape(n_heads, n_rows // 2, 2, -1).swapaxes(1, 2).reshape(n_heads, n_rows, -1)

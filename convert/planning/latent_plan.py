@@ -1,0 +1,216 @@
+"""Plan a conversion to latent attention completely, before anything is written."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from convert.latent.layer import LatentLayer
+from convert.latent.rotation import rope_parameters
+from convert.latent.sizes import ENGINE_SIZES, LatentSizes, choose_sizes
+from convert.latent.stock_tensors import EPSILON
+from convert.planning.latent_recipe import LatentRecipe, is_exact
+from convert.planning.plan import Plan, plan_shards
+from convert.planning.tensors import OutputTensor, Rows, Scaled
+from model.checkpoint import Checkpoint, Shard, Tensor
+from model.checkpoint.tied import EMBEDDING, HEAD
+from model.common.errors import CheckpointError
+from model.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class LatentPlan(Plan):
+    """One conversion to latent attention. `n_kv_heads` is the number of query heads: each has keys of its own."""
+
+    sizes: LatentSizes
+    config: dict[str, Any]
+    """The output's `config.json`."""
+
+    @property
+    def latent_recipe(self) -> LatentRecipe:
+        assert isinstance(self.recipe, LatentRecipe)
+        return self.recipe
+
+    @property
+    def latent_layers(self) -> list[LatentLayer]:
+        """The layers, in order."""
+        return [work for work in self.works if isinstance(work, LatentLayer)]
+
+    @property
+    def cache_bytes(self) -> tuple[int, int]:
+        """Bytes of one token in the KV cache of all layers at 16 bits a number, before and after."""
+        n_layers = self.geometry.n_layers
+        return 2 * n_layers * self.sizes.source_cached, 2 * n_layers * self.sizes.cached
+
+    def summary(self, requested_workers: int) -> dict[str, Any]:
+        """Return the plan's numbers, for `--dry-run` and `--json`."""
+        summary = super().summary(requested_workers)
+        before, after = self.cache_bytes
+        summary["kv_cache_bytes_per_token"] = {"before": before, "after": after}
+        del summary["groups"]
+        return summary
+
+
+def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_size: int | None) -> LatentPlan:
+    """Plan a conversion of `checkpoint` to latent attention. Raises CheckpointError if that is impossible."""
+    from convert.calibration.latent_source import read_source, token_settings  # imported here, because it needs torch
+
+    source = read_source(checkpoint)
+    geometry = source.geometry
+    sizes = choose_sizes(geometry, recipe.latent, recipe.rope, recipe.norm)
+    _check_dtype(checkpoint, recipe)
+    scale = math.sqrt(EPSILON / source.rms_norm_eps)
+    layers = [
+        LatentLayer(
+            recipe, sizes, source.rope, f"{prefix}self_attn.", f"{prefix}input_layernorm.weight", scale
+        )
+        for prefix in (f"model.layers.{index}." for index in range(geometry.n_layers))
+    ]  # fmt: skip
+    computed = _computed(checkpoint, layers, scale)
+    shards = _shards(checkpoint, layers, computed)
+    names = [name for shard in shards for name in shard.tensors]
+    tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
+    positions = recipe.positions
+    rope = None if positions is None else rope_parameters(source.rope, positions)
+    return LatentPlan(
+        geometry=geometry,
+        n_kv_heads=geometry.n_heads,
+        recipe=recipe,
+        max_shard_size=max_shard_size,
+        tensors=tensors,
+        shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
+        regrouped=computed,
+        code=None,
+        notes=(*checkpoint.notes, *_notes(sizes, recipe, rope)),
+        largest_group=max(2 * layer.nbytes for layer in layers),
+        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
+        reader_bytes=checkpoint.reader_bytes,
+        sizes=sizes,
+        config=_config(geometry, source.config.vocab_size, source.config.intermediate_size, source.rope.context, sizes)
+        | {"rope_parameters": rope, **({} if rope is None else _old_spelling(rope))}
+        | token_settings(checkpoint.config),
+    )
+
+
+def _check_dtype(checkpoint: Checkpoint, recipe: LatentRecipe) -> None:
+    """Raise CheckpointError if a layer's dtype cannot hold the latent's rows."""
+    halves = [name for name, tensor in checkpoint.tensors.items() if tensor.dtype == "F16" and ".self_attn." in name]
+    if halves and recipe.norm == "eps":
+        raise CheckpointError(
+            f"the tensor {halves[0]} is float16, which cannot hold the small numbers of --latent-norm eps; give "
+            "--latent-norm bias, or save the source in bfloat16 or float32."
+        )
+
+
+def _computed(checkpoint: Checkpoint, layers: list[LatentLayer], scale: float) -> dict[str, OutputTensor]:
+    """Return the tensors of the output that differ from the source's, by name."""
+    computed: dict[str, OutputTensor] = {}
+    for layer in layers:
+        dtype = checkpoint.tensors[layer.source[0]].dtype
+        for name, shape in layer.names.shapes(layer.sizes).items():
+            computed[name] = OutputTensor(Tensor(name, dtype, shape), (), (), layer)
+    if HEAD not in checkpoint.tensors:
+        embedding = checkpoint.tensors[EMBEDDING]
+        copy = Rows(0, EMBEDDING, 0, embedding.shape[0])
+        computed[HEAD] = OutputTensor(replace(embedding, name=HEAD), (copy,), ())
+    if scale != 1:
+        written = [f"{layer.place.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
+        for name in (EMBEDDING, *written):
+            computed[name] = OutputTensor(checkpoint.tensors[name], (), (), scaled=Scaled(name, scale))
+    return computed
+
+
+def _shards(
+    checkpoint: Checkpoint, layers: list[LatentLayer], computed: dict[str, OutputTensor]
+) -> tuple[Shard, ...]:  # fmt: skip
+    """Return the source's shards with the output's tensors: each takes the place of the one that it replaces."""
+    replaced: dict[str, tuple[str, ...]] = {}
+    for layer in layers:
+        query, key, value, output = layer.source
+        q, kv_a, norm, kv_b, o, *biases = layer.tensors
+        kv_a_bias, o_bias = (biases[:1], biases[1:])
+        replaced |= {query: (q,), key: (kv_a, *kv_a_bias, norm), value: (kv_b,), output: (o, *o_bias)}
+    if HEAD in computed:
+        replaced[EMBEDDING] = (EMBEDDING, HEAD)
+
+    def names(shard: Shard) -> Iterator[str]:
+        for name in shard.tensors:
+            if not name.endswith("rotary_emb.inv_freq"):
+                yield from replaced.get(name, (name,))
+
+    shards = (replace(shard, tensors=tuple(names(shard))) for shard in checkpoint.shards)
+    return tuple(shard for shard in shards if shard.tensors)
+
+
+def _config(
+    geometry: Geometry, vocab_size: int, intermediate_size: int, context: int, sizes: LatentSizes
+) -> dict[str, Any]:
+    """Return `config.json` of transformers' DeepSeek-V3 with dense layers only, but for its rotary embedding."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": vocab_size,
+        "hidden_size": geometry.hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": geometry.n_layers,
+        "num_attention_heads": geometry.n_heads,
+        "num_key_value_heads": geometry.n_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        "rms_norm_eps": EPSILON,
+        "tie_word_embeddings": False,
+        "attention_bias": sizes.norm == "bias",
+        "attention_dropout": 0.0,
+        "kv_lora_rank": sizes.latent,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": sizes.rope,
+        "qk_nope_head_dim": sizes.nope,
+        "v_head_dim": sizes.head_dim,
+        "rope_interleave": True,
+        # All layers are dense. Engines read the numbers of experts nevertheless.
+        "first_k_dense_replace": geometry.n_layers,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "moe_intermediate_size": intermediate_size,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _old_spelling(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding as transformers 4 and other engines spell it."""
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else scaling}
+
+
+def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None) -> Iterator[str]:
+    if sizes.cached >= sizes.source_cached:
+        yield (
+            f"the latent and the rotated key are {sizes.cached} numbers for each token and layer, and the source "
+            f"caches {sizes.source_cached}: nothing is saved."
+        )
+    if sizes.cached not in ENGINE_SIZES:
+        known = " and ".join(f"{n} ({sizes})" for n, sizes in ENGINE_SIZES.items())
+        yield (
+            f"vLLM has kernels of latent attention for {known} cached numbers, and not for {sizes.cached}: with "
+            "VLLM_MLA_DISABLE=1 it computes this model, but caches full keys and values."
+        )
+    if rope is not None and rope["rope_type"] != "default":
+        yield (
+            "the rotated key has frequencies of its own (rope_type longrope): transformers computes them, and vLLM "
+            "with --model-impl transformers; vLLM's own code of DeepSeek-V3, SGLang and llama.cpp do not."
+        )
+    if sizes.norm == "bias":
+        yield (
+            "--latent-norm bias puts the constant of the latent's norm into a bias: transformers reads it, and vLLM "
+            "with --model-impl transformers; vLLM's own code of DeepSeek-V3, SGLang and llama.cpp ignore it."
+        )
+    if recipe.text is None and not is_exact(sizes, recipe.frequencies):
+        yield "the heads are converted by the weights alone, without any text, which costs much quality."

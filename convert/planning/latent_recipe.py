@@ -1,0 +1,84 @@
+"""Describe one way to convert heads to latent attention, and resolve the options of the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convert.latent import FREQUENCIES, LATENT_NORMS, Frequencies, LatentNorm
+from convert.latent.rotation import SourceRope, evenly, stock_positions
+from convert.latent.sizes import LatentSizes
+from convert.planning.recipe import Recipe
+from model.common.checks import is_finite
+from model.common.errors import CheckpointError, InputError
+from model.common.typed_json import check_types
+
+LATENT = "latent"
+"""Recorded as the method of a conversion to latent attention."""
+
+
+@dataclass(frozen=True)
+class LatentRecipe(Recipe):
+    """One way to convert to latent attention. The sizes are those of `LatentSizes`."""
+
+    latent: int = 0
+    rope: int = 0
+    norm: LatentNorm = "eps"
+    frequencies: Frequencies = "stock"
+    positions: tuple[float, ...] | None = None
+    """The channels of the rotated key (`convert.latent.rotation`); None until the calibration has chosen them."""
+
+    @property
+    def by_layer(self) -> bool:
+        return True
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return {
+            **super().record,
+            "latent": {
+                "latent": self.latent, "rope": self.rope, "norm": self.norm, "frequencies": self.frequencies,
+                "positions": None if self.positions is None else list(self.positions),
+            },
+        }  # fmt: skip
+
+    def check(self) -> None:
+        """Accept every combination: the options are checked when they are resolved."""
+
+
+def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
+    """Return whether latent attention of these sizes computes what the source does, whatever its weights are."""
+    keys = sizes.n_kv_heads * sizes.head_dim
+    return sizes.rope == keys and sizes.free >= keys and (sizes.n_kv_heads == 1 or frequencies == "longrope")
+
+
+def default_positions(rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
+    """Return channels spread over all planes, without a look at the model."""
+    if frequencies == "longrope":
+        return evenly(rope.n_planes, sizes.rope // 2)
+    return stock_positions(rope.n_planes / (sizes.rope // 2), sizes.rope // 2)
+
+
+def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> LatentRecipe:
+    """Return the recipe in a `groupwise.json`, whose other entries are in `recipe`.
+
+    Raises CheckpointError if it is damaged.
+    """
+    latent = record.get("latent")
+    try:
+        if not isinstance(latent, dict):
+            raise InputError("latent is missing")
+        check_types(latent, {"latent": int, "rope": int, "norm": str, "frequencies": str})
+        positions = latent.get("positions")
+        n_channels = latent["rope"] // 2
+        if not isinstance(positions, list) or not n_channels == len(positions) >= 1:
+            raise InputError("latent.positions does not fit latent.rope")
+        if not all(is_finite(position) and 0 <= position < 1 << 16 for position in positions):
+            raise InputError("latent.positions holds another value than a number of at least 0")
+        if latent["norm"] not in LATENT_NORMS or latent["frequencies"] not in FREQUENCIES:
+            raise InputError("latent.norm or latent.frequencies has an unknown value")
+    except InputError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    return LatentRecipe(
+        recipe.method, recipe.seed, recipe.refit, recipe.refine, recipe.text, recipe.device, latent["latent"],
+        latent["rope"], latent["norm"], latent["frequencies"], tuple(map(float, positions)),
+    )  # fmt: skip

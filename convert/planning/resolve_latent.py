@@ -1,0 +1,85 @@
+"""Resolve the options of a conversion to latent attention into a recipe."""
+
+from dataclasses import dataclass, replace
+
+from convert.calibration.text import DEFAULT_TOKENS
+from convert.latent import Frequencies, LatentNorm
+from convert.latent.rotation import SourceRope
+from convert.latent.sizes import LatentSizes, choose_sizes
+from convert.planning.latent_recipe import LATENT, LatentRecipe, default_positions, is_exact
+from convert.planning.options import MergeOptions
+from convert.planning.recipe import NONE
+from convert.planning.resolve_options import read_text
+from model.checkpoint import Checkpoint
+from model.common.command_options import AUTO_DEVICE
+from model.common.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class LatentOptions:
+    """The options of `convert mha-to-mla`. None: not set by the user."""
+
+    latent: int
+    rope: int
+    latent_norm: LatentNorm
+    frequencies: Frequencies | None
+    refine: int | None
+    calibration: str | None
+    calibration_tokens: int | None
+    device: str = AUTO_DEVICE
+    seed: int = 0
+
+    @property
+    def of_text(self) -> MergeOptions:
+        """The options that name the calibration text."""
+        return MergeOptions(
+            seed=self.seed, calibration=self.calibration, calibration_tokens=self.calibration_tokens, device=self.device
+        )
+
+
+def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentRecipe:
+    """Return the recipe of a conversion to latent attention. Raises CheckpointError if the model or a size prevents it.
+
+    Without a calibration text, also where none is needed, the channels of the rotated key are chosen here.
+    """
+    from convert.calibration.latent_source import read_source  # imported here, because it needs torch
+
+    source = read_source(checkpoint)
+    sizes = choose_sizes(source.geometry, options.latent, options.rope, options.latent_norm)
+    frequencies = _frequencies(source.rope, options.frequencies)
+    recipe = LatentRecipe(
+        LATENT, latent=sizes.latent, rope=sizes.rope, norm=sizes.norm, frequencies=frequencies
+    )  # fmt: skip
+    if options.calibration == NONE or is_exact(sizes, frequencies):
+        _refuse_unused(options, sizes, frequencies)
+        return replace(recipe, positions=default_positions(source.rope, sizes, frequencies))
+    if options.calibration is None:
+        raise CheckpointError(
+            f"latent attention of {sizes.latent} + {sizes.rope} loses something, and calibrating it on a text is not "
+            "implemented yet; give --calibration none to convert by the weights alone."
+        )
+    refine = options.calibration_tokens or DEFAULT_TOKENS if options.refine is None else options.refine
+    text, device = read_text(checkpoint, options.of_text)
+    return replace(recipe, refit=True, refine=refine, text=text, device=device, seed=options.seed)
+
+
+def _frequencies(rope: SourceRope, requested: Frequencies | None) -> Frequencies:
+    """Return which frequencies the rotated key has. Those of a scaled rotation are not the powers of any base."""
+    if requested == "stock" and not rope.is_plain:
+        raise CheckpointError(
+            "--frequencies stock cannot express the source's scaled rotary embedding; give --frequencies longrope."
+        )
+    return requested or ("stock" if rope.is_plain else "longrope")
+
+
+def _refuse_unused(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:
+    """Raise CheckpointError for an option of the calibration where there is none."""
+    given = options.of_text.of_calibration or ("--refine" if options.refine else None)
+    if given is None:
+        return
+    if options.calibration == NONE:
+        raise CheckpointError(f"{given} needs a calibration text, but --calibration none was given.")
+    raise CheckpointError(
+        f"{given} has no use: latent attention of {sizes.latent} + {sizes.rope} with {frequencies} frequencies "
+        "computes what the source does, without calibration; leave it out."
+    )

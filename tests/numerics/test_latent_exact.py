@@ -1,0 +1,209 @@
+"""Latent attention computes what the source does, in transformers' stock class, where its sizes permit."""
+
+import json
+
+import llama_pairs
+import numpy as np
+import pytest
+import tiny
+import torch
+from latent import config, divergence, edit_tensors, logits, make_source, make_unfolded
+
+from convert.latent.attention import attend
+from convert.latent.closed_form import moments_from_norm, solve
+from convert.latent.rotation import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
+from convert.latent.sizes import LatentSizes
+from convert.latent.stock_tensors import StockNames, fold, unfold
+from convert.merging.weights import LayerAttention
+
+LARGEST_DIFFERENCE, LARGEST_DIVERGENCE = 1e-4, 1e-10
+BY_WEIGHTS = ("--calibration", "none")
+GQA = ("--latent", 16, "--rope", 16, "--frequencies", "longrope")
+OWN_SIZE = {
+    "MQA": ({"num_key_value_heads": 1}, ("--latent", 8, "--rope", 8)),
+    "MQA, bias": ({"num_key_value_heads": 1}, ("--latent", 9, "--rope", 8, "--latent-norm", "bias")),
+    "MQA, epsilon of Llama 2": ({"num_key_value_heads": 1, "rms_norm_eps": 1e-5}, ("--latent", 8, "--rope", 8)),
+    "GQA-2": ({"num_key_value_heads": 2}, GQA),
+    "GQA-2, tied": ({"num_key_value_heads": 2, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}, GQA),
+    "GQA-2, bias": (
+        {"num_key_value_heads": 2},
+        ("--latent", 17, "--rope", 16, "--frequencies", "longrope", "--latent-norm", "bias"),
+    ),
+    "GQA-2, wider": ({"num_key_value_heads": 2}, ("--latent", 20, "--rope", 16, "--frequencies", "longrope")),
+    "mistral": ({"family": "mistral", "num_key_value_heads": 1, "rms_norm_eps": 1e-5}, ("--latent", 8, "--rope", 8)),
+    **{
+        f"MQA, {kind}": ({"num_key_value_heads": 1, "rope_parameters": rope}, ("--latent", 8, "--rope", 8))
+        for kind, rope in llama_pairs.ROPES.items()
+        if kind in ("theta", "linear", "yarn", "yarn-tuned", "llama3")
+    },
+    "GQA-2, llama3": ({"num_key_value_heads": 2, "rope_parameters": llama_pairs.ROPES["llama3"]}, GQA[:4]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OWN_SIZE)
+def test_latent_attention_of_the_sources_own_size(convert, tmp_path, case):
+    changes, options = OWN_SIZE[case]
+    source = make_source(tmp_path / "source", **changes)
+    assert convert("mha-to-mla", source, tmp_path / "out", *options).code == 0
+    _check_equal(source, tmp_path / "out")
+    assert convert("verify", source, tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("norm", ["eps", "bias"])
+def test_unfolded_latent_attention_is_found_again(convert, tmp_path, norm):
+    rank = 6
+    source = make_unfolded(tmp_path / "source", rank)
+    size = ("--latent", rank + (norm == "bias"), "--rope", 8, "--latent-norm", norm)
+    assert convert("mha-to-mla", source, tmp_path / "out", *size, *BY_WEIGHTS).code == 0
+    _check_equal(source, tmp_path / "out")
+    smaller = ("--latent", 5, "--rope", 8, *BY_WEIGHTS)
+    assert convert("mha-to-mla", source, tmp_path / "less", *smaller).code == 0
+    assert divergence(logits(source), logits(tmp_path / "less")) > 1e-5
+
+
+def _check_equal(source, out):
+    before, after = logits(source), logits(out)
+    assert float(before.std()) > 0.3
+    assert float((before - after).abs().max()) <= LARGEST_DIFFERENCE
+    assert divergence(before, after) <= LARGEST_DIVERGENCE
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
+@pytest.mark.parametrize("norm", ["eps", "bias"])
+def test_bfloat16_is_as_near_to_the_parent_as_the_parent_in_bfloat16(convert, tmp_path, norm, epsilon):
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_key_value_heads": 1}
+    source = make_source(tmp_path / "source", dtype="bfloat16", rms_norm_eps=epsilon, **sizes)
+    size = ("--latent", 32 + (norm == "bias"), "--rope", 32, "--latent-norm", norm)
+    assert convert("mha-to-mla", source, tmp_path / "out", *size).code == 0
+    exact = logits(source)
+    own = divergence(exact, logits(source, torch.bfloat16))
+    assert 0 < divergence(exact, logits(tmp_path / "out", torch.bfloat16)) <= 2 * own
+
+
+def test_float16_with_a_bias(convert, tmp_path):
+    source = make_source(tmp_path / "source", dtype="float16", num_key_value_heads=1)
+    size = ("--latent", 9, "--rope", 8, "--latent-norm", "bias")
+    assert convert("mha-to-mla", source, tmp_path / "out", *size).code == 0
+    exact = logits(source)
+    own = divergence(exact, logits(source, torch.float16))
+    assert divergence(exact, logits(tmp_path / "out", torch.float16)) <= 4 * own + 1e-6
+
+
+@pytest.fixture
+def converted(convert, tmp_path):
+    """Return a source and its conversion."""
+    source = make_source(tmp_path / "source", num_key_value_heads=1, rms_norm_eps=1e-5)
+    assert convert("mha-to-mla", source, tmp_path / "out", "--latent", 8, "--rope", 8).code == 0
+    return source, tmp_path / "out"
+
+
+def test_a_latent_norm_without_its_weight_is_wrong(converted):
+    source, out = converted
+    edit_tensors(out, lambda name, t: torch.ones_like(t) if "kv_a_layernorm" in name else t)
+    assert divergence(logits(source), logits(out)) > 1e-3
+
+
+def test_another_epsilon_in_the_latent_norm_is_wrong(converted, monkeypatch):
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+    source, out = converted
+    expected = logits(source)
+    assert divergence(expected, logits(out)) <= LARGEST_DIVERGENCE
+    monkeypatch.setattr(DeepseekV3RMSNorm.__init__, "__defaults__", (1e-5,))
+    assert divergence(expected, logits(out)) > 1e-3
+
+
+def test_another_epsilon_of_the_model_is_wrong(converted):
+    """The config's epsilon is 1e-6, which engines that read it for the latent's norm need."""
+    source, out = converted
+    assert config(out)["rms_norm_eps"] == 1e-6
+    tiny.edit_config(out, rms_norm_eps=1e-5)
+    assert divergence(logits(source), logits(out)) > 1e-8
+
+
+def test_stock_frequencies_do_not_hold_two_key_heads(convert, tmp_path):
+    source = make_source(tmp_path / "source", num_key_value_heads=2)
+    options = ("--frequencies", "stock", "--calibration", "none")
+    assert convert("mha-to-mla", source, tmp_path / "out", *GQA[:4], *options).code == 0
+    assert divergence(logits(source), logits(tmp_path / "out")) > 1e-6
+    assert config(tmp_path / "out")["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_the_cache_of_transformers_holds_the_latent_and_the_rotated_key(convert, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    source = make_source(tmp_path / "source")
+    options = ("--latent", 12, "--rope", 4, *BY_WEIGHTS, "--json")
+    report = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    cache = model(torch.arange(10)[None], use_cache=True).past_key_values
+    nbytes = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
+    assert nbytes == 10 * tiny.N_LAYERS * (12 + 4) * 4  # float32
+    assert report["kv_cache_bytes_per_token"] == {"before": tiny.N_LAYERS * 2 * 64 * 2, "after": nbytes // 10 // 2}
+
+
+ROPE = SourceRope(tuple(10000.0 ** (-p / 4) for p in range(4)), 1.0, 10000.0, True, 64)
+
+
+def _random_attention(n_kv_heads):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((n, 8, 32)) for n in (4, n_kv_heads, n_kv_heads))
+    return LayerAttention(q, k, v, rng.standard_normal((4, 32, 8)), 4)
+
+
+def test_what_is_written_is_the_reference_of_float64(tmp_path):
+    """The float64 reference of the latent attention equals the stock class with the folded tensors."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+    sizes = LatentSizes(4, 4, 8, 32, latent=10, rope=4, norm="eps")
+    positions = stock_positions(1.5, 2)
+    latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), sizes, ROPE, positions)
+    names = StockNames("self_attn.", False)
+    tensors = fold(latent, sizes, names, 1.0, np.dtype(np.float32))
+    rope = rope_parameters(ROPE, positions)
+    model_config = DeepseekV3Config(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=10, q_lora_rank=None,
+        qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, rope_parameters=rope, attn_implementation="eager",
+    )  # fmt: skip
+    module = DeepseekV3Attention(model_config, 0).double()
+    state = {name.removeprefix("self_attn."): torch.from_numpy(values) for name, values in tensors.items()}
+    module.load_state_dict(state)
+    x = np.random.default_rng(1).standard_normal((12, 32))
+    inputs = torch.from_numpy(x)[None]
+    embedding = DeepseekV3RotaryEmbedding(model_config)
+    mask = torch.full((12, 12), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    with torch.inference_mode():
+        actual = module(inputs, embedding(inputs, torch.arange(12)[None]), mask)[0][0].numpy()
+    expected = attend(latent, x, frequencies_at(ROPE, positions))
+    assert np.abs(actual - expected).max() <= 1e-5 * np.abs(expected).max()
+    again = unfold(tensors, sizes, names, 1.0)
+    for name, values in vars(latent).items():
+        assert np.allclose(getattr(again, name), values, rtol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ((0.0, 1.0, 2.0, 3.0), [((p,), (p,)) for p in range(4)]),
+        ((0.0, 2.0), [((0, 1), (0,)), ((2, 3), (1,))]),
+        ((0.0, 1.0), [((0,), (0,)), ((1,), (1,))]),
+        ((0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5), [((p,), (2 * p, 2 * p + 1)) for p in range(4)]),
+        ((0.0, 0.0, 2.0), [((0,), (0, 1)), ((2,), (2,))]),
+    ],
+)
+def test_which_planes_share_which_channels(positions, expected):
+    assert [(fold.planes, fold.channels) for fold in folds(positions, 4)] == expected
+
+
+@pytest.mark.parametrize("positions", [(0.0, 1.5, 3.0), (0.0, 0.0, 1.0, 2.5), (1.0,)])
+def test_the_config_gives_the_frequencies(positions):
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    rope = rope_parameters(ROPE, positions)
+    embedding = DeepseekV3RotaryEmbedding(DeepseekV3Config(qk_rope_head_dim=2 * len(positions), rope_parameters=rope))
+    expected = frequencies_at(ROPE, positions)
+    assert np.allclose(embedding.inv_freq.numpy(), expected, rtol=1e-6)
+    assert np.allclose(expected, [10000.0 ** (-p / 4) for p in positions])
+    assert (rope["rope_type"] == "default") == (positions == (0.0, 1.5, 3.0))
