@@ -1,8 +1,9 @@
 """Draw the figures of the study from the recorded results.
 
 headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
-uptraining, of the better-trained parents. weak.png: the same of the weak ones. speed.png: loss against the time to
-decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss against the peak of the learning rate.
+uptraining, of the better-trained parents. weak.png: the same of the weak ones. compute.png: loss against compute, of
+the weak ones. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
+against the peak of the learning rate.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ from scripts.study.results import (
     Seeds,
     at,
     at_best_setting,
+    forward_passes,
     gaps,
     read,
     shares,
@@ -33,7 +35,7 @@ from scripts.study.results import (
     united,
 )
 
-HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
+HEADLINE, WEAK_ONES, SPEED, RATES, COMPUTE = "headline.png", "weak.png", "speed.png", "rates.png", "compute.png"
 SOURCES = {
     HEADLINE: (
         "merges.jsonl",
@@ -45,6 +47,7 @@ SOURCES = {
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
     RATES: ("rates.jsonl",),
+    COMPUTE: (*(f"{plan}.jsonl" for plan in WEAK), "refine.jsonl", "parts.jsonl"),
 }
 """What each figure is drawn from."""
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
@@ -67,6 +70,7 @@ CURVES = (
     ("fit-refit", "distill", "fit --refit, distilled", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
+DEFAULT_BY_TOKENS = ("closed form", "refined 65536", "refined 262144")
 TOP = 0.55
 BEYOND = "nats per token beyond the parent"
 SCRATCH = "trained with so few heads from the start"
@@ -77,7 +81,7 @@ NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fon
 
 def draw(results: Path) -> None:
     """Write the figures beside the results."""
-    drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates}
+    drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute}
     with matplotlib.rc_context(PLOT_STYLE):
         for name, figure_of in drawn.items():
             figure_of(results).savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})
@@ -152,6 +156,43 @@ def rates(results: Path) -> Figure:
         axes.set_ylabel(BEYOND)
         axes.set_xscale("log")
         axes.legend()
+    return figure
+
+
+def compute(results: Path) -> Figure:
+    """Draw what each way from the parent to fewer heads comes to, against its compute, on the weak parents."""
+    figure = Figure(figsize=(8.2, 3.8), layout="constrained")
+    former, refined = united(results, WEAK), read(results / "refine.jsonl")
+    parts = [line for line in read(results / "parts.jsonl") if line["arm"] == "default"]
+    ways: list[tuple[str, list[Result], str, str]] = [
+        (label, [line for line in former if (line["arm"], line["loss"]) == (arm, loss)], colour, f"{marker}-")
+        for arm, loss, label, colour, marker in CURVES[:2]
+    ]
+    default = [line for line in refined if line["arm"] in DEFAULT_BY_TOKENS and not line["alpha"]]
+    ways.append(("the default, refined on 0, 65,536 and 262,144 tokens", default, BLUE, "o-"))
+    for part, colour, form in (("all", GREEN, "^-"), ("attention", INK, "v:")):
+        ways.append((f"the default, distilled: {part}", [x for x in parts if x["trainable"] == part], colour, form))
+    for axes, groups in zip(figure.subplots(1, 2, sharey=True), (2, 1), strict=True):
+        recipe = at(former, "mean", (0.05, "next-token"), groups)
+        papers = forward_passes(recipe[0])
+        for label, lines, colour, form in ways:
+            own = [line for line in lines if line["groups"] == groups]
+            costs = sorted({forward_passes(line) for line in own})
+            points = {
+                cost / papers: gaps(at_best_setting([line for line in own if forward_passes(line) == cost]))
+                for cost in costs
+            }
+            if points:
+                draw_points(axes, points, label, colour, form)
+        axes.set_title(f"8 → {groups}")
+        axes.set_xlabel("compute, as a share of the paper's recipe")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
+        axes.xaxis.set_minor_locator(NullLocator())
+    figure.axes[0].set_ylabel(BEYOND)
+    figure.axes[0].set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5], ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5"])
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 

@@ -5,6 +5,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from convert.calibration.text import DEFAULT_TOKENS
+
 Result = dict[str, Any]
 Seeds = dict[int, float]
 """Seed → figure."""
@@ -42,6 +44,31 @@ def united(results: Path, plans: tuple[str, ...]) -> list[Result]:
     arms = {line["arm"] for line in read(results / f"{plans[0]}.jsonl")}
     lines = [line for plan in plans for line in read(results / f"{plan}.jsonl")]
     return [line for line in lines if line["arm"] in arms or line["from_nothing"]]
+
+
+FORWARDS = {None: 0, "next-token": 3, "distill": 4, "calibration": 2, "refining": 3}
+"""Cost of a token in forward passes: 1 for the student, 2 for its gradients, 1 for the teacher; in calibration 1 for
+the parent and 1 for the merged model; in refining those of training, though only attention is trained. (Solving is not
+counted.)"""
+
+
+def calibration_tokens(line: Result) -> int:
+    """Return the number of tokens that a merge was calibrated on."""
+    default = 0 if "--method" in line["convert"] else DEFAULT_TOKENS
+    return _option(line, "--calibration-tokens", default)
+
+
+def forward_passes(line: Result) -> int:
+    """Return the compute of a merge and its uptraining, in forward passes of a token."""
+    calibration = calibration_tokens(line)
+    refining = _option(line, "--refine", 0 if "--method" in line["convert"] else calibration)
+    tokens = {line["loss"]: line["tokens"], "calibration": calibration, "refining": refining}
+    return sum(FORWARDS[use] * n for use, n in tokens.items())
+
+
+def _option(line: Result, name: str, default: int) -> int:
+    words = line["convert"]
+    return int(words[words.index(name) + 1]) if name in words else default
 
 
 def unique(values: Any) -> list[Any]:

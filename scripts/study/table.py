@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from scripts.study.results import (
+    FORWARDS,
     Result,
     Seeds,
     Stage,
@@ -22,6 +23,8 @@ from scripts.study.results import (
     at_best_setting,
     beyond,
     by_setting,
+    calibration_tokens,
+    forward_passes,
     is_parent,
     left_of,
     losses,
@@ -37,9 +40,6 @@ PAPERS = ("mean", (0.05, "next-token"))
 """The recipe of Ainslie et al. (2023), section 2."""
 START: Stage = (0, None)
 """Right after conversion."""
-FORWARDS = {"next-token": 3, "distill": 4, "calibration": 2}
-"""Cost of a token in forward passes: 1 for the student, 2 for its gradients, 1 for the teacher; in calibration 1 for
-the parent and 1 for the merged model. (Solving is not counted.)"""
 
 
 @click.command(help=__doc__)
@@ -187,7 +187,7 @@ def savings(lines: list[Result], best: str) -> str:
         (tokens,) = {line["tokens"] for own in by_heads for line in own}
         first = next(line for own in by_heads for line in own)
         calibration = calibration_tokens(first)
-        compute = tokens * FORWARDS.get(own_stage[1] or "", 0) + FORWARDS["calibration"] * calibration
+        compute = forward_passes(first)
         shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
         shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
         batch = first["global_batch_tokens"]
@@ -202,13 +202,6 @@ def counted(cell: Callable[[list[Result]], str], lines: list[Result], n_parents:
     """Return a cell of the table, with a remark if it does not cover all parents."""
     n = len(losses(at_best_setting(lines))) if lines else n_parents
     return cell(lines) + (f" ({n} of {n_parents} parents)" if n < n_parents else "")
-
-
-def calibration_tokens(line: Result) -> int:
-    words = line["convert"]
-    if "--calibration-tokens" not in words:
-        return 0
-    return int(words[words.index("--calibration-tokens") + 1])
 
 
 def behaviours(lines: list[Result]) -> str:

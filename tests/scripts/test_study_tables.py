@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from scripts.study import arms, page, table
 from scripts.study import figures as drawing
+from scripts.study.results import forward_passes
 
 
 def test_results_are_added_to_those_on_record(tmp_path):
@@ -29,7 +30,9 @@ def test_results_are_added_to_those_on_record(tmp_path):
         page.add_lines(results, record)
 
 
-def line(arm, seed, held_out, *, stage=(0, None, None), groups=2, convert=(), schedule="wsd", batch=1024):
+def line(
+    arm, seed, held_out, *, stage=(0, None, None), groups=2, convert=("--method", "mean"), schedule="wsd", batch=1024
+):
     alpha, loss, lr = stage
     return {
         "plan": "p", "parent": "parent", "arm": arm, "groups": groups, "seed": seed,
@@ -124,7 +127,7 @@ def test_the_control_is_the_parent_where_training_harms_it():
 
 def test_table_of_savings():
     """Distilling a token costs four forward passes, training on the next one three, calibrating with it two."""
-    convert = ("--calibration-tokens", "3000")
+    convert = ("--method", "fit", "--calibration-tokens", "3000")
     lines = [
         line("mean", 0, 4.6, stage=(0.05, "next-token", 1e-3), batch=4096),
         line("mean", 0, 4.55, stage=(0.05, "next-token", 1e-3)),
@@ -144,6 +147,21 @@ def test_table_of_savings():
         "| fit-refit, no training | 0.0% | 6.0% | 4.0% | 4.7000 |",
         "| fit-refit, distill, α 0.005, 1,024 a step | 10.0% | 16.0% | 17.3% | 4.5000 |",
     ]
+
+
+def test_compute_of_the_default():
+    """Refining costs as much as training; it is part of the default, on as many tokens as the calibration has."""
+    shipped = ("--calibration", "shipped")
+    for convert, forwards in (
+        (shipped, 5 * 65_536),
+        ((*shipped, "--calibration-tokens", "3000"), 5 * 3000),
+        ((*shipped, "--calibration-tokens", "3000", "--refine", "0"), 2 * 3000),
+        (("--method", "fit", "--calibration-tokens", "3000", "--refit"), 2 * 3000),
+        (("--method", "mean"), 0),
+    ):
+        assert forward_passes(line("x", 0, 5.0, convert=convert)) == forwards
+        trained = line("x", 0, 5.0, convert=convert, stage=(0.01, "distill", 1e-3))
+        assert forward_passes(trained) == forwards + 4 * 10_000
 
 
 def test_table_of_parents(tmp_path):
