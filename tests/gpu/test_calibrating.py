@@ -40,8 +40,9 @@ def test_other_ways(convert, tmp_path, device, family, options):
     verify_on_both(convert, tmp_path, device, convert_on_both(convert, tmp_path, device, family, *options))
 
 
-def test_a_text_that_the_model_writes(convert, tmp_path, device):
-    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_a_text_that_the_model_writes(convert, tmp_path, device, family):
+    folder = make_tokenizer(tiny.save(tiny.build(family, vocab_size=300), tmp_path / "source"), 300)
     options = ("--groups", 2, *FIT, "--calibration", "self", "--device", device.type)
     assert convert("mha-to-gqa", folder, tmp_path / "out", *options).code == 0
     assert convert("verify", folder, tmp_path / "out", "--device", "cpu").code == 0
