@@ -3,7 +3,7 @@
     python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, updates tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
-`savings_weak`, `savings_better`, `parents`, `results`, `results_former` or `refined_registers`.
+`savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers` or `distilled_registers`.
 """
 
 import json
@@ -22,6 +22,7 @@ from scripts.study.results import (
     TODAY,
     WEAK,
     Result,
+    left_by_register,
     losses,
     of_seeds,
     read,
@@ -134,6 +135,7 @@ def renewed(page: str, results: Path) -> str:
             "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "refined_registers": refined_registers,
+            "distilled_registers": distilled_registers,
             "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
@@ -170,10 +172,25 @@ def refined_registers(results: Path) -> str:
     lines = read(results / "registers.jsonl")
     refined, closed = TODAY["registers"], TODAY["registers"].partition(",")[0]
     left = [shares_by_register(arm, lines) for arm in (closed, refined)]
+    return by_register(["closed form", "refined on 65,536 tokens"], left)
+
+
+def distilled_registers(results: Path) -> str:
+    """Return the shares of mean's gap by kind of text, of the default merge and after distilling it on some kinds."""
+    lines = read(results / "registers.jsonl")
+    own = [line for line in read_lines(results / "registers_distilled.jsonl") if line["start"] == "default"]
+    names = [
+        "right after conversion" if line["tokens"] == 0 else f"distilled on {line['distilled_on']}" for line in own
+    ]
+    return by_register(names, [left_by_register(line["registers"], lines) for line in own])
+
+
+def by_register(names: list[str], left: list[dict[str, float]]) -> str:
+    """Return a table of shares of mean's gap by kind of text, with their average and the worst."""
     rows = [[kind, *(f"{each[kind]:.1%}" for each in left)] for kind in left[0]]
     rows.append(["average", *(f"{statistics.mean(each.values()):.1%}" for each in left)])
     rows.append(["worst", *(f"{max(each.values()):.1%}" for each in left)])
-    return markdown(["held-out texts", "closed form", "refined on 65,536 tokens"], rows)
+    return markdown(["held-out texts", *names], rows)
 
 
 def after_conversion(results: Path, cases: Sequence[tuple[str, str, str, int, int]]) -> str:

@@ -124,8 +124,14 @@ def shares(start: list[Result], lines: list[Result]) -> Seeds:
 
 def shares_by_register(arm: str, lines: list[Result]) -> dict[str, float]:
     """Return an arm's remaining share of mean's gap on each kind of text, right after conversion."""
+    own = next(line["registers"] for line in reversed(lines) if line["arm"] == arm and not line["alpha"])
+    return left_by_register(own, lines)
+
+
+def left_by_register(own: dict[str, float], lines: list[Result]) -> dict[str, float]:
+    """Return the remaining share of mean's gap of losses on each kind of text."""
     losses_of = {line["arm"]: line["registers"] for line in lines if not line["alpha"]}
-    parent, mean, own = losses_of["parent"], losses_of["mean"], losses_of[arm]
+    parent, mean = losses_of["parent"], losses_of["mean"]
     return {kind: (own[kind] - parent[kind]) / (mean[kind] - parent[kind]) for kind in own}
 
 

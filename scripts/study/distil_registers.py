@@ -1,0 +1,86 @@
+"""Distil the default merge of a model for a moment, on texts of one kind, and measure it on texts of every kind.
+
+    python -m scripts.study.distil_registers .study/merges/smollm2 --work .study/distilled
+
+FOLDER is that of an outside parent that the plan `registers` has made: model/ and registers/. Every measurement is a
+line of WORK/results.jsonl; existing ones are not repeated.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import click
+
+from model.checkpoint import open_checkpoint
+from model.common.files import replace_file
+from scripts.study import programs
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+MIXTURE = programs.ROOT / "convert/calibration/sample_texts/mixture.jsonl.xz"
+KINDS = ("chat", "python", "shipped", "self")
+"""What to train on: a register, the shipped calibration text, or what the parent writes itself."""
+STEPS, STEP_TOKENS, WINDOW = 12, 2048, 512
+OWN_TOKENS = 32_768
+HELD_OUT_WINDOWS = 4
+
+
+@click.command(help=__doc__)
+@click.argument("folder", type=FOLDER)
+@click.option("--work", type=FOLDER, required=True)
+@click.option("--lr", default=2e-4, show_default=True)
+def main(folder: Path, work: Path, lr: float) -> None:
+    parent, registers, merged, results = folder / "model", folder / "registers", work / "merged", work / "results.jsonl"
+    work.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = {(line["distilled_on"], line.get("lr")) for line in lines}
+    programs.run("convert", "mha-to-mqa", parent, merged, "--overwrite", "--json")
+    for kind in (None, *KINDS):
+        rate = None if kind is None else lr
+        if (kind, rate) in done:
+            continue
+        model = merged if kind is None else distil(merged, parent, text_of(kind, parent, registers, work), lr, work)
+        words = (model, "--registers", registers / "held-out", "--windows", HELD_OUT_WINDOWS)
+        losses = json.loads(programs.run("scripts.study.on_registers", *words))
+        tokens = 0 if kind is None else STEPS * STEP_TOKENS
+        line = {"start": "default", "distilled_on": kind, "lr": rate, "tokens": tokens, "registers": losses}
+        with results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        click.echo(f"{kind or 'after conversion'}: {sum(losses.values()) / len(losses):.4f} on average")
+
+
+def text_of(kind: str, parent: Path, registers: Path, work: Path) -> Path:
+    """Return a text of one kind. The parent writes its own on the first call."""
+    if kind == "shipped":
+        return MIXTURE
+    if kind != "self":
+        return registers / "own" / f"{kind}.jsonl"
+    own = work / "self.jsonl"
+    if not own.exists():
+        from convert.calibration.generated_text import OwnText
+        from convert.calibration.text import SELF, read_calibration_text
+
+        with open_checkpoint(parent) as checkpoint:
+            text = read_calibration_text(checkpoint, SELF, OWN_TOKENS)
+            writing = OwnText(checkpoint, text.first, len(text.own), text.window, seed=1)
+            ids_NT = writing.write(work / "own-text", lambda n: None)
+        replace_file(own, "".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids_NT).encode())
+    return own
+
+
+def distil(merged: Path, parent: Path, text: Path, lr: float, work: Path) -> Path:
+    """Train the merged model on its parent's distribution over a text, and return the exported model."""
+    run = work / "run"
+    for old in (run, work / "run.data"):
+        shutil.rmtree(old, ignore_errors=True)
+    options = ("--seq-len", WINDOW, "--steps", STEPS, "--global-batch-tokens", STEP_TOKENS, "--micro-batch", 4)
+    programs.train(
+        run, "run", merged, "--data", text, *options, "--lr", lr, "--teacher", parent, "--precision", "fp32",
+        "--out", run,
+    )  # fmt: skip
+    programs.run("uptrain", "export", run, run / "exported", "--json")
+    return run / "exported"
+
+
+if __name__ == "__main__":
+    main()
