@@ -2,7 +2,8 @@
 
 headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
 uptraining, of the better-trained parents. weak.png: the same of the weak ones. speed.png: loss against the time to
-decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss against the peak of the learning rate.
+decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss against the peak of the learning rate. parts.png:
+the same by the part that is trained.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from scripts.study.results import (
     united,
 )
 
-HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
+HEADLINE, WEAK_ONES, SPEED, RATES, PARTS = "headline.png", "weak.png", "speed.png", "rates.png", "parts.png"
 SOURCES = {
     HEADLINE: (
         "merges.jsonl",
@@ -45,6 +46,7 @@ SOURCES = {
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
     RATES: ("rates.jsonl",),
+    PARTS: ("parts.jsonl",),
 }
 """What each figure is drawn from."""
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
@@ -70,6 +72,8 @@ CURVES = (
 TOP = 0.55
 BEYOND = "nats per token beyond the parent"
 SCRATCH = "trained with so few heads from the start"
+TRAINED = (("all", ORANGE, "s"), ("attention", BLUE, "o"), ("kv", GREEN, "^"), ("lora", PINK, "v"))
+TRAINED_FROM = {DEFAULT: "the default merge", "mean": "the mean"}
 SCHEDULES = (("wsd", BLUE, "o"), ("cosine", ORANGE, "s"), ("constant", GREEN, "^"))
 NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
 NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8, "color": MUTED}
@@ -77,7 +81,7 @@ NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fon
 
 def draw(results: Path) -> None:
     """Write the figures beside the results."""
-    drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates}
+    drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, PARTS: parts}
     with matplotlib.rc_context(PLOT_STYLE):
         for name, figure_of in drawn.items():
             figure_of(results).savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})
@@ -152,6 +156,28 @@ def rates(results: Path) -> Figure:
         axes.set_ylabel(BEYOND)
         axes.set_xscale("log")
         axes.legend()
+    return figure
+
+
+def parts(results: Path) -> Figure:
+    """Draw what each peak of the learning rate comes to on the first parent, by the part that is trained."""
+    lines = [line for line in read(results / "parts.jsonl") if line["seed"] == 0]
+    figure = Figure(figsize=(8.2, 3.4), layout="constrained")
+    for axes, (arm, title) in zip(figure.subplots(1, 2), TRAINED_FROM.items(), strict=True):
+        of_arm = [line for line in lines if line["arm"] == arm]
+        for part, colour, marker in TRAINED:
+            for alpha, form in ((0.0025, ":"), (0.01, "-")):
+                own = [line for line in of_arm if (line["trainable"], line["alpha"]) == (part, alpha)]
+                points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
+                draw_points(axes, points, f"{part}, α {alpha:g}", colour, f"{marker}{form}")
+        start = statistics.mean(gaps([line for line in of_arm if not line["alpha"]]).values())
+        if arm == DEFAULT:
+            axes.axhline(start, color=INK, linewidth=1, linestyle="--", label="after conversion")
+        axes.set_title(title)
+        axes.set_xlabel("peak of the learning rate")
+        axes.set_ylabel(BEYOND)
+        axes.set_xscale("log")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
