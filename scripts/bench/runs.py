@@ -20,13 +20,12 @@ Row = dict[str, Any]
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
 
 
-def make_model(folder: Path) -> Path:
-    """Write a Llama of 27 M parameters with 2 K/V heads."""
+def make_model(folder: Path, n_kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a Llama of 27 M parameters, by default with 2 K/V heads."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **SHAPE, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    heads = {"num_key_value_heads": n_kv_heads, "tie_word_embeddings": False}
+    config = LlamaConfig(**SHAPE, **heads, vocab_size=VOCAB, max_position_embeddings=SEQ_LEN)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
 
 

@@ -1,9 +1,8 @@
 """Draw the figures of the study from the recorded results.
 
 headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
-uptraining, of the better-trained parents. weak.png: the same of the weak ones. compute.png: loss against compute, of
-the weak ones. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
-against the peak of the learning rate.
+HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
+COMPUTE, PARTS = "compute.png", "parts.png"
 """
 
 import hashlib
@@ -36,6 +35,7 @@ from scripts.study.results import (
 )
 
 HEADLINE, WEAK_ONES, SPEED, RATES, COMPUTE = "headline.png", "weak.png", "speed.png", "rates.png", "compute.png"
+HEADLINE, WEAK_ONES, SPEED, RATES, PARTS = "headline.png", "weak.png", "speed.png", "rates.png", "parts.png"
 SOURCES = {
     HEADLINE: (
         "merges.jsonl",
@@ -47,7 +47,9 @@ SOURCES = {
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
     RATES: ("rates.jsonl",),
-    COMPUTE: (*(f"{plan}.jsonl" for plan in WEAK), "refine.jsonl", "parts.jsonl"),
+    drawn = {
+        HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute, PARTS: parts,
+    }  # fmt: skip
 }
 """What each figure is drawn from."""
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
@@ -74,6 +76,8 @@ DEFAULT_BY_TOKENS = ("closed form", "refined 65536", "refined 262144")
 TOP = 0.55
 BEYOND = "nats per token beyond the parent"
 SCRATCH = "trained with so few heads from the start"
+TRAINED = (("all", ORANGE, "s"), ("attention", BLUE, "o"), ("kv", GREEN, "^"), ("lora", PINK, "v"))
+TRAINED_FROM = {DEFAULT: "the default merge", "mean": "the mean"}
 SCHEDULES = (("wsd", BLUE, "o"), ("cosine", ORANGE, "s"), ("constant", GREEN, "^"))
 NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
 NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8, "color": MUTED}
@@ -82,6 +86,10 @@ NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fon
 def draw(results: Path) -> None:
     """Write the figures beside the results."""
     drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute}
+    return figure
+
+
+    drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, PARTS: parts}
     with matplotlib.rc_context(PLOT_STYLE):
         for name, figure_of in drawn.items():
             figure_of(results).savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})
@@ -193,6 +201,28 @@ def compute(results: Path) -> Figure:
     figure.axes[0].set_ylabel(BEYOND)
     figure.axes[0].set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5], ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5"])
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def parts(results: Path) -> Figure:
+    """Draw what each peak of the learning rate comes to on the first parent, by the part that is trained."""
+    lines = [line for line in read(results / "parts.jsonl") if line["seed"] == 0]
+    figure = Figure(figsize=(8.2, 3.4), layout="constrained")
+    for axes, (arm, title) in zip(figure.subplots(1, 2), TRAINED_FROM.items(), strict=True):
+        of_arm = [line for line in lines if line["arm"] == arm]
+        for part, colour, marker in TRAINED:
+            for alpha, form in ((0.0025, ":"), (0.01, "-")):
+                own = [line for line in of_arm if (line["trainable"], line["alpha"]) == (part, alpha)]
+                points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
+                draw_points(axes, points, f"{part}, α {alpha:g}", colour, f"{marker}{form}")
+        start = statistics.mean(gaps([line for line in of_arm if not line["alpha"]]).values())
+        if arm == DEFAULT:
+            axes.axhline(start, color=INK, linewidth=1, linestyle="--", label="after conversion")
+        axes.set_title(title)
+        axes.set_xlabel("peak of the learning rate")
+        axes.set_ylabel(BEYOND)
+        axes.set_xscale("log")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 

@@ -4,6 +4,7 @@
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers` or `distilled_registers`.
+`savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers` or `parts`.
 """
 
 import json
@@ -32,7 +33,7 @@ from scripts.study.results import (
     unique,
     united,
 )
-from scripts.study.table import by_heads, kv_heads, markdown, savings, show, tables
+from scripts.study.table import by_heads, by_part, kv_heads, markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), RESULTS / "tables.md")
@@ -136,6 +137,7 @@ def renewed(page: str, results: Path) -> str:
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "refined_registers": refined_registers,
             "distilled_registers": distilled_registers,
+            "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
             "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))

@@ -118,6 +118,24 @@ def by_heads(lines: list[Result]) -> str:
     return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
+def by_part(lines: list[Result]) -> str:
+    """Return the table of losses by the part that was trained, each at the best of its rates, which it names."""
+    columns = unique((line["arm"], line["alpha"]) for line in lines if line["alpha"])
+    columns.sort(key=lambda column: (column[0] == "mean", column[1]))
+    rows = []
+    for part in unique(line["trainable"] for line in lines if line["trainable"]):
+        cells = []
+        for arm, alpha in columns:
+            own = [x for x in lines if (x["arm"], x["alpha"], x["trainable"]) == (arm, alpha, part)]
+            best = at_best_setting(own) if own else []
+            n = len(losses(best))
+            cells.append(f"{show(losses(best))} (lr {best[0]['lr']:g}{f'; {n} parent' * (n == 1)})" if best else "–")
+        rows.append([part, *cells])
+    starts = {arm: show(losses([x for x in lines if x["arm"] == arm and not x["alpha"]])) for arm, _ in columns}
+    rows.insert(0, ["none: after conversion", *(starts[arm] for arm, _ in columns)])
+    return markdown(["trained", *(f"{arm}, α {alpha:g}" for arm, alpha in columns)], rows)
+
+
 def rates(lines: list[Result]) -> Iterator[str]:
     """Yield a table of losses by learning rate, schedule and batch for each uptraining with several learning rates."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):

@@ -36,6 +36,7 @@ QUICK = {
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
     "train_step": "--rounds 1 --length 16 --batch 1 --compile no --json TMP/out.json",
     "train_loop": "--steps 3 --json TMP/out.json",
+    "train_ways": "--rounds 1 --steps 2 --json TMP/out.json",
     "training_checkpoint": "--rounds 1 --folder TMP --json TMP/out.json",
     "prepare": "--texts TMP/texts --megabytes 0.05 --rounds 1 --json TMP/out.json",
     "loss": "--tokens 512 --vocab 3000 --rounds 1 --json TMP/out.json",

@@ -32,27 +32,67 @@ def inputs(tmp_path_factory):
     return paths
 
 
-def peak(inputs, model, out, *options):
-    """Return the bytes of two steps of two micro-batches each: gradients are there while activations are."""
+@pytest.fixture(scope="module")
+def programs(inputs, tmp_path_factory):
+    """Return the bytes of the programs alone: of a run of a tiny model, without its chunk of logits."""
+    return peak(inputs, "empty", tmp_path_factory.mktemp("programs") / "run") - LOGIT_BYTES * MIN_CHUNK_LOGITS
+
+
+APART = "import uptrain.runs.run as run; run.equal_tensors = lambda *_: []; from uptrain.cli import main; main()"
+"""`uptrain`, whose students and teachers share nothing."""
+
+
+def peak(inputs, model, out, *options, apart=False):
+    """Return the bytes of two steps of two micro-batches each: gradients are there while activations are.
+
+    Without the limit, glibc keeps freed blocks of up to 32 MB: another 500 MB for `all`.
+    """
     fixed = ["run", inputs[model], "--data", inputs["data"], "--out", out, "--steps", 2, "--lr", 1e-4]
     fixed += ["--global-batch-tokens", 2048, "--micro-batch", 2, "--precision", "bf16", *options]
-    return 1e6 * measure([sys.executable, "-m", "uptrain", *map(str, fixed)])["anon_mb"]
+    program = ["-c", APART] if apart else ["-m", "uptrain"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return 1e6 * measure([sys.executable, *program, *map(str, fixed)])["anon_mb"]
+
+
+PARTS = ("all", "attention", "kv", "lora")
+CELLS = [
+    *((part, teacher, False, "adamw") for part in PARTS for teacher in ("none", "live")),
+    *((part, "apart", False, "adamw") for part in PARTS[1:]),
+    *((part, "logits", False, "adamw") for part in PARTS[1:]),
+    *((part, "live", True, "adamw") for part in PARTS),
+    ("all", "none", False, "adafactor"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("taught", [False, True])
-@pytest.mark.parametrize("part", ["all", "attention", "kv"])
-def test_training_takes_what_is_planned(inputs, tmp_path, monkeypatch, part, taught, recompute):
-    # Without this limit, glibc keeps freed blocks of up to 32 MB: another 500 MB for `all`.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = ["--teacher", inputs["parent"]] if taught else []
-    options += ["--activation-checkpointing"] if recompute else []
-    programs = peak(inputs, "empty", tmp_path / "tiny") - LOGIT_BYTES * MIN_CHUNK_LOGITS
-    used = peak(inputs, "model", tmp_path / "run", "--trainable", part, *options) - programs
-    models = Models.read(inputs["model"], inputs["parent"] if taught else None, 512)
-    planned = models.memory(Way(part, 2, recompute)).replicated()
-    print(f"{part}, {taught=}, {recompute=}: {used / 1e6:.0f} MB beside {programs / 1e6:.0f}, plan {planned / 1e6:.0f}")
+@pytest.mark.parametrize(("part", "teacher", "recompute", "optimizer"), CELLS)
+def test_training_takes_what_is_planned(inputs, programs, tmp_path, part, teacher, recompute, optimizer):
+    """Without a teacher; with one that shares the student's body, or not (`apart`); and with its logits."""
+    options = ["--trainable", part, "--optimizer", optimizer, *(["--activation-checkpointing"] if recompute else [])]
+    if teacher == "logits":
+        logits = tmp_path / "logits"
+        command = [
+            sys.executable,
+            "-m",
+            "uptrain",
+            "teach",
+            inputs["parent"],
+            "--data",
+            inputs["data"],
+            "--out",
+            logits,
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        options += ["--teacher-logits", logits]
+    live = teacher in ("live", "apart")
+    options += ["--teacher", inputs["parent"]] if live else []
+    used = peak(inputs, "model", tmp_path / "run", *options, apart=teacher == "apart") - programs
+    models = Models.read(inputs["model"], inputs["parent"] if live else None, 512, optimizer=optimizer)
+    needed = models.memory(Way(part, 2, recompute))
+    planned = needed.replicated() + (needed.shared if teacher == "apart" else 0)
+    name = f"{part}, {optimizer}, teacher {teacher}{', recomputed' * recompute}"
+    print(f"{name}: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})")
     assert used == pytest.approx(planned, rel=0.1)

@@ -222,8 +222,12 @@ def _parameters(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:
     """Return the bytes of an optimizer's states of a parameter.
 
-    Adafactor holds a matrix's second moments as one number per row and column.
+    Adafactor holds a matrix's second moments as one number per row and column. torchao holds moments in 8 bits, with a
+    float32 scale for each block of 256; those of small tensors, or with an incomplete block, in float32.
     """
+    n = prod(shape)
+    if optimizer == "adamw8bit" and n >= 4096 and n % 256 == 0:
+        return 2 * (n + 4 * n // 256)
     if optimizer == "adafactor":
         return 4 * (prod(shape[:-1]) + prod((*shape[:-2], shape[-1])) if len(shape) > 1 else prod(shape))
     return ADAMW_BYTES * prod(shape)

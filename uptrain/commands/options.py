@@ -74,7 +74,7 @@ def optimizer_option(command: Command) -> Command:
     """Add the optimizer."""
     return click.option(
         "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
-        help="adafactor is the GQA paper's.",
+        help="adafactor is the GQA paper's; adamw8bit has smaller states, and needs torchao.",
     )(command)  # fmt: skip
 
 

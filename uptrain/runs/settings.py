@@ -15,7 +15,7 @@ from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.learning_rate import Schedule
 from uptrain.training.losses import LOSSES
 
-OPTIMIZERS = ("adamw", "adafactor")
+OPTIMIZERS = ("adamw", "adafactor", "adamw8bit")
 TRAINABLE = ("all", "attention", "kv", "lora")
 CHEAPER = TRAINABLE
 """The choices of `--trainable` in the order in which they are tried, where memory is short."""

@@ -30,6 +30,7 @@ from uptrain.runs.metrics_log import Metrics
 from uptrain.runs.signals import StopRequest
 from uptrain.training.evaluate import Stopped, evaluate
 from uptrain.training.module import has_finite_weights
+from uptrain.training.optimizer import set_learning_rate
 
 CLIP = 1.0
 HALT_COUNT, HALT_WINDOW = 3, 100
@@ -108,8 +109,7 @@ def train(training: Training, state: RunState) -> str:
         windows = windows_of_step(step, training.cache.n_windows, training.global_batch, training.seed)
         n_targets = max(1, training.cache.n_targets(windows))  # without targets, loss and gradient are 0
         rate = learning_rate(training.schedule, step)
-        for group in training.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(training.optimizer, rate)
         loss_sum = _backward(training, windows[own], n_targets)
         grad_norm = float(training.accelerator.clip_grad_norm_(training.loss_module.parameters(), CLIP))
         loss_sum, stop = _reduce_step(training, loss_sum)

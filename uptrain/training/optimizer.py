@@ -1,7 +1,31 @@
-"""Make the optimizer: AdamW, or Adafactor as in the GQA paper."""
+"""Make the optimizer: AdamW, Adafactor as in the GQA paper, or AdamW with states of 8 bits."""
+
+from importlib.util import find_spec
 
 import torch
 from torch import nn
+
+from model.common.errors import InputError
+
+
+def check_optimizer(name: str, sharded: bool) -> None:
+    """Raise InputError if the optimizer's library is not installed, or torch's Adafactor would train shards.
+
+    Its step fails on them ("aten.pow_.Scalar: in-place operations …", torch 2.13).
+    """
+    if name == "adafactor" and sharded:
+        raise InputError("--optimizer adafactor does not run with FSDP2; choose adamw or adamw8bit, or LAYOUT=ddp.")
+    if name == "adamw8bit" and find_spec("torchao") is None:
+        raise InputError("--optimizer adamw8bit needs torchao; install groupwise[torchao], or choose adamw.")
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate, in place where it is a tensor: torchao compiles its step for that."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
@@ -19,4 +43,9 @@ def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.op
     groups = [group for group in groups if group["params"]]
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=0.0)
+    if name == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+        return optimizer
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)

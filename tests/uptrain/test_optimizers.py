@@ -1,0 +1,93 @@
+"""The optimizers of `--optimizer`: their states are saved and resumed exactly, and take the memory that is planned."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from real_runs import arguments, assert_same_run, drive, make_inputs, steps
+from torch import nn
+
+from uptrain.budget.memory import state_bytes
+from uptrain.runs.settings import OPTIMIZERS
+from uptrain.training.optimizer import make_optimizer
+
+LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+ONES = [pytest.param(name, marks=needs_torchao if name == "adamw8bit" else ()) for name in OPTIMIZERS]
+CELLS = [
+    pytest.param(
+        name, layout, marks=[*([needs_torchao] if name == "adamw8bit" else []),
+                             *([pytest.mark.slow] if layout != "one process" else [])]
+    )
+    for name in ("adafactor", "adamw8bit") for layout in LAYOUTS if (name, layout) != ("adafactor", "FSDP2 x 2")
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Matrices large enough that their states have 8 bits, also when they are sharded."""
+    return make_inputs(tmp_path_factory.mktemp("inputs"), hidden_size=128, intermediate_size=256)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "layout"), CELLS)
+def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, name, layout):
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    more = ("--optimizer", name, "--trainable", "attention")
+    resume = {"arguments": ["resume", str(pieces)]}
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more)},
+        {"arguments": arguments(inputs, pieces, *more), "stop_in": 3},
+        {**resume, "stop_in": 7},
+        resume,
+    ]
+    drive(jobs, *LAYOUTS[layout])
+    assert len(steps(whole)) == 12
+    assert_same_run(whole, pieces)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ONES)
+def test_states_take_what_is_planned(name):
+    model = nn.ModuleDict({"a": nn.Linear(128, 256, bias=False), "b": nn.Linear(16, 8)})
+    optimizer = make_optimizer(name, model, 0.0)
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    planned = sum(state_bytes(name, tuple(parameter.shape)) for parameter in model.parameters())
+    used = sum(bytes_of(value) for state in optimizer.state.values() for value in state.values())
+    assert planned <= used <= planned + 4096, "beside a number of steps and a table of 256 values each"
+
+
+def bytes_of(value):
+    if not isinstance(value, torch.Tensor):
+        return 0
+    names = getattr(value, "tensor_attrs", None)
+    return value.nbytes if names is None else sum(getattr(value, name).nbytes for name in names)
+
+
+@needs_torchao
+@pytest.mark.timeout(600)
+def test_eight_bits_learn_like_thirty_two(inputs, tmp_path):
+    losses = []
+    for name in ("adamw", "adamw8bit"):
+        drive([{"arguments": arguments(inputs, tmp_path / name, "--optimizer", name, loss="distill")}])
+        losses.append([loss for _, loss in steps(tmp_path / name, "loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1] != losses[0]
+    assert losses[1][-1] < 0.95 * losses[1][0]
+
+
+def test_adafactor_is_refused_with_shards(inputs, tmp_path, uptrain, monkeypatch):
+    """Torch's step fails on them."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    uptrain(*arguments(inputs, tmp_path / "run", "--optimizer", "adafactor")).refused(
+        "does not run with FSDP2", "adamw"
+    )
+
+
+def test_without_its_library_it_is_refused(inputs, tmp_path, uptrain, monkeypatch):
+    monkeypatch.setattr("uptrain.training.optimizer.find_spec", lambda name: None)
+    uptrain(*arguments(inputs, tmp_path / "run", "--optimizer", "adamw8bit")).refused(
+        "--optimizer adamw8bit needs torchao; install groupwise[torchao], or choose adamw"
+    )
+    assert not (tmp_path / "run").exists()
