@@ -7,4 +7,6 @@ LatentNorm = Literal["eps", "bias"]
 LATENT_NORMS: tuple[LatentNorm, ...] = ("eps", "bias")
 Frequencies = Literal["stock", "longrope"]
 FREQUENCIES: tuple[Frequencies, ...] = ("stock", "longrope")
+LatentMethod = Literal["fit", "transmla", "care", "svd"]
+LATENT_METHODS: tuple[LatentMethod, ...] = ("fit", "transmla", "care", "svd")
 DEFAULT_LATENT, DEFAULT_ROPE = 512, 64
