@@ -67,10 +67,10 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
 def _reason(family: Family) -> str:
     if family.model_type in _REASONS:
         return _REASONS[family.model_type]
-    if family.head_norms is not None:
-        return f"it normalises queries and keys after their projections, and {_TARGET} does not"
     if family.rotary_fraction != 1.0 or family.alibi:
         return "its positions do not enter by rotating whole heads"
+    if family.head_norms is not None:
+        return f"it normalises queries and keys after their projections, and {_TARGET} does not"
     return f"{_TARGET} computes Llama's decoder, and its decoder differs"
 
 

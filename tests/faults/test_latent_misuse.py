@@ -46,7 +46,7 @@ def refused(convert, source, tmp_path):
         ((*SIZE, *BY_WEIGHTS, "--refine", 100), ("--refine needs a calibration text", "--calibration none")),
         ((*SIZE, *BY_WEIGHTS, "--calibration-tokens", 100), ("--calibration-tokens needs a calibration text",)),
         ((*SIZE, *BY_WEIGHTS, "--device", "cpu"), ("--device needs a calibration text",)),
-        (SIZE, ("no tokenizer.json",)),
+        (SIZE, ("tokenizer.json is damaged",)),
         ((*SIZE, "--device", "cuda:7"), ("--device cuda:7 is not available",)),
         ((*SIZE, "--method", "transmla", *BY_WEIGHTS), ("--method transmla is for comparison", "calibration text")),
         ((*SIZE, "--method", "care", "--frequencies", "longrope"), ("--method care", "--frequencies stock")),
@@ -154,10 +154,9 @@ def test_a_head_that_is_missing(refused, source):
 def test_out_exists(convert, source, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there/notes.txt").write_text("mine")
-    for options, word in (((), "--overwrite"), (("--overwrite",), "not a checkpoint folder")):
-        convert("mha-to-mla", source, tmp_path / "there", *SIZE, *BY_WEIGHTS, *options).refused(
-            "exists" * (not options), word
-        )
+    command = ("mha-to-mla", source, tmp_path / "there", *SIZE, *BY_WEIGHTS)
+    convert(*command).refused("exists", "--overwrite")
+    convert(*command, "--overwrite").refused("not a checkpoint folder")
     assert (tmp_path / "there/notes.txt").read_text() == "mine"
     convert("mha-to-mla", source, source, *SIZE, *BY_WEIGHTS, "--overwrite").refused("is SOURCE")
 
@@ -182,7 +181,7 @@ def test_overwriting_and_a_dry_run(convert, source, tmp_path):
         ({"positions": [0.0]}, ("latent.positions does not fit",)),
         ({"positions": [0.0, 1.0, 2.0, "x"]}, ("latent.positions",)),
         ({"norm": "none"}, ("latent.norm",)),
-        ({"rope": 9}, ("latent",)),
+        ({"rope": 9}, ("--rope 9 is odd",)),
         ({"latent_size": 1 << 40}, ("--latent",)),
     ],
 )
@@ -225,3 +224,17 @@ def test_a_text_that_is_too_short(convert, tmp_path):
     result.refused("has only", "tokens")
     result = convert("mha-to-mla", source, tmp_path / "out", *SIZE, "--calibration-tokens", 7)
     result.refused("--calibration-tokens 7 is too few")
+
+
+def test_it_is_evaluated_and_not_trained(convert, uptrain, tmp_path):
+    source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
+    target, ids = tmp_path / "target", tmp_path / "ids.jsonl"
+    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).code == 0
+    ids.write_text("".join(json.dumps({"input_ids": [*range(3, 40), i]}) + "\n" for i in range(50)))
+    command = ("--data", ids, "--seq-len", 16)
+    assert uptrain("evaluate", target, *command).code == 0
+    budget = ("--steps", 2, "--global-batch-tokens", 32, "--lr", 1e-3)
+    uptrain("run", target, *command, *budget, "--out", tmp_path / "run").refused(
+        "latent attention", "cannot train it yet"
+    )
+    assert not (tmp_path / "run").exists()
