@@ -13,7 +13,7 @@ from convert.output import config_json
 from convert.output.groupwise_json import RECORD_FILE, build_record, earlier_conversion
 from convert.output.model_card import model_card
 from convert.output.write_shards import execute, total_bytes
-from convert.planning.latent_plan import make_latent_plan
+from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.latent_recipe import LatentRecipe
 from convert.planning.plan import Plan, fingerprint, make_plan
 from convert.planning.recipe import Recipe
@@ -26,6 +26,8 @@ from model.common.errors import CheckpointError, InputError
 from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes
 from model.common.staging import Staging, check_out
 
+POSITIONS = "positions of the rotated key"
+"""The journal's name for the frequencies that were chosen."""
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
@@ -89,6 +91,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     requested, before = plan, fingerprint(checkpoint, plan)
     with _resumable(staging, before):
         plan = _with_own_text(checkpoint, plan, staging, quiet)
+        plan = _with_positions(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             execute(checkpoint, plan, staging, workers, progress)
@@ -130,6 +133,25 @@ def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: 
     return remake(checkpoint, plan, recipe)
 
 
+def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
+    """Return a plan of latent attention with the frequencies of its rotated key, which a text decides."""
+    recipe = plan.recipe
+    if not isinstance(plan, LatentPlan) or not isinstance(recipe, LatentRecipe) or recipe.positions is not None:
+        return plan
+    from convert.calibration.latent_survey import choose_positions, survey_text  # imported here: it needs torch
+
+    if POSITIONS not in staging.finished:
+        assert recipe.text is not None
+        text, folder = survey_text(recipe.text), staging.scratch / "survey"
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed run
+        total = len(plan.works) * text.n_tokens
+        with console.progress_bar("Surveying", total, quiet, unit="tokens x layers") as progress:
+            positions = choose_positions(checkpoint, plan.latent_layers, text, folder, progress)
+        shutil.rmtree(folder)
+        staging.record(POSITIONS, positions)
+    return remake(checkpoint, plan, replace(recipe, positions=tuple(staging.finished[POSITIONS])))
+
+
 def remake(checkpoint: Checkpoint, plan: Plan, recipe: Recipe) -> Plan:
     """Return a plan with another recipe of the same kind."""
     if isinstance(recipe, LatentRecipe):
@@ -140,13 +162,17 @@ def remake(checkpoint: Checkpoint, plan: Plan, recipe: Recipe) -> Plan:
 def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:
     """Write the merged layers into a folder, if the recipe has a calibration text."""
     text = plan.recipe.text
-    if text is None or not plan.layers:
+    if text is None or not plan.works:
         return
-    from convert.calibration.solve import calibrate_layers  # imported here, because it needs torch
+    from convert.calibration.latent_fit import calibrate_latent  # imported here, because they need torch
+    from convert.calibration.solve import calibrate_layers
 
-    total = len(plan.layers) * (text.n_tokens + plan.recipe.refine)
+    total = len(plan.works) * (text.n_tokens + plan.recipe.refine)
     with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
-        calibrate_layers(checkpoint, plan.layers, text, folder, progress)
+        if isinstance(plan, LatentPlan):
+            calibrate_latent(checkpoint, plan.latent_layers, text, folder, progress)
+        else:
+            calibrate_layers(checkpoint, plan.layers, text, folder, progress)
 
 
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:

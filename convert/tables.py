@@ -51,6 +51,24 @@ def inspection(summary: dict[str, Any]) -> None:
     screen.print(table)
     screen.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide")
     screen.print("the K/V heads; larger ones hold each K/V head on more than one device.")
+    if summary["latent"]:
+        _latent_sizes(summary["latent"], now)
+
+
+def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
+    """Print a table of sizes of latent attention. `now`: bytes of the source's KV cache per token."""
+    table = Table(title="\nSome sizes of latent attention (mha-to-mla)", title_justify="left")
+    for heading in ("--latent", "--rope", "KV cache/token", "of now", "as groups", "vLLM kernel"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cache = row["kv_cache_bytes_per_token"]
+        kernel = "yes" if row["vllm_kernel"] else "no"
+        groups = f"{row['as_groups']:.3g}"
+        table.add_row(str(row["latent"]), str(row["rope"]), size(cache), f"{cache / now:.1%}", groups, kernel)
+    screen = console()
+    screen.print(table)
+    screen.print("as groups: the number of groups that caches as much. Tensor parallelism divides")
+    screen.print("groups among devices, and copies the latent to each. transformers takes all sizes.")
 
 
 def plan(planned: dict[str, Any]) -> None:

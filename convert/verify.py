@@ -19,8 +19,9 @@ import numpy as np
 
 from convert.calibration.text import NO_TORCH, CalibrationText, read_stored
 from convert.conversion import calibrate
+from convert.latent.layer import FittedLatent, LatentLayer
 from convert.merging.heads import merge_groups
-from convert.merging.layer import LayerWork, MergedLayerCache, attention_of
+from convert.merging.layer import LayerMerge, LayerWork, MergedLayerCache, attention_of
 from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
 from convert.merging.rounding import BFLOAT16, widen
 from convert.merging.weights import LayerAttention
@@ -95,7 +96,7 @@ def verify(
         plan = _plan(source, record["groups"], _recipe(source, out_path, record, device, findings))
         same_names = _compare_names(plan, out, findings)
         layers = _layers(source, plan, Path(scratch), findings, workers, quiet)
-        if layers is not None and plan.recipe.refine and set(plan.regrouped) <= set(same_names):
+        if layers is not None and _is_compared_by_errors(plan.recipe) and set(plan.regrouped) <= set(same_names):
             _compare_refined(source, out, plan, layers, Path(scratch) / "scored", findings)
         checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
         layer_wise = [name for name in same_names if name in plan.regrouped and plan.regrouped[name].layer]
@@ -247,7 +248,7 @@ def _compare_merged(
     expected, actual = layers.get(layer).tensors[name], out.rows(name, 0, out.tensors[name].shape[0])
     if actual.tobytes() == expected.tobytes():
         return []
-    if layer.recipe.refine:
+    if _is_compared_by_errors(layer.recipe):
         return []  # see `_compare_refined`
     wide, wide_actual = expected.astype(np.float64), actual.astype(np.float64)
     step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of bfloat16 or float16; sufficient for finer dtypes too
@@ -260,32 +261,43 @@ def _compare_merged(
     return [f"the tensor {name} differs from the one recomputed from the source"]
 
 
+def _is_compared_by_errors(recipe: Recipe) -> bool:
+    """Return whether layers are compared by what they compute, because their weights are not determined by it.
+
+    A latent in other coordinates computes the same.
+    """
+    return bool(recipe.refine) or (recipe.method == LATENT and recipe.text is not None)
+
+
 def _compare_refined(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache, scratch: Path, findings: Findings
 ) -> None:  # fmt: skip
-    """Compare refined layers that differ from the recomputed ones by their held-out output errors."""
+    """Compare layers that were refined or have a latent, and differ from the recomputed ones, by held-out errors."""
     from convert.calibration.solve import held_out_errors
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""
-        expected = layers.get(plan.layers[index]).tensors
+        expected = layers.get(plan.works[index]).tensors
         return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
 
-    def attentions(index: int) -> list[LayerAttention]:
-        merge = plan.layers[index]
+    def attentions(index: int) -> list[LayerAttention | FittedLatent]:
+        work = plan.works[index]
         wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
-        return [attention_of(tensors, merge, merge.target) for tensors in wide]
+        if isinstance(work, LatentLayer):
+            return [work.fitted(tensors) for tensors in wide]
+        assert isinstance(work, LayerMerge)
+        return [attention_of(tensors, work, work.target) for tensors in wide]
 
     def differs(index: int) -> bool:
         actual, expected = versions(index)
         return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
 
-    different = {index for index in range(len(plan.layers)) if differs(index)}
+    different = {index for index in range(len(plan.works)) if differs(index)}
     errors = held_out_errors(source, plan.recipe, scratch, different, attentions) if different else {}
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0
-            findings.rounded |= dict.fromkeys(plan.layers[index].tensors, excess)
+            findings.rounded |= dict.fromkeys(plan.works[index].tensors, excess)
         else:
             findings.differences.append(
                 f"layer {index} was refined; its held-out error is {actual:.4g}, "

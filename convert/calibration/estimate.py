@@ -33,7 +33,7 @@ _REPEATS, _ENOUGH_SECONDS = 3, 0.2
 _SQUARE = 512
 _SOLUTIONS = 3
 """Solutions that are compared, of a method with alternatives."""
-_TRAINING = 3
+TRAINING = 3
 """Cost of training on a token, in forward passes."""
 _WRITING_EFFICIENCY = 0.5
 """Speed of writing text as a share of a layer's speed."""
@@ -70,7 +70,7 @@ def _layer_seconds(plan: Plan, measured: _Measured) -> float:
     if find_alternatives(recipe.method):
         outputs += _SOLUTIONS * min(held_out, JUDGED_TOKENS / text.window)
     if recipe.refine:
-        outputs += (EVALUATIONS + 1) * held_out + _TRAINING * recipe.refine / text.window
+        outputs += (EVALUATIONS + 1) * held_out + TRAINING * recipe.refine / text.window
     # Decompositions and linear systems: 55 to 98 times the width cubed, for widths of 512 to 2048.
     solving = 80 * plan.n_kv_heads * _width(plan) ** 3 / measured.solving_speed
     return measured.load + text.n_windows * measured.run + outputs * measured.output + solving
@@ -118,13 +118,17 @@ def _measure(checkpoint: Checkpoint, plan: Plan) -> _Measured:
         out_TC: Tensor = module.heads_out(weights, layer.inputs([0]))[0]
         float((out_TC.T @ out_TC).sum() + (out_TC.T @ layer.on_device(states_NTM)[0]).sum())  # waits for a GPU
 
-    run = _fastest(lambda: module.run(layer.on_device(states_NTM), lambda heads: None))
-    with_moments = _fastest(lambda: module.run(layer.on_device(states_NTM), sums.add))
+    run = fastest(lambda: module.run(layer.on_device(states_NTM), lambda heads: None))
+    with_moments = fastest(lambda: module.run(layer.on_device(states_NTM), sums.add))
     run += times_longer * max(0.0, with_moments - run)
-    square = np.ones((_SQUARE, _SQUARE))
-    solving_speed = 2 * _SQUARE**3 / _fastest(lambda: square @ square)
     whole = text.window / length
-    return _Measured(load, whole * run, whole * _fastest(output), solving_speed)
+    return _Measured(load, whole * run, whole * fastest(output), solving_speed())
+
+
+def solving_speed() -> float:
+    """Return the FLOPs per second of a float64 product on the CPU."""
+    square = np.ones((_SQUARE, _SQUARE))
+    return 2 * _SQUARE**3 / fastest(lambda: square @ square)
 
 
 def _random_weights(plan: Plan) -> Weights:
@@ -136,7 +140,7 @@ def _random_weights(plan: Plan) -> Weights:
     return Weights(*(torch.randn(shape, generator=generator) for shape in shapes))
 
 
-def _fastest(work: Callable[[], object]) -> float:
+def fastest(work: Callable[[], object]) -> float:
     """Return the seconds of the fastest of several runs. The first one also fills caches."""
     seconds: list[float] = []
     while len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS:

@@ -6,6 +6,7 @@ The target is transformers' DeepseekV3ForCausalLM with dense layers: Llama's dec
 from dataclasses import dataclass
 from typing import Any
 
+from convert.latent import LATENT_SOURCES
 from convert.latent.rotation import SourceRope
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
@@ -15,7 +16,6 @@ from model.decoder.rope import inverse_frequencies
 from model.families import Family, find_family
 from model.geometry import Geometry, read_geometry
 
-SOURCES = ("llama", "mistral")
 _TARGET = "the class of latent attention (DeepSeek-V3)"
 _REASONS = {
     "qwen2": f"its queries have biases, and {_TARGET} has none there",
@@ -47,10 +47,10 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
     Raises CheckpointError for a source that latent attention cannot compute, with the reason.
     """
     match = find_family(checkpoint.config)
-    if match.text_config is not None or match.model_type not in SOURCES:
+    if match.text_config is not None or match.model_type not in LATENT_SOURCES:
         raise CheckpointError(
             f"model_type {match.model_type!r} cannot be converted to latent attention: {_reason(match.family)}. "
-            f"Implemented are {' and '.join(SOURCES)}; mha-to-gqa merges the heads of this one."
+            f"Implemented are {' and '.join(LATENT_SOURCES)}; mha-to-gqa merges the heads of this one."
         )
     geometry = read_geometry(checkpoint)
     config = read_llama_config(checkpoint.config)
@@ -67,10 +67,10 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
 def _reason(family: Family) -> str:
     if family.model_type in _REASONS:
         return _REASONS[family.model_type]
-    if family.head_norms is not None:
-        return f"it normalises queries and keys after their projections, and {_TARGET} does not"
     if family.rotary_fraction != 1.0 or family.alibi:
         return "its positions do not enter by rotating whole heads"
+    if family.head_norms is not None:
+        return f"it normalises queries and keys after their projections, and {_TARGET} does not"
     return f"{_TARGET} computes Llama's decoder, and its decoder differs"
 
 

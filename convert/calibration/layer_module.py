@@ -49,6 +49,10 @@ class Weights:
         """Return the weights on a device."""
         return Weights(*(matrix.to(device) for matrix in self))
 
+    def with_matrices(self, *matrices: Tensor) -> "Weights":
+        """Return the weights with other matrices, in the order of iteration."""
+        return Weights(*matrices)
+
     def __iter__(self) -> Iterator[Tensor]:
         matrices = (self.q_CX, self.k_CX, self.v_CX, self.o_MC, self.q_norm_HD, self.k_norm_GD)
         return (matrix for matrix in matrices if matrix is not None)

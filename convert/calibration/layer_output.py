@@ -6,15 +6,21 @@ inputs (the hidden size, and a constant 1 where there are biases).
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from convert.calibration.latent_weights import LatentWeights
 from convert.calibration.layer_module import Weights
 from convert.calibration.layer_stream import Layer
+from convert.latent.attention import LatentAttention
 from convert.merging.weights import LayerAttention, Real
 from model.decoder.devices import to_float64
+
+AnyAttention = TypeVar("AnyAttention", LayerAttention, LatentAttention)
+AnyWeights = TypeVar("AnyWeights", Weights, LatentWeights)
 
 
 def weights_of(attention: LayerAttention) -> Weights:
@@ -39,13 +45,13 @@ def with_weights(attention: LayerAttention, weights: Weights) -> LayerAttention:
     )
 
 
-def output_matrix(attention: LayerAttention) -> Real:
+def output_matrix(attention: LayerAttention | LatentAttention) -> Real:
     """Return the output projection, [M, H·D]."""
     o_MC: Real = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
     return o_MC
 
 
-def with_output(attention: LayerAttention, o_MC: Real) -> LayerAttention:
+def with_output(attention: AnyAttention, o_MC: Real) -> AnyAttention:
     """Return the attention with another output projection."""
     n_heads, n_outputs, size = attention.o_HMD.shape
     return replace(attention, o_HMD=np.ascontiguousarray(o_MC.reshape(n_outputs, n_heads, size).transpose(1, 0, 2)))
@@ -60,17 +66,22 @@ def parents_output(layer: Layer, windows: list[int]) -> Tensor:
     return whole_BTM if bias_M is None else whole_BTM - bias_M
 
 
-def outputs(layer: Layer, merged: LayerAttention, windows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def outputs(layer: Layer, weights: AnyWeights, windows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
-    weights = weights_of(merged).to(layer.module.device)
+    weights = weights.to(layer.module.device)
     for batch in layer.text.batches(list(windows)):
-        yield from zip(layer.module.heads_out(weights, layer.inputs(batch)), parents_output(layer, batch), strict=True)
+        yield from zip(heads_out(layer, weights, layer.inputs(batch)), parents_output(layer, batch), strict=True)
 
 
-def squared_error(layer: Layer, weights: Weights, windows: Iterable[int]) -> float:
+def heads_out(layer: Layer, weights: AnyWeights, x_BTM: Tensor) -> Tensor:
+    """Return the heads' outputs before the output projection, [B, T, H·D], with other weights than the layer's own."""
+    return weights.heads_out(x_BTM) if isinstance(weights, LatentWeights) else layer.module.heads_out(weights, x_BTM)
+
+
+def squared_error(layer: Layer, weights: AnyWeights, windows: Iterable[int]) -> float:
     """Return the squared output error of a merged layer, summed over windows."""
     total, weights = 0.0, weights.to(layer.module.device)
     for batch in layer.text.batches(list(windows)):
-        out_BTM = layer.module.heads_out(weights, layer.inputs(batch)) @ weights.o_MC.T
+        out_BTM = heads_out(layer, weights, layer.inputs(batch)) @ weights.o_MC.T
         total += float(to_float64(parents_output(layer, batch) - out_BTM).square().sum())
     return total

@@ -10,14 +10,13 @@ Every fourth window is held out. The result is the weights with the least held-o
 import math
 from collections.abc import Iterator
 from itertools import islice
+from typing import Generic
 
 import torch
 
-from convert.calibration.layer_module import Weights
-from convert.calibration.layer_output import parents_output, squared_error, weights_of, with_weights
+from convert.calibration.layer_output import AnyWeights, heads_out, parents_output, squared_error
 from convert.calibration.layer_stream import Layer, Progress
 from convert.calibration.refit_output import is_held_out
-from convert.merging.weights import LayerAttention
 
 BATCH_TOKENS = 1024
 """Tokens per step."""
@@ -34,8 +33,10 @@ EVALUATIONS = 4
 BETAS = (0.9, 0.95)
 
 
-def refine(layer: Layer, merged: LayerAttention, n_tokens: int, progress: Progress) -> LayerAttention:
-    """Return the layer after training on `n_tokens` tokens. The text's windows are repeated as often as needed.
+def refine(layer: Layer, merged: AnyWeights, n_tokens: int, progress: Progress) -> AnyWeights:
+    """Return the weights after training on `n_tokens` tokens; `merged` itself if training brings nothing.
+
+    The text's windows are repeated as often as needed.
 
     `progress` counts `n_tokens` in all, step by step.
 
@@ -44,8 +45,8 @@ def refine(layer: Layer, merged: LayerAttention, n_tokens: int, progress: Progre
     held = [n for n in range(layer.text.n_windows) if is_held_out(n)]
     batch = max(1, BATCH_TOKENS // layer.text.length)
     n_steps = max(1, n_tokens // (batch * layer.text.length))
-    best = start = weights_of(merged).to(layer.module.device)
-    least = squared_error(layer, best, held)
+    start = merged.to(layer.module.device)
+    best, least = merged, squared_error(layer, start, held)
     with torch.enable_grad():
         training = _Training(layer, start, n_steps)
         for step, windows in enumerate(islice(_shuffled(layer, batch), n_steps), start=1):
@@ -57,7 +58,7 @@ def refine(layer: Layer, merged: LayerAttention, n_tokens: int, progress: Progre
                     error = squared_error(layer, weights, held)
                 if error < least:
                     best, least = weights, error
-    return merged if best is start else with_weights(merged, best)
+    return best
 
 
 def _shuffled(layer: Layer, batch: int) -> Iterator[list[int]]:
@@ -72,12 +73,12 @@ def _shuffled(layer: Layer, batch: int) -> Iterator[list[int]]:
         waiting = waiting[batch:]
 
 
-class _Training:
+class _Training(Generic[AnyWeights]):
     """Adam on a layer's attention, in float32."""
 
-    def __init__(self, layer: Layer, start: Weights, n_steps: int) -> None:
+    def __init__(self, layer: Layer, start: AnyWeights, n_steps: int) -> None:
         self._layer, self._n_steps = layer, n_steps
-        self._weights = Weights(*(matrix.clone().requires_grad_() for matrix in start))
+        self._weights: AnyWeights = start.with_matrices(*(matrix.clone().requires_grad_() for matrix in start))
         share = RATE / math.sqrt(len(start.o_MC))
         peaks = [share * float(matrix.detach().square().mean().sqrt()) for matrix in self._weights]
         groups = [{"params": [matrix], "lr": peak} for matrix, peak in zip(self._weights, peaks, strict=True)]
@@ -87,16 +88,16 @@ class _Training:
     def step(self, windows: list[int]) -> None:
         with torch.no_grad():
             x_BTM, target_BTM = self._layer.inputs(windows), parents_output(self._layer, windows)
-        out_BTM = self._layer.module.heads_out(self._weights, x_BTM) @ self._weights.o_MC.T
+        out_BTM = heads_out(self._layer, self._weights, x_BTM) @ self._weights.o_MC.T
         loss = (out_BTM - target_BTM).square().mean() / target_BTM.square().mean()
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         self._optimizer.step()
         self._schedule.step()
 
-    def weights(self) -> Weights:
+    def weights(self) -> AnyWeights:
         """Return a copy of the current weights."""
-        return Weights(*(matrix.detach().clone() for matrix in self._weights))
+        return self._weights.with_matrices(*(matrix.detach().clone() for matrix in self._weights))
 
     def _share_of_peak(self, step: int) -> float:
         """Return the learning rate of a step, as a share of its peak."""

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_output import output_matrix, with_output
-from convert.merging.weights import LayerAttention
+from convert.calibration.layer_output import AnyAttention, output_matrix, with_output
 from model.decoder.devices import float64_device, to_float64
 
 RIDGE_PENALTIES = (1e-1, 1e-2, 1e-3)
@@ -39,8 +38,8 @@ class _Sums:
 
 
 def refit_output(
-    merged: LayerAttention, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
-) -> LayerAttention:  # fmt: skip
+    merged: AnyAttention, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
+) -> AnyAttention:  # fmt: skip
     """Return the layer with the output projection that has the least held-out error.
 
     `answers` yields for each window the merged heads' outputs [T, H·D] and the target output [T, M], without the

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
-from convert.calibration.layer_output import outputs, squared_error, weights_of
+from convert.calibration.latent_weights import latent_weights
+from convert.calibration.layer_output import outputs, squared_error, weights_of, with_weights
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import is_held_out, refit_output
 from convert.calibration.text import CalibrationText
+from convert.latent.layer import FittedLatent
 from convert.merging.layer import LayerMerge, apply_maps, finish_layer, read_attention, save_layer
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
@@ -58,7 +60,7 @@ def held_out_errors(
     recipe: Recipe,
     folder: Path,
     indices: Container[int],
-    versions: Callable[[int], Sequence[LayerAttention]],
+    versions: Callable[[int], Sequence[LayerAttention | FittedLatent]],
 ) -> dict[int, list[float]]:
     """Return the held-out output errors of versions of some layers on a recipe's text, by layer index.
 
@@ -72,18 +74,25 @@ def held_out_errors(
             layer.run(lambda heads: None)
             if layer.index in indices:
                 windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
-                attentions = versions(layer.index)
-                errors[layer.index] = [squared_error(layer, weights_of(attention), windows) for attention in attentions]
+                errors[layer.index] = [_error(layer, attention, windows) for attention in versions(layer.index)]
     return errors
+
+
+def _error(layer: Layer, attention: LayerAttention | FittedLatent, windows: list[int]) -> float:
+    if isinstance(attention, FittedLatent):
+        return squared_error(layer, latent_weights(attention.latent, attention.frequencies_F), windows)
+    return squared_error(layer, weights_of(attention), windows)
 
 
 def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path, progress: Progress) -> None:
     after = _solve(checkpoint, merge, layer)  # what it needed is free again for the next steps
     if merge.recipe.refit:
-        answers = outputs(layer, after, range(layer.text.n_windows))
+        answers = outputs(layer, weights_of(after), range(layer.text.n_windows))
         after = refit_output(after, answers, layer.module.device)
     if merge.recipe.refine:
-        after = refine(layer, after, merge.recipe.refine, progress)
+        start = weights_of(after)
+        best = refine(layer, start, merge.recipe.refine, progress)
+        after = after if best is start else with_weights(after, best)
     save_layer(finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after), merge, folder)
 
 

@@ -9,7 +9,7 @@ from convert import conversion, tables
 from convert.calibration.text import NO_TORCH
 from convert.commands.options import OutputOptions
 from convert.merging.methods import REPEAT
-from convert.planning.latent_plan import make_latent_plan
+from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.latent_recipe import LATENT
 from convert.planning.options import MergeOptions
 from convert.planning.plan import Plan, make_plan
@@ -85,12 +85,16 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     if plan.recipe.text is None:
         return {}
     from convert.calibration.estimate import calibration_seconds
+    from convert.calibration.latent_estimate import latent_seconds
 
-    seconds = round(calibration_seconds(checkpoint, plan))
+    if isinstance(plan, LatentPlan):
+        seconds, faster = round(latent_seconds(checkpoint, plan)), "--refine 0 takes less"
+    else:
+        seconds, faster = round(calibration_seconds(checkpoint, plan)), "--method mean takes little longer than copying"
     if not quiet and seconds > SLOW_SECONDS:
+        duration = console.duration(seconds)
         console.echo(
-            f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; "
-            "--method mean takes little longer than copying, but starts with a higher loss.",
+            f"Calibrating takes about {duration} on {plan.recipe.device}; {faster}, but starts with a higher loss.",
             err=True,
         )
     return {"device": plan.recipe.device, "calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}

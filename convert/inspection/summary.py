@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import Any
 
+from convert.latent import LATENT_SOURCES
+from convert.latent.sizes import ENGINE_SIZES, LatentSizes, suggested_sizes
 from convert.planning.notices import find_notes
 from model.checkpoint import Checkpoint
 from model.geometry import Geometry, read_geometry
@@ -13,7 +15,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return geometry, dtypes, sizes and, for each legal number of groups, its sizes and tensor-parallel sizes."""
+    """Return geometry, dtypes, sizes, those of latent attention and of each legal number of groups."""
     geometry = read_geometry(checkpoint)
     dtypes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -37,6 +39,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "left_out": list(checkpoint.skipped_files),
         "notes": list(find_notes(checkpoint, geometry.attention.family)),
         "repeats": list(geometry.legal_repeats),
+        "latent": [_latent_row(geometry, sizes) for sizes in _latent_sizes(geometry)],
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }
 
@@ -44,6 +47,21 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
 def attention_kind(n_heads: int, n_kv_heads: int) -> str:
     """Return MHA, MQA or GQA-G."""
     return "MQA" if n_kv_heads == 1 else "MHA" if n_kv_heads == n_heads else f"GQA-{n_kv_heads}"
+
+
+def _latent_sizes(geometry: Geometry) -> list[LatentSizes]:
+    """Return sizes of latent attention to show; none if the model cannot have it."""
+    return suggested_sizes(geometry) if geometry.model_type in LATENT_SOURCES else []
+
+
+def _latent_row(geometry: Geometry, sizes: LatentSizes) -> dict[str, Any]:
+    return {
+        "latent": sizes.latent,
+        "rope": sizes.rope,
+        "kv_cache_bytes_per_token": 2 * geometry.n_layers * sizes.cached,
+        "as_groups": sizes.cached / (2 * geometry.head_dim),
+        "vllm_kernel": sizes.cached in ENGINE_SIZES,
+    }
 
 
 def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[str, Any]:

@@ -7,4 +7,8 @@ LatentNorm = Literal["eps", "bias"]
 LATENT_NORMS: tuple[LatentNorm, ...] = ("eps", "bias")
 Frequencies = Literal["stock", "longrope"]
 FREQUENCIES: tuple[Frequencies, ...] = ("stock", "longrope")
+LatentMethod = Literal["fit", "transmla", "care", "svd"]
+LATENT_METHODS: tuple[LatentMethod, ...] = ("fit", "transmla", "care", "svd")
+LATENT_SOURCES = ("llama", "mistral")
+"""The model types that can be converted."""
 DEFAULT_LATENT, DEFAULT_ROPE = 512, 64

@@ -82,6 +82,33 @@ def solve(
     )
 
 
+def plane_powers(before: LayerAttention, moments: InputMoments) -> Real:
+    """Return the power of the logits from each plane's principal components, [P, K], the largest first."""
+    half = before.q_HDX.shape[1] // 2
+    q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
+    return np.array([_spread((plane,), q_HPX, k_KPX, moments)[0] for plane in range(half)])
+
+
+def _spread(
+    planes: tuple[int, ...], q_HPX: Complex, k_KPX: Complex, moments: InputMoments
+) -> tuple[Real, Complex, Complex, Complex]:  # fmt: skip
+    """Return the principal components of some planes of the keys, weighted by the queries.
+
+    The error of a logit is the real part of q* e, for the error e of the planes' keys, so its power is e* W e with W =
+    E[q q*]. The components that lose least of it are those of W^½ k. Returns their powers and vectors, the largest
+    first, W^½ and its inverse.
+    """
+    keys_FX = k_KPX[:, list(planes)].reshape(-1, k_KPX.shape[2])
+    q_KGPX = q_HPX[:, list(planes)].reshape(len(k_KPX), -1, len(planes), q_HPX.shape[2])
+    power_FF = np.zeros((len(keys_FX), len(keys_FX)), dtype=np.complex128)
+    for head, q_GPX in enumerate(q_KGPX):
+        own = slice(head * len(planes), (head + 1) * len(planes))
+        power_FF[own, own] = sum(q_PX @ moments.queries_XX @ q_PX.conj().T for q_PX in q_GPX)
+    root_FF, inverse_FF = _roots(power_FF)
+    values_F, vectors_FF = _largest(root_FF @ (keys_FX @ moments.keys_XX @ keys_FX.conj().T) @ root_FF)
+    return values_F, vectors_FF, root_FF, inverse_FF
+
+
 def _share(
     fold: Fold,
     q_HPX: Complex,
@@ -91,21 +118,11 @@ def _share(
     key_CX: Complex,
     rest_KPX: Complex,
 ) -> None:
-    """Fill the channels of a fold with the principal components of its planes; subtract them from `rest_KPX`.
-
-    The error of a logit is the real part of q* e, for the error e of the fold's keys, so its power is e* W e with W =
-    E[q q*]. The components that lose least of it are those of W^½ k.
-    """
+    """Fill the channels of a fold with the principal components of its planes; subtract them from `rest_KPX`."""
     planes, n_kv_heads = list(fold.planes), len(k_KPX)
     keys_FX = k_KPX[:, planes].reshape(-1, k_KPX.shape[2])
-    q_KGPX = q_HPX[:, planes].reshape(n_kv_heads, -1, len(planes), q_HPX.shape[2])
-    power_FF = np.zeros((len(keys_FX), len(keys_FX)), dtype=np.complex128)
-    for head, q_GPX in enumerate(q_KGPX):
-        own = slice(head * len(planes), (head + 1) * len(planes))
-        power_FF[own, own] = sum(q_PX @ moments.queries_XX @ q_PX.conj().T for q_PX in q_GPX)
-    root_FF, inverse_FF = _roots(power_FF)
-    spread_FF = root_FF @ (keys_FX @ moments.keys_XX @ keys_FX.conj().T) @ root_FF
-    found_FC = _largest(spread_FF, len(fold.channels))
+    _, vectors_FF, root_FF, inverse_FF = _spread(fold.planes, q_HPX, k_KPX, moments)
+    found_FC = vectors_FF[:, : len(fold.channels)]
     shared_CX = found_FC.conj().T @ root_FF @ keys_FX
     decoded_FC = inverse_FF @ found_FC
     lengths_C = np.linalg.norm(shared_CX, axis=1)
@@ -138,7 +155,7 @@ def _latent(
         loss_XX += balance * power * key_DX.T @ queries_DD @ key_DX + values_XX
     root_XX, inverse_XX = _roots(moments.values_XX)
     spread_XX = root_XX @ loss_XX @ root_XX
-    found_XL = _largest(spread_XX, size)
+    found_XL = _largest(spread_XX)[1][:, :size]
     latent_LX, decoded_XL = found_XL.T @ inverse_XX, root_XX @ found_XL
     if latent_LX.shape[0] < size:
         latent_LX = np.pad(latent_LX, ((0, size - len(latent_LX)), (0, 0)))
@@ -146,11 +163,15 @@ def _latent(
     return latent_LX, rest_KDX @ decoded_XL, before.v_KDX @ decoded_XL
 
 
-def _largest(power: Matrix, n: int) -> Matrix:
-    """Return the eigenvectors of the n largest eigenvalues, as columns. The largest element of each is positive."""
-    vectors = np.linalg.eigh((power + power.conj().T) / 2)[1][:, ::-1][:, :n]
+def _largest(power: Matrix) -> tuple[Real, Matrix]:
+    """Return the eigenvalues, the largest first, and their vectors as columns.
+
+    The largest element of each vector is positive.
+    """
+    values, vectors = np.linalg.eigh((power + power.conj().T) / 2)
+    values, vectors = values[::-1], vectors[:, ::-1]
     largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0)
-    return np.asarray(vectors * (largest.conj() / np.abs(largest)))
+    return values, vectors * (largest.conj() / np.abs(largest))
 
 
 def _roots(power: Matrix) -> tuple[Matrix, Matrix]:

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from convert.latent.attention import LatentAttention
 from convert.latent.closed_form import moments_from_norm, solve
-from convert.latent.rotation import SourceRope
+from convert.latent.rotation import SourceRope, frequencies_at
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, fold, unfold
 from convert.merging.layer import MergedLayer, read_finite, rounded
@@ -24,11 +22,11 @@ WIDER = "save the source in bfloat16 or float32 first"
 
 
 @dataclass(frozen=True)
-class LatentReport:
-    """What a layer lost."""
+class FittedLatent:
+    """Latent attention, and the frequencies of its rotated pairs of dimensions."""
 
-    output_error: float
-    """The squared error of the attention's output on held-out windows, as a share of its power."""
+    latent: LatentAttention
+    frequencies_F: Real
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,8 @@ class LatentLayer:
         exact = fold(latent, self.sizes, self.names, self.scale, dtype)
         return MergedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
 
-    def latent_of(self, tensors: dict[str, Real]) -> LatentAttention:
-        """Return the latent attention in the output's tensors."""
-        wide = {name: values.astype(np.float64) for name, values in tensors.items()}
-        return unfold(wide, self.sizes, self.names, self.scale)
+    def fitted(self, tensors: dict[str, Real]) -> FittedLatent:
+        """Return the latent attention in the output's tensors, given in float64."""
+        assert self.recipe.positions is not None
+        latent = unfold(tensors, self.sizes, self.names, self.scale)
+        return FittedLatent(latent, frequencies_at(self.rope, self.recipe.positions))

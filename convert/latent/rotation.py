@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_SHARES = (0.5, 0.625, 0.75, 1.0)
+"""Shares of the planes that channels at equal distances are tried on."""
+
 
 @dataclass(frozen=True)
 class SourceRope:
@@ -46,14 +49,11 @@ def stock_positions(spacing: float, n_channels: int) -> tuple[float, ...]:
 
 
 def spacings(n_planes: int, n_channels: int) -> tuple[float, ...]:
-    """Return the spacings worth trying: from the highest frequencies alone (1) to all frequencies (planes / channels).
+    """Return the spacings worth trying, from the faster half of all planes to all of them.
 
-    With more channels than planes the least spacing covers all planes, several channels each.
+    Slow planes hardly rotate within the attended distance, so the latent can hold them.
     """
-    whole = n_planes / n_channels
-    if whole <= 1 or n_channels == 1:
-        return (whole,)
-    return tuple(float(c) for c in np.unique([whole, *np.arange(1, whole, 0.5)]))
+    return tuple(share * n_planes / n_channels for share in _SHARES)
 
 
 def evenly(n_planes: int, n_channels: int) -> tuple[float, ...]:
@@ -103,6 +103,7 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
 
     `longrope` divides the frequencies of a base by a list of numbers (transformers,
     `modeling_rope_utils._compute_longrope_parameters`); with one list for short and long texts it can say any.
+    There is no `factor`: without it, vLLM's own code of DeepSeek-V3, which would take it for YaRN, stops.
     """
     spacing, n_channels = spacing_of(positions), len(positions)
     if rope.is_plain and spacing is not None:
@@ -112,7 +113,7 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
     factors = [float(factor) for factor in own / frequencies_at(rope, positions)]
     return {
         "rope_type": "longrope", "rope_theta": rope.theta, "short_factor": factors, "long_factor": factors,
-        "factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": rope.context,
+        "attention_factor": 1.0, "original_max_position_embeddings": rope.context,
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Define the sizes of latent attention, and check that a model can have them."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from convert.latent import LatentNorm
@@ -53,6 +54,21 @@ class LatentSizes:
     def source_cached(self) -> int:
         """The same of the source."""
         return 2 * self.n_kv_heads * self.head_dim
+
+
+def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
+    """Return sizes worth a look, the largest cache first: those of vLLM's kernels, and those of 4, 2 and 1 K/V heads.
+
+    They cache less than the source does.
+    """
+    heads = ((n * geometry.head_dim, n * geometry.head_dim) for n in (4, 2, 1))
+    found = {}
+    for latent, rope in ((512, 64), (256, 64), *heads):
+        with suppress(CheckpointError):
+            sizes = choose_sizes(geometry, latent, rope, "eps")
+            if sizes.cached < sizes.source_cached:
+                found[latent, rope] = sizes
+    return sorted(found.values(), key=lambda sizes: -sizes.cached)
 
 
 def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNorm) -> LatentSizes:

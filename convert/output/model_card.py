@@ -9,7 +9,7 @@ from convert.latent.stock_tensors import EPSILON
 from convert.merging.methods import LAYER_METHODS, REPEAT
 from convert.output.groupwise_json import RECORD_FILE
 from convert.planning.latent_plan import LatentPlan
-from convert.planning.latent_recipe import is_exact
+from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
@@ -84,7 +84,7 @@ def _latent_facts(plan: LatentPlan) -> list[tuple[str, str]]:
 
 def _method(plan: Plan) -> str:
     recipe = plan.recipe
-    parts = [f"`{recipe.method}`"]
+    parts = [f"`{recipe.solver if isinstance(recipe, LatentRecipe) else recipe.method}`"]
     if recipe.method in LAYER_METHODS:
         parts.append("renorm spread")  # in the words of earlier versions, whose cards `verify` compares
     if recipe.refit:

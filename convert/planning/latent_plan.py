@@ -10,7 +10,7 @@ from convert.latent.rotation import rope_parameters
 from convert.latent.sizes import ENGINE_SIZES, LatentSizes, choose_sizes
 from convert.latent.stock_tensors import EPSILON
 from convert.planning.latent_recipe import LatentRecipe, is_exact
-from convert.planning.plan import Plan, plan_shards
+from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.tied import EMBEDDING, HEAD
@@ -41,6 +41,15 @@ class LatentPlan(Plan):
         """Bytes of one token in the KV cache of all layers at 16 bits a number, before and after."""
         n_layers = self.geometry.n_layers
         return 2 * n_layers * self.sizes.source_cached, 2 * n_layers * self.sizes.cached
+
+    def _calibration_memory(self) -> int:
+        """Estimate the bytes to run one layer: its weights in float32, its moments and its attention in float64."""
+        layer = sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
+        square = 8 * self.sizes.hidden_size**2
+        reads = 2 * 8 * self.sizes.n_heads * self.sizes.cached**2
+        # Moments, their roots and decompositions; copies of the attention: original, candidates, gradients, Adam's.
+        running = 2 * layer + 8 * square + reads + (8 if self.recipe.refine else 5) * (self.largest_group // 2)
+        return TORCH_BYTES + self.reader_bytes + max(running, self._embedding_memory())
 
     def summary(self, requested_workers: int) -> dict[str, Any]:
         """Return the plan's numbers, for `--dry-run` and `--json`."""

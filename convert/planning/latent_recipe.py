@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.latent import FREQUENCIES, LATENT_NORMS, Frequencies, LatentNorm
+from convert.latent import FREQUENCIES, LATENT_METHODS, LATENT_NORMS, Frequencies, LatentMethod, LatentNorm
 from convert.latent.rotation import SourceRope, evenly, stock_positions
 from convert.latent.sizes import LatentSizes
 from convert.planning.recipe import Recipe
@@ -24,6 +24,8 @@ class LatentRecipe(Recipe):
     rope: int = 0
     norm: LatentNorm = "eps"
     frequencies: Frequencies = "stock"
+    solver: LatentMethod = "fit"
+    """How latent and rotated key are found; all but `fit` are for comparison (`convert.latent.baselines`)."""
     positions: tuple[float, ...] | None = None
     """The channels of the rotated key (`convert.latent.rotation`); None until the calibration has chosen them."""
 
@@ -37,6 +39,7 @@ class LatentRecipe(Recipe):
             **super().record,
             "latent": {
                 "latent": self.latent, "rope": self.rope, "norm": self.norm, "frequencies": self.frequencies,
+                "method": self.solver,
                 "positions": None if self.positions is None else list(self.positions),
             },
         }  # fmt: skip
@@ -67,18 +70,19 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
     try:
         if not isinstance(latent, dict):
             raise InputError("latent is missing")
-        check_types(latent, {"latent": int, "rope": int, "norm": str, "frequencies": str})
+        check_types(latent, {"latent": int, "rope": int, "norm": str, "frequencies": str, "method": str})
         positions = latent.get("positions")
         n_channels = latent["rope"] // 2
         if not isinstance(positions, list) or not n_channels == len(positions) >= 1:
             raise InputError("latent.positions does not fit latent.rope")
         if not all(is_finite(position) and 0 <= position < 1 << 16 for position in positions):
             raise InputError("latent.positions holds another value than a number of at least 0")
-        if latent["norm"] not in LATENT_NORMS or latent["frequencies"] not in FREQUENCIES:
-            raise InputError("latent.norm or latent.frequencies has an unknown value")
+        for key, known in (("norm", LATENT_NORMS), ("frequencies", FREQUENCIES), ("method", LATENT_METHODS)):
+            if latent[key] not in known:
+                raise InputError(f"latent.{key} has an unknown value")
     except InputError as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     return LatentRecipe(
         recipe.method, recipe.seed, recipe.refit, recipe.refine, recipe.text, recipe.device, latent["latent"],
-        latent["rope"], latent["norm"], latent["frequencies"], tuple(map(float, positions)),
+        latent["rope"], latent["norm"], latent["frequencies"], latent["method"], tuple(map(float, positions)),
     )  # fmt: skip

@@ -25,7 +25,7 @@ from model.geometry import Geometry, read_geometry
 DEFAULT_SHARD_SIZE = 5_000_000_000
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
-_INTERPRETER, _TORCH, _TRANSFORMERS = 44_000_000, 450_000_000, 200_000_000
+_INTERPRETER, TORCH_BYTES, _TRANSFORMERS = 44_000_000, 450_000_000, 200_000_000
 _SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
 """Bytes a worker needs beside its group; the latter where source tensors must be rewritten (`Plan.rewrites`)."""
 
@@ -105,7 +105,7 @@ class Plan:
         text = self.recipe.text
         if text is None:
             return merging
-        return max(merging, self._calibration_memory(), _TORCH + text.own_bytes if text.own else 0)
+        return max(merging, self._calibration_memory(), TORCH_BYTES + text.own_bytes if text.own else 0)
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""
@@ -116,7 +116,7 @@ class Plan:
         # layer, and in float32 its gradients, Adam's moments and temporaries, and two versions of the weights.
         copies = 8 if self.recipe.refine else 5
         running = 2 * layer + copies * (self.largest_group // 2 + moments)
-        program = _TORCH
+        program = TORCH_BYTES
         if self.geometry.model_type not in NATIVE_FAMILIES:
             program += _TRANSFORMERS
             running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32

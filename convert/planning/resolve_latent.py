@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from convert.calibration.text import DEFAULT_TOKENS
-from convert.latent import Frequencies, LatentNorm
+from convert.latent import Frequencies, LatentMethod, LatentNorm
 from convert.latent.rotation import SourceRope
 from convert.latent.sizes import LatentSizes, choose_sizes
 from convert.planning.latent_recipe import LATENT, LatentRecipe, default_positions, is_exact
@@ -23,6 +23,8 @@ class LatentOptions:
     rope: int
     latent_norm: LatentNorm
     frequencies: Frequencies | None
+    method: LatentMethod
+    refit: bool
     refine: int | None
     calibration: str | None
     calibration_tokens: int | None
@@ -46,30 +48,44 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
 
     source = read_source(checkpoint)
     sizes = choose_sizes(source.geometry, options.latent, options.rope, options.latent_norm)
-    frequencies = _frequencies(source.rope, options.frequencies)
+    frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
-        LATENT, latent=sizes.latent, rope=sizes.rope, norm=sizes.norm, frequencies=frequencies
-    )  # fmt: skip
-    if options.calibration == NONE or is_exact(sizes, frequencies):
+        LATENT, latent=sizes.latent, rope=sizes.rope, norm=sizes.norm, frequencies=frequencies, solver=options.method
+    )
+    if options.method != "fit":
+        _check_baseline(options, sizes, frequencies)
+        recipe = replace(recipe, positions=default_positions(source.rope, sizes, frequencies))
+    elif options.calibration == NONE or is_exact(sizes, frequencies):
         _refuse_unused(options, sizes, frequencies)
         return replace(recipe, positions=default_positions(source.rope, sizes, frequencies))
-    if options.calibration is None:
-        raise CheckpointError(
-            f"latent attention of {sizes.latent} + {sizes.rope} loses something, and calibrating it on a text is not "
-            "implemented yet; give --calibration none to convert by the weights alone."
-        )
-    refine = options.calibration_tokens or DEFAULT_TOKENS if options.refine is None else options.refine
+    refit, refine = options.refit, options.refine or 0
+    if options.method == "fit":
+        refit = True
+        refine = options.calibration_tokens or DEFAULT_TOKENS if options.refine is None else options.refine
     text, device = read_text(checkpoint, options.of_text)
-    return replace(recipe, refit=True, refine=refine, text=text, device=device, seed=options.seed)
+    return replace(recipe, refit=refit, refine=refine, text=text, device=device, seed=options.seed)
 
 
-def _frequencies(rope: SourceRope, requested: Frequencies | None) -> Frequencies:
+def _check_baseline(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:
+    """Raise CheckpointError if a method for comparison does not have these options."""
+    if options.calibration == NONE:
+        raise CheckpointError(f"--method {options.method} is for comparison, and needs a calibration text.")
+    if frequencies != "stock" or sizes.head_dim % sizes.rope:
+        raise CheckpointError(
+            f"--method {options.method} is for comparison, and has stock frequencies and a rotated key whose size "
+            f"divides the heads' {sizes.head_dim}; give --frequencies stock and --rope {sizes.head_dim}, or a divisor."
+        )
+
+
+def _frequencies(rope: SourceRope, sizes: LatentSizes, options: LatentOptions) -> Frequencies:
     """Return which frequencies the rotated key has. Those of a scaled rotation are not the powers of any base."""
+    requested = options.frequencies
     if requested == "stock" and not rope.is_plain:
         raise CheckpointError(
             "--frequencies stock cannot express the source's scaled rotary embedding; give --frequencies longrope."
         )
-    return requested or ("stock" if rope.is_plain else "longrope")
+    prefers_stock = is_exact(sizes, "stock") or options.method != "fit"
+    return requested or ("stock" if rope.is_plain and prefers_stock else "longrope")
 
 
 def _refuse_unused(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:

@@ -1,8 +1,9 @@
 """Draw the figures of the study from the recorded results.
 
 headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
-HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
-COMPUTE, PARTS = "compute.png", "parts.png"
+uptraining, of the better-trained parents. weak.png: the same of the weak ones. compute.png: loss against compute, of
+the weak ones. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
+against the peak of the learning rate. parts.png: the same by the part that is trained.
 """
 
 import hashlib
@@ -34,8 +35,8 @@ from scripts.study.results import (
     united,
 )
 
-HEADLINE, WEAK_ONES, SPEED, RATES, COMPUTE = "headline.png", "weak.png", "speed.png", "rates.png", "compute.png"
-HEADLINE, WEAK_ONES, SPEED, RATES, PARTS = "headline.png", "weak.png", "speed.png", "rates.png", "parts.png"
+HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
+COMPUTE, PARTS = "compute.png", "parts.png"
 SOURCES = {
     HEADLINE: (
         "merges.jsonl",
@@ -47,9 +48,8 @@ SOURCES = {
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
     RATES: ("rates.jsonl",),
-    drawn = {
-        HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute, PARTS: parts,
-    }  # fmt: skip
+    COMPUTE: (*(f"{plan}.jsonl" for plan in WEAK), "refine.jsonl", "parts.jsonl"),
+    PARTS: ("parts.jsonl",),
 }
 """What each figure is drawn from."""
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
@@ -85,11 +85,9 @@ NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fon
 
 def draw(results: Path) -> None:
     """Write the figures beside the results."""
-    drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute}
-    return figure
-
-
-    drawn = {HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, PARTS: parts}
+    drawn = {
+        HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute, PARTS: parts,
+    }  # fmt: skip
     with matplotlib.rc_context(PLOT_STYLE):
         for name, figure_of in drawn.items():
             figure_of(results).savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})

@@ -33,3 +33,21 @@ def test_table(convert, source):
     assert "MHA: 8 query heads, 8 K/V heads" in text
     for word in ("GQA-4", "GQA-2", "MQA", "12.5%"):
         assert word in text
+
+
+def test_sizes_of_latent_attention(convert, source, tmp_path):
+    rows = json.loads(convert("inspect", source, "--json").out)["latent"]
+    assert [(row["latent"], row["rope"], row["as_groups"]) for row in rows] == [(16, 16, 4), (8, 8, 2), (4, 4, 1)]
+    assert [row["kv_cache_bytes_per_token"] for row in rows] == [128, 64, 32]
+    assert not any(row["vllm_kernel"] for row in rows)
+    assert "mha-to-mla" in convert("inspect", source).out
+    other = tiny.save(tiny.build("qwen3"), tmp_path / "qwen3")
+    assert json.loads(convert("inspect", other, "--json").out)["latent"] == []
+    assert "mha-to-mla" not in convert("inspect", other).out
+    wide = tiny.save(tiny.build(hidden_size=512), tmp_path / "wide")
+    rows = json.loads(convert("inspect", wide, "--json").out)["latent"]
+    assert [(row["latent"], row["rope"]) for row in rows if row["vllm_kernel"]] == [(512, 64), (256, 64)]
+    for row in rows[:1]:
+        options = ("--latent", row["latent"], "--rope", row["rope"], "--calibration", "none", "--dry-run", "--json")
+        plan = json.loads(convert("mha-to-mla", wide, tmp_path / "out", *options).out)
+        assert plan["kv_cache_bytes_per_token"]["after"] == row["kv_cache_bytes_per_token"]

@@ -45,11 +45,12 @@ ALSO = {
     r"uptrain prepare": "--seq-len 64 --workers 1",
     r"uptrain export .*--step": "--step 1",
     r"convert mha-to-gqa (SOURCE|path)(?!.*mean)": "--calibration-tokens 1024",
+    r"convert mha-to-mla": "--latent 64 --rope 16 --calibration-tokens 1024",
     r"scripts/study/run": "--dry-run",
 }
 """Options that a tiny model or a short test needs, by the commands that take them. They come last, so they win."""
 
-OTHER_OPTIONS = {"--help", "--model"}
+OTHER_OPTIONS = {"--help", "--model", "--model-impl"}
 """Options in sentences that click adds, or that other programs have."""
 
 

@@ -1,0 +1,84 @@
+"""Accumulate the second moments of a layer's attention inputs on a text.
+
+Letters: B windows in a batch, T tokens, S sampled queries of a head, N those of all heads, C keys drawn for each query,
+H query heads, X inputs (the hidden size).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from convert.calibration.layer_module import Heads
+from convert.calibration.layer_stream import Layer
+from convert.latent.closed_form import InputMoments
+from model.decoder.devices import float64_device, to_float64
+
+QUERIES = 2048
+"""Queries sampled per head, over the whole text."""
+KEYS_DRAWN = 16
+"""Keys drawn for each of them, with its attention weights as probabilities."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Queries of one window, and the keys that were drawn for them."""
+
+    at_S: Tensor
+    """Positions of the queries."""
+    at_HSC: Tensor
+    """Positions of the keys, for each head."""
+
+
+_FLOOR = 1e-6
+"""Added to the moments' diagonal, as a share of its mean: directions that the text hardly uses stay defined."""
+
+
+class InputSums:
+    """The moments of a layer's inputs, summed over windows in float64. Queries are drawn on the CPU."""
+
+    def __init__(self, layer: Layer, hidden_size: int) -> None:
+        self._layer = layer
+        self._batches = layer.text.batches()
+        place = float64_device(layer.module.device)
+        self._tokens_XX, self._attended_XX, self._mixed_XX = (
+            torch.zeros(hidden_size, hidden_size, dtype=torch.float64, device=place) for _ in range(3)
+        )
+        self.pairs: list[Pairs] = []
+        """For each window."""
+        self._draws = torch.Generator().manual_seed(layer.index)
+        self._rng = np.random.default_rng(layer.index)
+        self._queries = min(-(-QUERIES // layer.text.n_windows), layer.text.length)
+
+    def add(self, heads: Heads) -> None:
+        """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `Layer.run` does."""
+        x_BTX = self._layer.inputs(next(self._batches))
+        for x_TX, q_THD, k_TGD in zip(x_BTX, heads.rotated_q_BTHD, heads.rotated_k_BTGD, strict=True):
+            drawn = self._rng.permutation(len(q_THD))[: self._queries]
+            at_S = torch.from_numpy(drawn).to(x_TX.device)
+            weights_HST = self._layer.module.attention_weights(q_THD[at_S].transpose(0, 1), k_TGD.transpose(0, 1), at_S)
+            weights_NT = weights_HST.flatten(0, 1)
+            drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
+            self.pairs.append(Pairs(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_DRAWN)))
+            mixed_NX = weights_NT @ x_TX
+            self._tokens_XX += _products(x_TX, x_TX)
+            self._attended_XX += _products(x_TX * weights_NT.mean(dim=0)[:, None], x_TX)
+            self._mixed_XX += _products(mixed_NX, mixed_NX) / len(mixed_NX)
+
+    def moments(self) -> InputMoments:
+        """Return the moments. Call it once, after all `add`s."""
+        n_windows, length = self._layer.text.n_windows, self._layer.text.length
+        sums = (
+            self._tokens_XX / (n_windows * length),
+            (self._attended_XX - self._mixed_XX) / n_windows,
+            self._mixed_XX / n_windows,
+        )
+        for sum_XX in sums:
+            sum_XX.diagonal().add_(_FLOOR * sum_XX.diagonal().mean())
+        tokens, keys, values = (sum_XX.cpu().numpy() for sum_XX in sums)
+        return InputMoments(tokens, keys, values)
+
+
+def _products(a_NX: Tensor, b_NX: Tensor) -> Tensor:
+    return to_float64(a_NX.T @ b_NX)

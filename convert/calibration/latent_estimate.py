@@ -1,0 +1,104 @@
+"""Estimate how long a calibration of latent attention takes, from the times of the first layer on a few windows."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from convert.calibration.estimate import TRAINING, fastest, solving_speed
+from convert.calibration.input_moments import InputSums
+from convert.calibration.latent_fit import BALANCES
+from convert.calibration.latent_queries import solve_queries
+from convert.calibration.latent_survey import SURVEY_TOKENS
+from convert.calibration.latent_weights import latent_weights
+from convert.calibration.layer_stream import CalibrationWindows, Layer, open_layers
+from convert.calibration.refine import EVALUATIONS
+from convert.calibration.refit_output import HELD_OUT_EVERY
+from convert.calibration.solve import JUDGED_TOKENS
+from convert.latent.attention import LatentAttention
+from convert.latent.rotation import evenly, frequencies_at, spacings
+from convert.planning.latent_plan import LatentPlan
+from model.checkpoint import Checkpoint
+from model.decoder.devices import faster_products
+
+_DECOMPOSITIONS = 100
+"""FLOPs of a closed form, in cubes of the hidden size: measured 60 to 140 for 256 to 2048."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Seconds of the first layer."""
+
+    load: float
+    run: float
+    """Per token, with its moments."""
+    output: float
+    """Per token, of the latent attention."""
+    queries: float
+    """Per window, to solve for them."""
+    solving: float
+    """A closed form."""
+
+
+def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
+    """Return an estimate in seconds, correct within a factor of two."""
+    text, recipe = plan.recipe.text, plan.latent_recipe
+    if text is None:
+        return 0.0
+    with torch.inference_mode(), faster_products(recipe.device):
+        layer = _measure(checkpoint, plan)
+    held_out = text.n_tokens / HELD_OUT_EVERY
+    outputs = 2 * len(BALANCES) * min(held_out, JUDGED_TOKENS) + text.n_tokens
+    if recipe.refine:
+        outputs += (EVALUATIONS + 1) * held_out + TRAINING * recipe.refine
+    surveyed = min(text.n_tokens, SURVEY_TOKENS)
+    tried = len(spacings(1, 1)) if recipe.frequencies == "stock" else 0
+    closed = len(BALANCES) * (layer.solving + text.n_windows * layer.queries)
+    closed += tried * (layer.solving + surveyed / text.window * layer.queries)
+    seconds = 2 * layer.load + (text.n_tokens + surveyed) * layer.run + outputs * layer.output + closed
+    return len(plan.works) * seconds
+
+
+def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
+    """Run the first layer, and a latent attention of zeros, on random states."""
+    text, work = plan.recipe.text, plan.latent_layers[0]
+    assert text is not None
+    sizes, layers = work.sizes, open_layers(checkpoint, text.window, plan.recipe.device)
+    started = time.perf_counter()
+    module = layers.load(0)
+    load = time.perf_counter() - started
+    states_1TM = np.random.default_rng(0).standard_normal((1, text.window, sizes.hidden_size)).astype(np.float32)
+    states_NTM = np.broadcast_to(states_1TM, (text.n_windows, *states_1TM.shape[1:]))
+    layer = Layer(CalibrationWindows(text), module, states_NTM, Path(), lambda n: None)
+    batch = next(layer.text.batches())
+
+    def run() -> InputSums:
+        sums = InputSums(layer, sizes.hidden_size)
+        module.run(layer.on_device(layer.states_NTM[batch]), sums.add)
+        return sums
+
+    pairs = [(0, run().pairs[0])]
+    before = work.read(checkpoint)
+    heads = (sizes.n_heads, sizes.nope, sizes.hidden_size)
+    latent = LatentAttention(
+        np.zeros(heads),
+        np.zeros((sizes.n_heads, sizes.rope, sizes.hidden_size)),
+        np.zeros((sizes.free, sizes.hidden_size)),
+        np.zeros((sizes.rope, sizes.hidden_size)),
+        np.zeros((sizes.n_heads, sizes.nope, sizes.free)),
+        np.zeros((sizes.n_heads, sizes.head_dim, sizes.free)),
+        before.o_HMD,
+    )
+    frequencies_F = frequencies_at(work.rope, evenly(work.rope.n_planes, sizes.rope // 2))
+    both = np.array(work.rope.frequencies), frequencies_F
+    weights, x_BTM = latent_weights(latent, frequencies_F).to(module.device), layer.inputs(batch)
+    n_tokens = len(batch) * text.window
+    return _Measured(
+        load,
+        fastest(run) / n_tokens,
+        fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T) / n_tokens,
+        fastest(lambda: solve_queries(layer, before, latent, sizes, both, pairs)),
+        _DECOMPOSITIONS * sizes.hidden_size**3 / solving_speed(),
+    )

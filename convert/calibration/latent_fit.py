@@ -1,0 +1,84 @@
+"""Convert layers to latent attention by their behaviour on a calibration text.
+
+FOLDER/model.layers.11….latent.npz     layer 11, converted
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from convert.calibration.input_moments import InputSums
+from convert.calibration.latent_queries import solve_queries
+from convert.calibration.latent_weights import latent_weights, with_latent_weights
+from convert.calibration.layer_output import outputs, squared_error
+from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
+from convert.calibration.refine import refine
+from convert.calibration.refit_output import is_held_out, refit_output
+from convert.calibration.solve import JUDGED_TOKENS
+from convert.calibration.text import CalibrationText
+from convert.latent.attention import LatentAttention
+from convert.latent.baselines import solve_as
+from convert.latent.closed_form import solve
+from convert.latent.layer import LatentLayer
+from convert.latent.rotation import frequencies_at
+from convert.merging.layer import save_layer
+from model.checkpoint import Checkpoint
+from model.common.files import sync_folder
+from model.decoder.devices import faster_products, naming_lack_of_memory
+
+BALANCES = (0.1, 1.0, 10.0)
+"""Weights of keys against values in the latent that are tried."""
+
+
+@torch.no_grad()
+def calibrate_latent(
+    checkpoint: Checkpoint, works: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
+) -> None:  # fmt: skip
+    """Write every converted layer into `folder`. `progress` counts tokens, of the text and of refining, layer by layer.
+
+    A killed run resumes at the layer it had reached.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "finished").exists():
+        return
+    recipe = works[0].recipe
+    with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
+        for layer in iter_layers(checkpoint, text, folder, progress, recipe.device, recipe.refine):
+            work = works[layer.index]
+            save_layer(work.finish(checkpoint, _convert(checkpoint, work, layer, progress)), work, folder)
+    sync_folder(folder)
+    (folder / "finished").touch()
+    last_states(folder).unlink()
+
+
+def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: Progress) -> LatentAttention:
+    sums = InputSums(layer, work.sizes.hidden_size)
+    layer.run(sums.add)
+    positions = work.recipe.positions
+    assert positions is not None
+    before, moments = work.read(checkpoint), sums.moments()
+    frequencies_F = frequencies_at(work.rope, positions)
+    windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
+    fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
+
+    def candidates() -> Iterator[LatentAttention]:
+        if work.recipe.solver != "fit":
+            yield solve_as(work.recipe.solver, before, moments, work.sizes, work.rope, positions)
+            return
+        for balance in BALANCES:
+            closed = solve(before, moments, work.sizes, work.rope, positions, balance)
+            yield closed
+            both = np.array(work.rope.frequencies), frequencies_F
+            yield solve_queries(layer, before, closed, work.sizes, both, fitted)
+
+    after = min(candidates(), key=lambda latent: squared_error(layer, latent_weights(latent, frequencies_F), windows))
+    if work.recipe.refit:
+        answers = outputs(layer, latent_weights(after, frequencies_F), range(layer.text.n_windows))
+        after = refit_output(after, answers, layer.module.device)
+    if work.recipe.refine:
+        start = latent_weights(after, frequencies_F)
+        best = refine(layer, start, work.recipe.refine, progress)
+        after = after if best is start else with_latent_weights(after, best)
+    return after

@@ -1,0 +1,82 @@
+"""Solve for the queries that read a latent and a rotated key, by least squares on the logits.
+
+To second order, a change of a query's logits changes its attention by their variance under the attention weights. So
+keys are drawn with these weights, rotated to their distance from the query, and taken relative to their mean. The best
+linear map from what is cached (the rotated key and the latent) to a head's own keys then gives both its rotated queries
+and its unrotated keys. It also makes up for channels whose frequency is not that of the planes they stand for.
+
+Letters: S queries of a window, C keys drawn for each, H query heads, K key/value heads, D head_dim, R rotated
+dimensions, L numbers of the latent, Z = R + L, T tokens, X inputs (the hidden size).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from convert.calibration.input_moments import Pairs
+from convert.calibration.layer_stream import Layer
+from convert.latent.attention import LatentAttention
+from convert.latent.sizes import LatentSizes
+from convert.merging.weights import LayerAttention, Real
+from model.decoder.devices import float64_device, to_float64
+from model.decoder.rope import rotate
+
+_RIDGE = 1e-3
+"""Ridge penalty, as a share of each feature's power."""
+
+
+def solve_queries(
+    layer: Layer,
+    before: LayerAttention,
+    latent: LatentAttention,
+    sizes: LatentSizes,
+    frequencies: tuple[Real, Real],
+    pairs: Sequence[tuple[int, Pairs]],
+) -> LatentAttention:
+    """Return the latent attention with other rotated queries and unrotated keys.
+
+    `frequencies`: of the source's planes and of the channels. `pairs`: windows to fit on, by index.
+    """
+    device = layer.module.device
+    keys_CX, shared_ZX = (
+        torch.from_numpy(np.ascontiguousarray(rows)).float().to(device)
+        for rows in (before.k_KDX.reshape(-1, sizes.hidden_size), np.concatenate([latent.key_RX, latent.latent_LX]))
+    )
+    own, channels = (torch.from_numpy(np.asarray(each)).float().to(device) for each in frequencies)
+    n_heads, size, place = sizes.n_heads, sizes.head_dim, float64_device(device)
+    power_HZZ = torch.zeros(n_heads, len(shared_ZX), len(shared_ZX), dtype=torch.float64, device=place)
+    cross_HZD = torch.zeros(n_heads, len(shared_ZX), size, dtype=torch.float64, device=place)
+    for window, drawn in pairs:
+        x_TX = layer.inputs([window])[0]
+        keys_TKD, shared_TZ = (x_TX @ keys_CX.T).view(len(x_TX), -1, size), x_TX @ shared_ZX.T
+        for head in range(n_heads):
+            at_SC = drawn.at_HSC[head].to(device)
+            distance_SC = at_SC - drawn.at_S.to(device)[:, None]
+            key_SCD = _relative(keys_TKD[at_SC, head // (n_heads // sizes.n_kv_heads)], distance_SC, own)
+            shared_SCZ = shared_TZ[at_SC]
+            rotated_SCR = _relative(shared_SCZ[..., : sizes.rope], distance_SC, channels)
+            features_NZ = _centred(torch.cat([rotated_SCR, shared_SCZ[..., sizes.rope :]], dim=-1))
+            power_HZZ[head] += to_float64(features_NZ.T @ features_NZ)
+            cross_HZD[head] += to_float64(features_NZ.T @ _centred(key_SCD))
+    diagonal_HZ = power_HZZ.diagonal(dim1=1, dim2=2)
+    diagonal_HZ += _RIDGE * diagonal_HZ + (1e-12 * diagonal_HZ.mean() or 1.0)
+    read_HZD = torch.linalg.solve(power_HZZ, cross_HZD).cpu().numpy()
+    q_HDX = latent.q_HNX[:, :size]
+    k_HNL = np.zeros_like(latent.k_HNL)
+    k_HNL[:, :size] = read_HZD[:, sizes.rope :].swapaxes(1, 2)
+    return replace(latent, q_HRX=read_HZD[:, : sizes.rope] @ q_HDX, k_HNL=k_HNL)
+
+
+def _relative(heads_SCR: Tensor, distance_SC: Tensor, frequencies_F: Tensor) -> Tensor:
+    """Rotate keys as their distance from the query demands."""
+    angles_SCF = distance_SC[..., None] * frequencies_F
+    angles_SCR = torch.cat([angles_SCF, angles_SCF], dim=-1)
+    return rotate(heads_SCR, angles_SCR.cos(), angles_SCR.sin())
+
+
+def _centred(keys_SCZ: Tensor) -> Tensor:
+    """Return the keys of each query relative to their mean, all in one axis."""
+    return (keys_SCZ - keys_SCZ.mean(dim=1, keepdim=True)).flatten(0, 1)

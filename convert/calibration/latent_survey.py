@@ -1,0 +1,101 @@
+"""Choose the frequencies of the shared rotated key for a whole model, by a first pass over part of the text.
+
+All layers share them, since `config.json` has one rotary embedding. Letters: H query heads, K key/value heads, P
+planes, S queries of a window, C keys drawn for each, N pairs of them or candidates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from convert.calibration.input_moments import InputSums
+from convert.calibration.latent_queries import solve_queries
+from convert.calibration.latent_weights import latent_weights
+from convert.calibration.layer_output import parents_output, squared_error
+from convert.calibration.layer_stream import Layer, Progress, iter_layers
+from convert.calibration.refit_output import is_held_out
+from convert.calibration.text import CalibrationText
+from convert.latent.closed_form import plane_powers, solve
+from convert.latent.layer import LatentLayer
+from convert.latent.rotation import frequencies_at, spacings, stock_positions
+from convert.merging.weights import Real
+from model.checkpoint import Checkpoint
+from model.decoder.devices import faster_products, naming_lack_of_memory, to_float64
+
+SURVEY_TOKENS = 8192
+"""Maximum tokens of the text that are surveyed."""
+
+
+def survey_text(text: CalibrationText) -> CalibrationText:
+    """Return the first windows of a text."""
+    assert text.ids_NT is not None
+    n = min(text.n_windows, max(4, SURVEY_TOKENS // text.window))
+    return replace(text, n_windows=n, ids_NT=text.ids_NT[:n])
+
+
+@torch.no_grad()
+def choose_positions(
+    checkpoint: Checkpoint, works: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
+) -> tuple[float, ...]:  # fmt: skip
+    """Return the channels of the rotated key. `progress` counts tokens, layer by layer."""
+    recipe, rope = works[0].recipe, works[0].rope
+    n_channels = recipe.rope // 2
+    candidates = [stock_positions(spacing, n_channels) for spacing in spacings(rope.n_planes, n_channels)]
+    errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((rope.n_planes, works[0].sizes.n_kv_heads))
+    folder.mkdir(parents=True)
+    with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
+        for layer in iter_layers(checkpoint, text, folder, progress, recipe.device):
+            work = works[layer.index]
+            sums = InputSums(layer, work.sizes.hidden_size)
+            layer.run(sums.add)
+            if recipe.frequencies == "longrope":
+                benefits_PK += _benefits(checkpoint, work, sums)
+            elif len(candidates) > 1:
+                errors_N += _errors(checkpoint, work, layer, sums, candidates)
+    if recipe.frequencies == "longrope":
+        return _most_useful(benefits_PK, n_channels)
+    return candidates[int(errors_N.argmin())]
+
+
+def _benefits(checkpoint: Checkpoint, work: LatentLayer, sums: InputSums) -> Real:
+    """Return what each principal component of each plane would add to the logits if it was rotated, [P, K].
+
+    That is its power, as a share of that of all, times the share that an unrotated key could not express: one minus the
+    squared mean of exp(i f Δ) over the distances Δ that heads attend to.
+    """
+    powers_PK = plane_powers(work.read(checkpoint), sums.moments())
+    distances_HN = np.concatenate(
+        [(drawn.at_HSC - drawn.at_S[None, :, None]).flatten(1).numpy() for drawn in sums.pairs], axis=1
+    )
+    means_PH = [np.exp(1j * frequency * distances_HN).mean(axis=1) for frequency in work.rope.frequencies]
+    rotating_P = (1 - np.abs(means_PH) ** 2).mean(axis=1)
+    benefits: Real = powers_PK / (powers_PK.sum() or 1.0) * rotating_P[:, None]
+    return benefits
+
+
+def _most_useful(benefits_PK: Real, n_channels: int) -> tuple[float, ...]:
+    """Return the planes of the components with the largest benefits, each as often as it occurs, in order."""
+    order = np.argsort(-benefits_PK, axis=None, kind="stable")[:n_channels]
+    return tuple(sorted(float(place // benefits_PK.shape[1]) for place in order))
+
+
+def _errors(
+    checkpoint: Checkpoint, work: LatentLayer, layer: Layer, sums: InputSums, candidates: Sequence[tuple[float, ...]]
+) -> Real:  # fmt: skip
+    """Return the squared output error of the layer on held-out windows for each candidate, as shares of its power."""
+    before, moments = work.read(checkpoint), sums.moments()
+    held = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+    fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
+    batches = layer.text.batches(held)
+    power = sum(float(to_float64(parents_output(layer, batch)).square().sum()) for batch in batches) or 1.0
+    errors = []
+    for positions in candidates:
+        frequencies_F = frequencies_at(work.rope, positions)
+        latent = solve(before, moments, work.sizes, work.rope, positions)
+        both = np.array(work.rope.frequencies), frequencies_F
+        latent = solve_queries(layer, before, latent, work.sizes, both, fitted)
+        errors.append(squared_error(layer, latent_weights(latent, frequencies_F), held) / power)
+    return np.array(errors)

@@ -1,0 +1,99 @@
+"""Hold a layer's latent attention as float32 matrices, and run it on a text.
+
+Letters: B windows in a batch, T tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, F pairs
+of these, L numbers of the latent, D dimensions of a value head, C = heads · dimensions of one, X inputs (the hidden
+size), M outputs.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convert.latent.attention import LatentAttention
+from model.decoder.attention import Mask, attend
+from model.decoder.rope import rotate
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """Latent attention without its norm (`convert.latent.attention`), and the frequencies of its rotated dimensions."""
+
+    q_nope_CX: Tensor
+    q_rope_CX: Tensor
+    latent_LX: Tensor
+    key_RX: Tensor
+    k_CL: Tensor
+    v_CL: Tensor
+    o_MC: Tensor
+    frequencies_F: Tensor
+    head_dim: int
+
+    def to(self, device: torch.device) -> "LatentWeights":
+        """Return the weights on a device."""
+        moved = self.with_matrices(*(matrix.to(device) for matrix in self))
+        return replace(moved, frequencies_F=self.frequencies_F.to(device))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from (
+            self.q_nope_CX, self.q_rope_CX, self.latent_LX, self.key_RX, self.k_CL, self.v_CL, self.o_MC
+        )  # fmt: skip
+
+    def with_matrices(self, *matrices: Tensor) -> "LatentWeights":
+        """Return the weights with other matrices, in the order of iteration."""
+        q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, o_MC = matrices
+        return LatentWeights(
+            q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, o_MC, self.frequencies_F, self.head_dim
+        )
+
+    def heads_out(self, x_BTM: Tensor) -> Tensor:
+        """Return the heads' outputs before the output projection, [B, T, H·D]. Gradients flow to the weights."""
+        batch, length, _ = x_BTM.shape
+        n_pairs, n_heads = len(self.frequencies_F), len(self.v_CL) // self.head_dim
+        angles_TF = torch.arange(length, device=x_BTM.device)[:, None] * self.frequencies_F
+        angles_1T1R = torch.cat([angles_TF, angles_TF], dim=1)[None, :, None]
+        rotation = angles_1T1R.cos(), angles_1T1R.sin()
+        latent_BTL = F.linear(x_BTM, self.latent_LX)
+        key_BT1R = rotate(F.linear(x_BTM, self.key_RX)[:, :, None], *rotation)
+        q_rope_BTHR = rotate(F.linear(x_BTM, self.q_rope_CX).view(batch, length, n_heads, 2 * n_pairs), *rotation)
+        q_nope_BTHN, k_nope_BTHN, v_BTHD = (
+            F.linear(inputs, rows).view(batch, length, n_heads, -1)
+            for inputs, rows in ((x_BTM, self.q_nope_CX), (latent_BTL, self.k_CL), (latent_BTL, self.v_CL))
+        )
+        q_BTHQ = torch.cat([q_nope_BTHN, q_rope_BTHR], dim=-1)
+        k_BTHQ = torch.cat([k_nope_BTHN, key_BT1R.expand(-1, -1, n_heads, -1)], dim=-1)
+        size = q_BTHQ.shape[3]
+        padded_BTHQ = F.pad(v_BTHD, (0, size - self.head_dim))  # torch's fast kernel needs heads of one size
+        out_BTHQ = attend(q_BTHQ * math.sqrt(size / self.head_dim), k_BTHQ, padded_BTHQ, Mask())
+        return out_BTHQ[..., : self.head_dim].flatten(2)
+
+
+def latent_weights(attention: LatentAttention, frequencies_F: np.ndarray) -> LatentWeights:
+    """Copy a layer's latent attention to float32, on the CPU."""
+    o_MC = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
+    matrices = (
+        *(heads.reshape(-1, heads.shape[2]) for heads in (attention.q_HNX, attention.q_HRX)),
+        attention.latent_LX,
+        attention.key_RX,
+        *(heads.reshape(-1, heads.shape[2]) for heads in (attention.k_HNL, attention.v_HDL)),
+        o_MC,
+    )
+    q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, output_MC, frequencies = (
+        torch.from_numpy(np.ascontiguousarray(array)).float() for array in (*matrices, frequencies_F)
+    )
+    size = attention.v_HDL.shape[1]
+    return LatentWeights(q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, output_MC, frequencies, size)
+
+
+def with_latent_weights(attention: LatentAttention, weights: LatentWeights) -> LatentAttention:
+    """Return the attention with other values, in float64."""
+    names = ("q_HNX", "q_HRX", "latent_LX", "key_RX", "k_HNL", "v_HDL")
+    arrays = [matrix.detach().cpu().double().numpy() for matrix in weights]
+    values = {name: array.reshape(getattr(attention, name).shape) for name, array in zip(names, arrays, strict=False)}
+    n_heads, n_outputs, size = attention.o_HMD.shape
+    o_HMD = np.ascontiguousarray(arrays[-1].reshape(n_outputs, n_heads, size).transpose(1, 0, 2))
+    return replace(attention, o_HMD=o_HMD, **values)

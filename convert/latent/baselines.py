@@ -1,0 +1,82 @@
+"""Convert layers as published methods do, for comparison with ours.
+
+- `transmla` (Meng et al. 2025, TransMLA, section 4): RoRoPE, FreqFold and balanced PCA. In each fold of planes, the
+  shared rotated key is the first principal component over heads and planes by a real rotation, alike for real and
+  imaginary parts. The rest of the keys loses its rotation. The latent is the PCA of the activations of this rest and of
+  the values, balanced by their mean lengths. Queries only undo the maps of keys.
+- `care` (2026, arXiv 2603.17946): the same rotated key. The latent is the SVD of the weights of both, whitened by the
+  inputs' second moment.
+- `svd`: the shared rotated key is the mean over K/V heads (X-EcoMLA, Li et al. 2025), the latent the SVD of the weights
+  (MHA2MLA, Ji et al. 2025), without any text.
+
+Letters: H query heads, K key/value heads, D head_dim, P planes (D/2), F numbers of a fold (its planes, of all K/V
+heads), R rotated dimensions, L latent, X inputs, W rows of keys and values of all heads.
+"""
+
+import numpy as np
+
+from convert.latent import LatentMethod
+from convert.latent.attention import LatentAttention
+from convert.latent.closed_form import InputMoments
+from convert.latent.rotation import SourceRope, folds
+from convert.latent.sizes import LatentSizes
+from convert.merging.weights import LayerAttention, Real
+
+
+def solve_as(
+    method: LatentMethod,
+    before: LayerAttention,
+    moments: InputMoments,
+    sizes: LatentSizes,
+    rope: SourceRope,
+    positions: tuple[float, ...],
+) -> LatentAttention:
+    """Return the latent attention of a layer by a published method."""
+    half, n_kv_heads = sizes.head_dim // 2, sizes.n_kv_heads
+    per_head = sizes.n_heads // n_kv_heads
+    q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
+    rest_KPX = k_KPX.copy()
+    query_HCX = np.zeros((sizes.n_heads, sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
+    key_CX = np.zeros((sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
+    for fold in folds(positions, half):
+        planes, channel = list(fold.planes), fold.channels[0]
+        keys_FX = k_KPX[:, planes].reshape(-1, sizes.hidden_size)
+        if method == "svd":
+            weights_F = np.full(len(keys_FX), len(keys_FX) ** -0.5)
+        else:
+            power_FF = (keys_FX @ moments.queries_XX @ keys_FX.conj().T).real
+            weights_F = np.linalg.eigh(power_FF)[1][:, -1]
+        key_CX[channel] = weights_F @ keys_FX
+        rest_KPX[:, planes] -= (weights_F[:, None] * key_CX[channel]).reshape(n_kv_heads, len(planes), -1)
+        weights_KP = weights_F.reshape(n_kv_heads, len(planes))
+        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(per_head, axis=0), q_HPX[:, planes])
+    rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
+    latent_LX, k_KDL, v_KDL = _latent(method, rest_KDX, before.v_KDX, moments, sizes.free)
+    padding = ((0, 0), (0, sizes.nope - sizes.head_dim), (0, 0))
+    turns = rope.scale**2
+    return LatentAttention(
+        q_HNX=np.pad(before.q_HDX * turns, padding),
+        q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * turns,
+        latent_LX=latent_LX,
+        key_RX=np.concatenate([key_CX.real, key_CX.imag]),
+        k_HNL=np.pad(np.repeat(k_KDL, per_head, axis=0), padding),
+        v_HDL=np.repeat(v_KDL, per_head, axis=0),
+        o_HMD=before.o_HMD,
+    )
+
+
+def _latent(
+    method: LatentMethod, rest_KDX: Real, v_KDX: Real, moments: InputMoments, size: int
+) -> tuple[Real, Real, Real]:  # fmt: skip
+    """Return the latent, and what makes unrotated keys and values of it."""
+    keys_WX, values_WX = (heads.reshape(-1, heads.shape[2]) for heads in (rest_KDX, v_KDX))
+    ratio = 1.0
+    if method == "transmla":
+        key_power, value_power = (float(((rows @ moments.queries_XX) * rows).sum()) for rows in (keys_WX, values_WX))
+        ratio = np.sqrt(key_power / value_power) if key_power and value_power else 1.0
+    rows_WX = np.concatenate([keys_WX / ratio, values_WX])
+    spread_WW = rows_WX @ (rows_WX.T if method == "svd" else moments.queries_XX @ rows_WX.T)
+    found_WL = np.linalg.eigh(spread_WW)[1][:, ::-1][:, :size]
+    keys_WL, values_WL = np.split(found_WL, 2)
+    k_KDL, v_KDL = (part.reshape(*rest_KDX.shape[:2], -1) for part in (keys_WL * ratio, values_WL))
+    return found_WL.T @ rows_WX, k_KDL, v_KDL

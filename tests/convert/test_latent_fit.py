@@ -1,0 +1,229 @@
+"""Latent attention that is fitted to a calibration text: what it loses, that it repeats, and what verify finds."""
+
+import hashlib
+import json
+import signal
+from pathlib import Path
+
+import latent
+import numpy as np
+import pytest
+import tiny
+import torch
+from latent import divergence
+from safetensors.torch import load_file, save_file
+from self_kill import run_self_killing
+from tiny_tokenizers import make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from convert.calibration.input_moments import InputSums
+from convert.calibration.latent_queries import solve_queries
+from convert.calibration.latent_survey import _most_useful
+from convert.calibration.latent_weights import latent_weights
+from convert.calibration.layer_stream import iter_layers
+from convert.calibration.text import read_calibration_text
+from convert.latent.attention import attend
+from convert.latent.closed_form import moments_from_norm, solve
+from convert.latent.rotation import evenly, frequencies_at
+from convert.planning.latent_plan import make_latent_plan
+from convert.planning.latent_recipe import LATENT, LatentRecipe
+from model.checkpoint import open_checkpoint
+
+SIZE = ("--latent", 12, "--rope", 8)
+QUICK = (*SIZE, "--calibration-tokens", 1024)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
+
+
+@pytest.mark.parametrize("norm", ["eps", "bias"])
+def test_unfolded_latent_attention_is_found_again_from_a_text(convert, tmp_path, norm):
+    source = make_tokenizer(latent.make_unfolded(tmp_path / "source", 6, vocab_size=300), 300)
+    size = ("--latent", 6 + (norm == "bias"), "--rope", 8, "--latent-norm", norm)
+    result = convert("mha-to-mla", source, tmp_path / "out", *size, "--calibration-tokens", 1024, "--refine", 0)
+    assert result.code == 0, result.err
+    assert divergence(latent.logits(source), latent.logits(tmp_path / "out")) < 1e-7
+    assert latent.config(tmp_path / "out")["rope_parameters"]["rope_type"] == "default"  # every plane once
+
+
+def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
+    for name in ("one", "two"):
+        result = convert("mha-to-mla", source, tmp_path / name, *QUICK)
+        assert result.code == 0, result.err
+    assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
+    record = json.loads((tmp_path / "one/groupwise.json").read_text())
+    assert (record["method"], record["refit"], record["refine"]) == ("latent", True, 1024)
+    assert len(record["latent"]["positions"]) == 4
+    assert "each layer refined on 1,024 tokens" in (tmp_path / "one/README.md").read_text()
+    result = convert("verify", source, tmp_path / "one")
+    assert (result.code, "rounding" in result.out) == (0, False), result
+
+
+@pytest.mark.parametrize("refined", [0, 1024])
+def test_verify_tolerates_another_solution(convert, source, tmp_path, monkeypatch, refined):
+    """As on another processor: other weights, which serve as well."""
+    assert convert("mha-to-mla", source, tmp_path / "out", *QUICK, "--refine", refined).code == 0
+    monkeypatch.setattr("convert.calibration.latent_queries._RIDGE", 1.01e-3)
+    result = convert("verify", source, tmp_path / "out")
+    assert (result.code, "but for rounding" in result.out) == (0, True), result
+
+
+@pytest.mark.parametrize("part", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])
+def test_verify_finds_a_worse_layer(convert, source, tmp_path, part):
+    """Even where the record says that it should be so."""
+    out = tmp_path / "out"
+    assert convert("mha-to-mla", source, out, *QUICK, "--max-shard-size", "1GB").code == 0
+    tensors = load_file(out / "model.safetensors")
+    name = f"model.layers.1.self_attn.{part}.weight"
+    tensors[name] *= 1.5
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    record = json.loads((out / "groupwise.json").read_text())
+    record["sha256"][name] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
+    (out / "groupwise.json").write_text(json.dumps(record, indent=2) + "\n")
+    result = convert("verify", source, out)
+    assert (result.code, "layer 1 was refined; its held-out error" in result.err) == (3, True), result.err
+
+
+def test_verify_finds_a_change_of_any_kind(convert, source, tmp_path):
+    out = tmp_path / "out"
+    assert convert("mha-to-mla", source, out, *QUICK).code == 0
+    latent.edit_tensors(out, lambda name, t: t * 1.0001 if "layers.0.self_attn.o_proj" in name else t)
+    tiny.edit_config(out, rms_norm_eps=1e-5)
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert "o_proj.weight has SHA-256" in result.err and "rms_norm_eps = 1e-05; it should be 1e-06" in result.err
+
+
+def test_killed_midway_it_resumes_to_the_same_bytes(convert, source, tmp_path):
+    arguments = ("mha-to-mla", source, tmp_path / "out", *QUICK, "--workers", 1)
+    assert convert("mha-to-mla", source, tmp_path / "expected", *QUICK, "--workers", 1).code == 0
+    expected = tiny.snapshot(tmp_path / "expected")
+    for n in (3, 9, 14, 20):
+        assert run_self_killing(n, "convert", *arguments, output=tmp_path / f"killed-{n}") == -signal.SIGKILL
+        assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.groupwise").is_dir()
+    assert convert(*arguments).code == 0
+    assert tiny.snapshot(tmp_path / "out") == expected
+    assert not (tmp_path / ".out.groupwise").exists()
+
+
+OTHERS = ("transmla", "care", "svd")
+
+
+@pytest.mark.slow
+def test_fitted_to_a_text_it_is_better_than_the_methods_of_others(convert, tmp_path):
+    """On the demo's model, whose heads are trained, and text that no conversion saw."""
+    demo = Path(__file__).parents[2] / "assets/demo-mha"
+    with open_checkpoint(demo) as checkpoint:
+        ids = torch.from_numpy(read_calibration_text(checkpoint, "shipped", 16384).ids_NT[-8:])
+
+    def logits(folder):
+        with torch.inference_mode():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+
+    parent, divergences = logits(demo), {}
+    size = ("--latent", 64, "--rope", 32, "--calibration-tokens", 4096)
+    for name in ("fit", *OTHERS):
+        result = convert("mha-to-mla", demo, tmp_path / name, *size, "--method", name, "--refine", 0)
+        assert result.code == 0, result.err
+        divergences[name] = divergence(parent, logits(tmp_path / name))
+    assert divergences["fit"] < 0.5 * min(divergences[name] for name in OTHERS), divergences
+
+
+def _first_layer(source, tmp_path, sizes=SIZE):
+    """Yield the first layer of a source, run on a text, its request and its sums."""
+    with open_checkpoint(source) as checkpoint:
+        text = read_calibration_text(checkpoint, "shipped", 1024)
+        positions = (0.0, 0.0, 1.0, 3.0)
+        recipe = LatentRecipe(LATENT, latent=sizes[1], rope=sizes[3], positions=positions, text=text)
+        work = make_latent_plan(checkpoint, recipe, None).latent_layers[0]
+        (tmp_path / "scratch").mkdir()
+        with torch.no_grad():
+            layer = next(iter_layers(checkpoint, text, tmp_path / "scratch", lambda n: None, "cpu"))
+            sums = InputSums(layer, work.sizes.hidden_size)
+            layer.run(sums.add)
+            yield checkpoint, layer, work, sums
+
+
+def test_what_runs_on_the_text_is_the_reference_of_float64(source, tmp_path):
+    for checkpoint, layer, work, _ in _first_layer(source, tmp_path):
+        positions = work.recipe.positions
+        fitted = solve(work.read(checkpoint), moments_from_norm(np.ones(64)), work.sizes, work.rope, positions)
+        frequencies = frequencies_at(work.rope, positions)
+        x = layer.inputs([0])
+        weights = latent_weights(fitted, frequencies)
+        actual = (weights.heads_out(x) @ weights.o_MC.T)[0].numpy()
+        expected = attend(fitted, x[0].double().numpy(), frequencies)
+        assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_the_moments_are_those_of_the_definition(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.calibration.input_moments.QUERIES", 1 << 20)  # all of them
+    for checkpoint, layer, work, sums in _first_layer(source, tmp_path):
+        before, moments = work.read(checkpoint), sums.moments()
+        frequencies = np.array(work.rope.frequencies)
+        n_windows, length, half = layer.text.n_windows, layer.text.length, 4
+        keys, mixed, tokens = (np.zeros((64, 64)) for _ in range(3))
+        for window in range(n_windows):
+            x = layer.inputs([window])[0].double().numpy()
+            angles = np.outer(np.arange(length), frequencies)
+            turn = np.exp(1j * angles)
+            tokens += x.T @ x
+            for q, k in zip(before.q_HDX, before.k_KDX, strict=True):
+                q_c, k_c = ((x @ (w[:half] + 1j * w[half:]).T) * turn for w in (q, k))
+                scores = (q_c.conj() @ k_c.T).real / np.sqrt(8)
+                scores[np.triu_indices(length, 1)] = -np.inf
+                a = np.exp(scores - scores.max(axis=1, keepdims=True))
+                a /= a.sum(axis=1, keepdims=True)
+                means = a @ x
+                keys += ((x.T * a.sum(axis=0)) @ x - means.T @ means) / (8 * length)
+                mixed += means.T @ means / (8 * length)
+        for actual, expected in (
+            (moments.queries_XX, tokens / (n_windows * length)),
+            (moments.keys_XX, keys / n_windows),
+            (moments.values_XX, mixed / n_windows),
+        ):
+            assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_the_queries_are_the_least_squares_solution(source, tmp_path):
+    """Compared with numpy's lstsq of all pairs of one head, each rotated by complex numbers."""
+    for checkpoint, layer, work, sums in _first_layer(source, tmp_path):
+        positions, sizes = work.recipe.positions, work.sizes
+        before, channels = work.read(checkpoint), frequencies_at(work.rope, positions)
+        planes = np.array(work.rope.frequencies)
+        fitted = solve(before, sums.moments(), sizes, work.rope, positions)
+        pairs = list(enumerate(sums.pairs))
+        after = solve_queries(layer, before, fitted, sizes, (planes, channels), pairs)
+        head, features, targets = 3, [], []
+
+        def turned(rows, x, distance, frequencies):
+            half = len(rows) // 2
+            turned = (x @ (rows[:half] + 1j * rows[half:]).T) * np.exp(1j * distance[..., None] * frequencies)
+            return np.concatenate([turned.real, turned.imag], axis=-1)
+
+        for window, drawn in pairs:
+            x = layer.inputs([window])[0].double().numpy()
+            at = drawn.at_HSC[head].numpy()
+            distance = at - drawn.at_S.numpy()[:, None]
+            feature = [turned(fitted.key_RX, x[at], distance, channels), x[at] @ fitted.latent_LX.T]
+            features.append(np.concatenate(feature, axis=-1))
+            targets.append(turned(before.k_KDX[head], x[at], distance, planes))
+        features, targets = (np.concatenate(each) for each in (features, targets))
+        features, targets = (
+            (each - each.mean(axis=1, keepdims=True)).reshape(-1, each.shape[2]) for each in (features, targets)
+        )
+        ridge = np.diag(np.sqrt(1e-3 * (features**2).sum(axis=0)))
+        padded = np.concatenate([features, ridge]), np.concatenate([targets, np.zeros((len(ridge), 8))])
+        expected = np.linalg.lstsq(*padded, rcond=None)[0]
+        assert np.abs(after.k_HNL[head, :8] - expected[8:].T).max() < 1e-3 * np.abs(expected).max()
+        assert np.allclose(after.q_HRX[head], expected[:8] @ before.q_HDX[head], atol=1e-3)
+
+
+def test_the_most_useful_components_are_rotated():
+    benefits = np.array([[5.0, 4.0, 0.1], [6.0, 0.2, 0.1], [0.0, 0.0, 0.0], [3.0, 2.5, 2.0]])
+    assert _most_useful(benefits, 5) == (0.0, 0.0, 1.0, 3.0, 3.0)
+    assert evenly(4, 8) == (0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0)
+    assert evenly(4, 6) == (0.0, 0.0, 1.0, 2.0, 2.0, 3.0)

@@ -1,0 +1,240 @@
+"""Misuses of `convert mha-to-mla`: one line that says what to do, exit code 2, and nothing left behind."""
+
+import json
+import shutil
+import signal
+
+import latent
+import pytest
+import tiny
+import torch
+from llama_pairs import ROPES
+from safetensors.torch import load_file, save_file
+from self_kill import run_self_killing
+from staged import left_behind
+from tiny_tokenizers import make_tokenizer
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+BY_WEIGHTS = ("--calibration", "none")
+SIZE = ("--latent", 12, "--rope", 8)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return latent.make_source(tmp_path / "source")
+
+
+@pytest.fixture
+def refused(convert, source, tmp_path):
+    """Convert, and check the refusal: one line with all words."""
+
+    def run(*words, options=(*SIZE, *BY_WEIGHTS), path=None):
+        convert("mha-to-mla", path or source, tmp_path / "out", *options).refused(*words)
+        assert not left_behind(tmp_path)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--latent", 12, "--rope", 7), ("--rope 7 is odd", "even")),
+        (("--latent", 12, "--rope", 66), ("--rope 66 is more than the 64", "at most 64")),
+        (("--latent", 65, "--rope", 8), ("--latent 65 is more", "at most 64")),
+        ((), ("--latent 512 is more", "hidden size of 64", "at most 64")),
+        (("--latent", 1, "--rope", 8, "--latent-norm", "bias"), ("--latent 1 leaves nothing", "--latent-norm bias")),
+        ((*SIZE, *BY_WEIGHTS, "--refine", 100), ("--refine needs a calibration text", "--calibration none")),
+        ((*SIZE, *BY_WEIGHTS, "--calibration-tokens", 100), ("--calibration-tokens needs a calibration text",)),
+        ((*SIZE, *BY_WEIGHTS, "--device", "cpu"), ("--device needs a calibration text",)),
+        (SIZE, ("tokenizer.json is damaged",)),
+        ((*SIZE, "--device", "cuda:7"), ("--device cuda:7 is not available",)),
+        ((*SIZE, "--method", "transmla", *BY_WEIGHTS), ("--method transmla is for comparison", "calibration text")),
+        ((*SIZE, "--method", "care", "--frequencies", "longrope"), ("--method care", "--frequencies stock")),
+        (("--latent", 12, "--rope", 16, "--method", "svd"), ("--method svd", "--rope 8")),
+        ((*SIZE, "--max-shard-size", "big"), ("'big' is not a size",)),
+    ],
+)
+def test_options_that_do_not_fit(refused, options, words):
+    refused(*words, options=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--latent", 0), ("--latent", "0 is not in the range")),
+        (("--rope", 1), ("--rope", "1 is not in the range")),
+        (("--latent-norm", "learned"), ("'learned' is not one of", "eps", "bias")),
+        (("--frequencies", "yarn"), ("'yarn' is not one of",)),
+        (("--groups", 2), ("No such option",)),
+    ],
+)
+def test_values_that_no_model_can_have(convert, source, tmp_path, options, words):
+    result = convert("mha-to-mla", source, tmp_path / "out", *options)
+    assert result.code == 2
+    for word in words:
+        assert word in result.err
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen2", {}, ("'qwen2'", "queries have biases")),
+        ("qwen3", {}, ("'qwen3'", "normalises queries and keys")),
+        ("olmo2", {}, ("'olmo2'", "normalises queries and keys")),
+        ("gemma2", {}, ("'gemma2'", "logits are capped")),
+        ("phi3", {}, ("'phi3'", "fused")),
+        ("gpt_neox", {}, ("'gpt_neox'",)),
+        ("mpt", {}, ("'mpt'", "rotating")),
+        ("mixtral", {}, ("'mixtral'", "its decoder differs")),
+        ("llava", {}, ("'llava'",)),
+        ("llama", {"attention_bias": True}, ("attention_bias = true", "no bias for queries")),
+        ("llama", {"mlp_bias": True}, ("mlp_bias = true",)),
+        ("mistral", {"sliding_window": 16}, ("sliding window of 16",)),
+        ("llama", {"rope_parameters": ROPES["dynamic"]}, ("RoPE of type dynamic", "fixed")),
+    ],
+)
+def test_sources_that_the_class_cannot_compute(refused, tmp_path, family, changes, words):
+    model = tiny.build(family, **changes)
+    refused(*words, path=tiny.save(model, tmp_path / "other"))
+
+
+def test_a_class_of_latent_attention_already(convert, source, refused, tmp_path):
+    assert convert("mha-to-mla", source, tmp_path / "mla", *SIZE, *BY_WEIGHTS).code == 0
+    refused("deepseek_v3", "latent attention (MLA)", path=tmp_path / "mla")
+    result = convert("mha-to-gqa", tmp_path / "mla", tmp_path / "out", "--groups", 2)
+    result.refused("latent attention (MLA)")
+
+
+def test_scaled_rotations_have_no_stock_frequencies(refused, tmp_path):
+    source = latent.make_source(tmp_path / "llama3", rope_parameters=ROPES["llama3"])
+    refused("--frequencies stock", "longrope", path=source, options=(*SIZE, *BY_WEIGHTS, "--frequencies", "stock"))
+
+
+def test_float16_cannot_hold_small_numbers(refused, tmp_path):
+    refused("float16", "--latent-norm bias", path=latent.make_source(tmp_path / "half", dtype="float16"))
+
+
+def test_options_without_use(refused, tmp_path):
+    source = latent.make_source(tmp_path / "mqa", num_key_value_heads=1)
+    options = ("--latent", 8, "--rope", 8, "--calibration-tokens", 1024)
+    refused("--calibration-tokens has no use", "leave it out", path=source, options=options)
+
+
+def test_damaged_weights(refused, source):
+    def damaged(name, tensor):
+        return torch.full_like(tensor, torch.nan) if name.endswith("layers.1.self_attn.v_proj.weight") else tensor
+
+    latent.edit_tensors(source, damaged)
+    refused("v_proj.weight holds NaN")
+
+
+def test_quantised_weights(refused, source):
+    tiny.edit_config(source, quantization_config={"quant_method": "gptq"})
+    refused("quantization_config (gptq)")
+
+
+def test_config_and_embedding_disagree(refused, source):
+    tiny.edit_config(source, vocab_size=70)
+    refused("vocab_size = 70", "67 rows")
+
+
+def test_a_head_that_is_missing(refused, source):
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "lm_head.weight" in tensors:
+            del tensors["lm_head.weight"]
+            save_file(tensors, file, {"format": "pt"})
+    index = source / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["lm_head.weight"]
+    index.write_text(json.dumps(content))
+    refused("lacks the tensor lm_head.weight")
+
+
+def test_out_exists(convert, source, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/notes.txt").write_text("mine")
+    command = ("mha-to-mla", source, tmp_path / "there", *SIZE, *BY_WEIGHTS)
+    convert(*command).refused("exists", "--overwrite")
+    convert(*command, "--overwrite").refused("not a checkpoint folder")
+    assert (tmp_path / "there/notes.txt").read_text() == "mine"
+    convert("mha-to-mla", source, source, *SIZE, *BY_WEIGHTS, "--overwrite").refused("is SOURCE")
+
+
+def test_overwriting_and_a_dry_run(convert, source, tmp_path):
+    target = tmp_path / "target"
+    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS, "--dry-run").code == 0
+    assert not target.exists() and not left_behind(tmp_path)
+    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).code == 0
+    first = tiny.snapshot(target)
+    assert convert("mha-to-mla", source, target, "--latent", 14, "--rope", 8, *BY_WEIGHTS, "--overwrite").code == 0
+    assert tiny.snapshot(target) != first
+    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS, "--overwrite").code == 0
+    assert tiny.snapshot(target) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"latent": None}, ("latent is missing",)),
+        ({"latent": {"latent": 12}}, ("damaged",)),
+        ({"positions": [0.0]}, ("latent.positions does not fit",)),
+        ({"positions": [0.0, 1.0, 2.0, "x"]}, ("latent.positions",)),
+        ({"norm": "none"}, ("latent.norm",)),
+        ({"rope": 9}, ("--rope 9 is odd",)),
+        ({"latent_size": 1 << 40}, ("--latent",)),
+    ],
+)
+def test_a_record_that_is_damaged(convert, source, tmp_path, change, words):
+    target = tmp_path / "target"
+    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).code == 0
+    record = json.loads((target / "groupwise.json").read_text())
+    if "latent" in change:
+        record["latent"] = change["latent"]
+    elif "latent_size" in change:
+        record["latent"]["latent"] = change["latent_size"]
+    else:
+        record["latent"] |= change
+    (target / "groupwise.json").write_text(json.dumps(record))
+    convert("verify", source, target).refused(*words)
+
+
+def test_killed_at_every_step_to_the_disk(convert, source, tmp_path):
+    arguments = ("mha-to-mla", source, tmp_path / "target", *SIZE, *BY_WEIGHTS, "--workers", 1)
+    assert convert("mha-to-mla", source, tmp_path / "expected", *SIZE, *BY_WEIGHTS).code == 0
+    expected, n = tiny.snapshot(tmp_path / "expected"), 0
+    while True:
+        n += 3
+        code = run_self_killing(n, "convert", *arguments, output=tmp_path / "killed")
+        if code != -signal.SIGKILL:
+            break
+        if not (tmp_path / "target").exists():
+            assert convert(*arguments).code == 0
+        assert tiny.snapshot(tmp_path / "target") == expected, n
+        shutil.rmtree(tmp_path / "target")
+        shutil.rmtree(tmp_path / ".target.groupwise", ignore_errors=True)
+    assert code == 0
+    assert n >= 20
+
+
+def test_a_text_that_is_too_short(convert, tmp_path):
+    source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
+    (tmp_path / "short.txt").write_text("too short")
+    result = convert("mha-to-mla", source, tmp_path / "out", *SIZE, "--calibration", tmp_path / "short.txt")
+    result.refused("has only", "tokens")
+    result = convert("mha-to-mla", source, tmp_path / "out", *SIZE, "--calibration-tokens", 7)
+    result.refused("--calibration-tokens 7 is too few")
+
+
+def test_it_is_evaluated_and_not_trained(convert, uptrain, tmp_path):
+    source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
+    target, ids = tmp_path / "target", tmp_path / "ids.jsonl"
+    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).code == 0
+    ids.write_text("".join(json.dumps({"input_ids": [*range(3, 40), i]}) + "\n" for i in range(50)))
+    command = ("--data", ids, "--seq-len", 16)
+    assert uptrain("evaluate", target, *command).code == 0
+    budget = ("--steps", 2, "--global-batch-tokens", 32, "--lr", 1e-3)
+    uptrain("run", target, *command, *budget, "--out", tmp_path / "run").refused(
+        "latent attention", "cannot train it yet"
+    )
+    assert not (tmp_path / "run").exists()
