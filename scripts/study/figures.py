@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import NullFormatter, NullLocator
 
 from model.common import plot_style
 from model.common.plot_style import INK, MUTED, PLOT_STYLE, SERIES
@@ -220,6 +220,7 @@ def parts(results: Path) -> Figure:
         axes.set_xlabel("peak of the learning rate")
         axes.set_ylabel(BEYOND)
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 

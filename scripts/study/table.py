@@ -25,6 +25,7 @@ from scripts.study.results import (
     by_setting,
     calibration_tokens,
     forward_passes,
+    gaps,
     is_parent,
     left_of,
     losses,
@@ -119,7 +120,11 @@ def by_heads(lines: list[Result]) -> str:
 
 
 def by_part(lines: list[Result]) -> str:
-    """Return the table of losses by the part that was trained, each at the best of its rates, which it names."""
+    """Return the table of losses beyond the parent by the part that was trained, each at the best of its rates.
+
+    A cell names its rate, and the number of parents where not all are in it.
+    """
+    n_parents = len(losses(lines))
     columns = unique((line["arm"], line["alpha"]) for line in lines if line["alpha"])
     columns.sort(key=lambda column: (column[0] == "mean", column[1]))
     rows = []
@@ -128,10 +133,11 @@ def by_part(lines: list[Result]) -> str:
         for arm, alpha in columns:
             own = [x for x in lines if (x["arm"], x["alpha"], x["trainable"]) == (arm, alpha, part)]
             best = at_best_setting(own) if own else []
-            n = len(losses(best))
-            cells.append(f"{show(losses(best))} (lr {best[0]['lr']:g}{f'; {n} parent' * (n == 1)})" if best else "–")
+            n = len(losses(best)) if best else n_parents
+            few = f"; {n} of {n_parents} parents" if n < n_parents else ""
+            cells.append(f"{show(gaps(best))} (lr {best[0]['lr']:g}{few})" if best else "–")
         rows.append([part, *cells])
-    starts = {arm: show(losses([x for x in lines if x["arm"] == arm and not x["alpha"]])) for arm, _ in columns}
+    starts = {arm: show(gaps([x for x in lines if x["arm"] == arm and not x["alpha"]])) for arm, _ in columns}
     rows.insert(0, ["none: after conversion", *(starts[arm] for arm, _ in columns)])
     return markdown(["trained", *(f"{arm}, α {alpha:g}" for arm, alpha in columns)], rows)
 

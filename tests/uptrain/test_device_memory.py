@@ -157,6 +157,7 @@ def test_plan_names_the_cheapest_command(uptrain, seven):
     assert fitting["2"]["command"].startswith(f"GPUS=2 scripts/uptrain_multi_gpu.sh run {model}")
     text = " ".join(uptrain(*fixed, "--memory", "24GB").out.split())
     assert "commands that fit into 24 GB" in text and "--activation-checkpointing" in text
+    assert "--trainable attention" in fitting["8"]["command"], "all is not tried after a conversion"
     small = json.loads(uptrain(*fixed, "--memory", "5 GB", "--json").out)["memory"]["fitting"]
     assert set(small.values()) == {None}
     assert "none fits" in uptrain(*fixed, "--memory", "5GB").out
@@ -173,7 +174,7 @@ def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(uptrain, sev
     """The folders hold no weights at all, so reading them would fail with another message."""
     model, teacher = seven
     fixed = ("run", model, "--teacher", teacher, "--data", data, "--steps", 2, "--lr", 1e-4, "--precision", "bf16")
-    fixed += ("--global-batch-tokens", 2048, "--out", tmp_path / "run")
+    fixed += ("--global-batch-tokens", 2048, "--out", tmp_path / "run", "--trainable", "all")
     monkeypatch.setattr(device_memory, "free_memory", lambda: int(24e9))
     uptrain(*fixed).refused(
         "--trainable all needs an estimated 12", "24 GB free", f"this fits: uptrain run {model} --teacher {teacher}",

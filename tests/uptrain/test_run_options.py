@@ -1,6 +1,7 @@
 """What the options of `uptrain run` come to, and which do not go together."""
 
 import json
+import shutil
 
 import caches
 import pytest
@@ -8,6 +9,8 @@ import real_runs
 import tiny
 import torch
 from tiny_tokenizers import make_tokenizer
+
+from uptrain.budget.identify import default_trainable
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +24,11 @@ def inputs(tmp_path_factory):
 def settings(uptrain, inputs, tmp_path):
     """Return what a run's options come to; it makes one step."""
 
-    def run(*options, model=True):
+    def run(*options, folder=inputs["model"]):
         out = tmp_path / "run"
+        shutil.rmtree(out, ignore_errors=True)
         fixed = ("--data", inputs["data"], "--out", out, "--lr", 1e-3, "--global-batch-tokens", 256)
-        result = uptrain("run", *([inputs["model"]] if model else []), *fixed, *options, "--max-minutes", 0)
+        result = uptrain("run", *([folder] if folder else []), *fixed, *options, "--max-minutes", 0)
         assert result.code == 0, result
         return json.loads((out / "run.json").read_text())["settings"]
 
@@ -38,6 +42,17 @@ def test_defaults(settings):
     assert (stored["weight_decay"], stored["seed"], stored["spike_sigma"]) == (0.0, 0, None)
     assert (stored["schedule"], stored["decay_fraction"], stored["warmup_steps"]) == ("wsd", 0.2, 12)
     assert stored["micro_batch"] == 8192 // 32
+
+
+def test_a_converted_model_trains_its_attention(settings, inputs, convert, tmp_path):
+    """Any other model trains everything, as does one whose attention has unknown names."""
+    out = tmp_path / "converted"
+    assert convert("mha-to-gqa", "--method", "mean", inputs["parent"], out, "--groups", 2).code == 0
+    assert settings("--steps", 2, folder=out)["trainable"] == "attention"
+    assert settings("--steps", 2, "--trainable", "all", folder=out)["trainable"] == "all"
+    assert settings("--steps", 2, "--init", inputs["parent"], folder=None)["trainable"] == "all"
+    assert default_trainable(out, {"model_type": "llama"}) == "attention"
+    assert default_trainable(out, {"model_type": "gpt2"}) == "all"
 
 
 def test_the_earlier_name_of_an_option(uptrain, settings):
@@ -60,7 +75,7 @@ def test_only_kv_is_trained(uptrain, settings, inputs, tmp_path):
 
 
 def test_from_nothing(uptrain, settings, inputs, tmp_path):
-    stored = settings("--steps", 2, "--init", inputs["model"], "--seed", 3, model=False)
+    stored = settings("--steps", 2, "--init", inputs["model"], "--seed", 3, folder=None)
     assert (stored["model"], stored["seed"]) == ("", 3)
     assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
     card = (tmp_path / "out/README.md").read_text()

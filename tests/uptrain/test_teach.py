@@ -1,7 +1,10 @@
 """A teacher's logits are written once, and a run from them is a run with the teacher."""
 
+import hashlib
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny
 from caches import write_cache
@@ -193,6 +196,21 @@ def test_a_damaged_manifest_is_refused(teach, refused, tmp_path):
     ):  # fmt: skip
         (logits / "manifest.json").write_text(json.dumps({**manifest, key: value}))
         refused(logits, f"{logits}/manifest.json is damaged", word, "uptrain teach")
+
+
+def test_ids_beyond_the_vocabulary_are_refused(inputs, teach, tmp_path, uptrain):
+    """The checksums are right: the folder was made by something else."""
+    logits = teach(tmp_path / "logits")
+    manifest = Manifest.parse(logits)
+    path = logits / manifest.shards[0].ids
+    ids = np.fromfile(path, "<u2")
+    ids[:] = 300
+    path.write_bytes(ids.tobytes())
+    shard = replace(manifest.shards[0], ids_sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    (logits / "manifest.json").write_bytes(replace(manifest, shards=(shard,)).text())
+    result = uptrain(*arguments(inputs, tmp_path / "run", "--teacher-logits", logits))
+    assert result.code == 2
+    assert "holds the id 300, where its manifest says that all are below 257" in result.err
 
 
 def test_other_logits_on_resume_are_refused(inputs, teach, tmp_path, uptrain):

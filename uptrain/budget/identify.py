@@ -8,6 +8,8 @@ from typing import Any
 
 from model.common.errors import InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.families import FAMILIES
+from model.families.family import Family
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 PROVENANCE = "groupwise.json"
@@ -51,6 +53,15 @@ def merge_method(folder: Path) -> str | None:
 def changed_tensors(folder: Path) -> tuple[str, ...]:
     """Return the tensors of layers that the folder's last conversion merged whole, from `groupwise.json`."""
     return next((changed for *_, changed in _conversions(folder)), ())
+
+
+def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return the default of `--trainable`: what the conversion changed, `attention`, or `all` for any other model.
+
+    Also `all` if the names of the model's attention are not known.
+    """
+    named = isinstance(FAMILIES.get(str(config.get("model_type"))), Family)
+    return "attention" if named and merge_method(folder) is not None else "all"
 
 
 def _conversions(folder: Path) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -10,11 +10,11 @@ from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from uptrain.budget import estimate
 from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
-from uptrain.budget.identify import merge_method, named, source_names
+from uptrain.budget.identify import default_trainable, merge_method, named, source_names
 from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, Models, Way, first_that_fits, parts_of
 from uptrain.data.token_cache import Manifest
-from uptrain.runs.settings import CHEAPER, TRAINABLE, default_micro_batch, default_seq_len
+from uptrain.runs.settings import TRAINABLE, default_micro_batch, default_seq_len
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
@@ -137,7 +137,8 @@ def _fitting(
             "command": command(way, model, teacher, n),
         }
 
-    ways = {n: first_that_fits(models, CHEAPER, memory, n) for n in numbers}
+    parts = TRAINABLE[TRAINABLE.index(default_trainable(Path(model), models.config)) :]
+    ways = {n: first_that_fits(models, parts, memory, n) for n in numbers}
     return {str(n): describe(way, n) if way else None for n, way in ways.items()}
 
 

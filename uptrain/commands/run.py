@@ -114,10 +114,9 @@ def _check_no_nul(text: str) -> str:
 @click.option(
     "--trainable",
     type=click.Choice(TRAINABLE),
-    default="all",
-    show_default=True,
     help="attention: with the norm before it; kv: key and value projections; lora: adapters of all linear layers, "
-    "which `export` merges. The other parameters stay in MODEL's dtype.",
+    "which `export` merges. The other parameters stay in MODEL's dtype.  [default: attention if MODEL was converted "
+    "here, else all]",
 )
 @click.option(
     "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
@@ -183,8 +182,8 @@ def _check_no_nul(text: str) -> str:
 def command(**options: Any) -> None:
     """Train MODEL on --data into the new folder RUN.
 
-    By default all parameters are trained on next-token prediction, with --teacher on the parent's distribution. Give
-    one of --alpha, --tokens and --steps. Start it as it is, or with `accelerate launch -m uptrain run …` over many
+    Training is on next-token prediction, with --teacher on the parent's distribution. Give one of --alpha, --tokens and
+    --steps. Start it as it is, or with `accelerate launch -m uptrain run …` over many
     GPUs. Ctrl-C saves and stops; `uptrain resume RUN` continues exactly where it stopped.
     """
     stop_request.install()

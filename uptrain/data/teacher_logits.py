@@ -151,7 +151,8 @@ class TeacherLogits:
     def read(self, windows: Integers) -> tuple[Floats, Integers]:
         """Return values [B, T − 1, k + 1] and token ids [B, T − 1, k] of windows.
 
-        Raises InputError if a shard differs from its checksum, which is compared when the shard is first read.
+        Raises InputError if a shard differs from its checksum, which is compared when the shard is first read, and for
+        ids that exceed the vocabulary.
         """
         values, ids = [], []
         for window in windows.tolist():
@@ -160,7 +161,13 @@ class TeacherLogits:
             row = window - (int(self._ends[shard - 1]) if shard else 0)
             values.append(self._values[shard][row])
             ids.append(self._ids[shard][row])
-        return np.stack(values), np.stack(ids).astype(np.int64)
+        found = np.stack(ids).astype(np.int64)
+        if found.max() >= self.manifest.vocab_size:
+            raise InputError(
+                f"{self.folder} holds the id {found.max()}, where its manifest says that all are below "
+                f"{self.manifest.vocab_size}; run `uptrain teach` again."
+            )
+        return np.stack(values), found
 
     def _verify(self, number: int) -> None:
         if number in self._verified:

@@ -13,7 +13,7 @@ from model.families.family import Family
 from uptrain.budget.memory import Models, Way, first_that_fits
 from uptrain.budget.plan import command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
-from uptrain.runs.settings import CHEAPER
+from uptrain.runs.settings import TRAINABLE
 
 
 def has_estimate(config: dict[str, Any]) -> bool:
@@ -32,7 +32,7 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
     if found := first_that_fits(models, [way.part], free, devices, [way.recompute]):
         return found.micro_batch
     needed = models.memory(Way(way.part, 1, way.recompute)).of(devices)
-    cheaper = first_that_fits(models, CHEAPER[CHEAPER.index(way.part) :], free, devices)
+    cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.part) :], free, devices)
     advice = (
         f"this fits: {command(cheaper, str(model), teacher)} …"
         if cheaper

@@ -13,7 +13,7 @@ from model.common.console import echo, echo_line
 from model.common.errors import InputError
 from model.common.files import check_name
 from uptrain.budget.budget import Budget, make_budget, repetition_warning
-from uptrain.budget.identify import source_names
+from uptrain.budget.identify import default_trainable, source_names
 from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.budget.memory import Models, Way
 from uptrain.data.run_data import beside, cache_folder, cache_of, seq_len_of
@@ -48,7 +48,7 @@ def launch_new(options: RunOptions) -> None:
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
-    check_models(options.model, options.teacher, seq_len, options.trainable, settings.lora_rank)
+    check_models(options.model, options.teacher, seq_len, settings.trainable, settings.lora_rank)
     if options.teacher_logits:
         Manifest.parse(options.teacher_logits)
     if options.eval_data:
@@ -146,7 +146,7 @@ def _warn_at_start(warnings: list[str], show: ProgressSink) -> ProgressSink:
     return warn_and_show
 
 
-def _micro_batch(options: RunOptions, rank: int, config: dict[str, Any], seq_len: int, precision: str) -> int:
+def _micro_batch(options: RunOptions, way: Way, config: dict[str, Any], seq_len: int, precision: str, rank: int) -> int:
     """Return the default micro-batch, in windows: one that fits the device if the model's memory can be estimated.
 
     Raises InputError if one window does not fit.
@@ -154,7 +154,6 @@ def _micro_batch(options: RunOptions, rank: int, config: dict[str, Any], seq_len
     if options.model is None or not has_estimate(config):
         return default_micro_batch(seq_len)
     models = Models.read(options.model, options.teacher, seq_len, precision, options.optimizer, rank)
-    way = Way(options.trainable, 1, options.activation_checkpointing)
     return fitting_micro_batch(models, way, options.model, options.teacher)
 
 
@@ -171,11 +170,13 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
     if loss == WITHOUT_TEACHER and options.teacher_logits:
         raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
-    if options.lora_rank and options.trainable != "lora":
-        raise InputError(f"--lora-rank is for --trainable lora, not {options.trainable}; leave one of the two out.")
-    rank = (options.lora_rank or DEFAULT_RANK) if options.trainable == "lora" else 0
     config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
+    trainable = options.trainable or (default_trainable(folder, config) if options.model else "all")
+    if options.lora_rank and trainable != "lora":
+        raise InputError(f"--lora-rank is for --trainable lora, not {trainable}; leave one of the two out.")
+    rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
     budget = make_budget(options.budget, config, names, seq_len)
+    way = Way(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
     precision = options.precision or ("bf16" if has_accelerator() else "fp32")
     eval_cache = cache_folder([options.eval_data], beside(options.out, "eval_data")) if options.eval_data else None
@@ -188,7 +189,7 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
         loss=loss,
         steps=budget.steps,
         global_batch=budget.global_batch_tokens // seq_len,
-        micro_batch=options.micro_batch or _micro_batch(options, rank, config, seq_len, precision),
+        micro_batch=options.micro_batch or _micro_batch(options, way, config, seq_len, precision, rank),
         schedule=options.schedule,
         lr=budget.peak_lr,
         warmup_steps=default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps,
@@ -197,7 +198,7 @@ def make_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Sett
         precision=precision,
         optimizer=options.optimizer,
         weight_decay=options.weight_decay,
-        trainable=options.trainable,
+        trainable=trainable,
         lora_rank=rank,
         seed=options.seed,
         save_every=options.save_every or interval,

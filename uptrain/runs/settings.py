@@ -17,8 +17,7 @@ from uptrain.training.losses import LOSSES
 
 OPTIMIZERS = ("adamw", "adafactor", "adamw8bit")
 TRAINABLE = ("all", "attention", "kv", "lora")
-CHEAPER = TRAINABLE
-"""The choices of `--trainable` in the order in which they are tried, where memory is short."""
+"""Choices of `--trainable`, in the order in which they are tried where memory is short."""
 DEFAULT_RANK = 16
 """Rank of the adapters of `--trainable lora`."""
 PRECISIONS = ("bf16", "fp32")
@@ -55,9 +54,9 @@ class RunOptions:
     schedule: str
     optimizer: str
     weight_decay: float
-    trainable: str
     seed: int
     keep_last: int
+    trainable: str | None = None
     lora_rank: int | None = None
     seq_len: int | None = None
     eval_data: str | None = None
