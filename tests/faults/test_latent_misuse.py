@@ -224,17 +224,3 @@ def test_a_text_that_is_too_short(convert, tmp_path):
     result.refused("has only", "tokens")
     result = convert("mha-to-mla", source, tmp_path / "out", *SIZE, "--calibration-tokens", 7)
     result.refused("--calibration-tokens 7 is too few")
-
-
-def test_it_is_evaluated_and_not_trained(convert, uptrain, tmp_path):
-    source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
-    target, ids = tmp_path / "target", tmp_path / "ids.jsonl"
-    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).code == 0
-    ids.write_text("".join(json.dumps({"input_ids": [*range(3, 40), i]}) + "\n" for i in range(50)))
-    command = ("--data", ids, "--seq-len", 16)
-    assert uptrain("evaluate", target, *command).code == 0
-    budget = ("--steps", 2, "--global-batch-tokens", 32, "--lr", 1e-3)
-    uptrain("run", target, *command, *budget, "--out", tmp_path / "run").refused(
-        "latent attention", "cannot train it yet"
-    )
-    assert not (tmp_path / "run").exists()
