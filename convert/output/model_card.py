@@ -139,8 +139,8 @@ def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
     return (
         "Keys and values of all heads are computed from one latent vector and one rotated key, in the form of\n"
         f"DeepSeek-V3's class with dense layers. {residual}All other weights are the base\n"
-        f"model's, {exactly}. {quality} Quantise or train the latent's\n"
-        "projections with Groupwise only: their norm is undone by numbers of extreme size."
+        f"model's, {exactly}. {quality} Do not quantise the latent's\n"
+        "projections, and train the model with Groupwise only: their norm is undone by numbers of extreme size."
     )
 
 
