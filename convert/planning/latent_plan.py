@@ -18,6 +18,8 @@ from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
+RECORD_NAME = "groupwise.json"
+
 
 @dataclass(frozen=True)
 class LatentPlan(Plan):
@@ -69,6 +71,11 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     geometry = source.geometry
     sizes = choose_sizes(geometry, recipe.latent, recipe.rope, recipe.norm)
     _check_dtype(checkpoint, recipe)
+    if recipe.positions is not None and max(recipe.positions) > source.rope.n_planes:
+        raise CheckpointError(
+            f"{RECORD_NAME} records a channel at position {max(recipe.positions):g}, but the source's heads have "
+            f"{source.rope.n_planes} planes; the record is damaged, or that of another model."
+        )
     scale = math.sqrt(EPSILON / source.rms_norm_eps)
     layers = [
         LatentLayer(

@@ -180,7 +180,9 @@ def test_overwriting_and_a_dry_run(convert, source, tmp_path):
         ({"latent": {"latent": 12}}, ("damaged",)),
         ({"positions": [0.0]}, ("latent.positions does not fit",)),
         ({"positions": [0.0, 1.0, 2.0, "x"]}, ("latent.positions",)),
+        ({"positions": [0.0, 1.0, 2.0, 300.0]}, ("position 300", "4 planes")),
         ({"norm": "none"}, ("latent.norm",)),
+        ({"refine_tokens": 100}, ("refine need a calibration",)),
         ({"rope": 9}, ("--rope 9 is odd",)),
         ({"latent_size": 1 << 40}, ("--latent",)),
     ],
@@ -191,6 +193,8 @@ def test_a_record_that_is_damaged(convert, source, tmp_path, change, words):
     record = json.loads((target / "groupwise.json").read_text())
     if "latent" in change:
         record["latent"] = change["latent"]
+    elif "refine_tokens" in change:
+        record["refine"] = change["refine_tokens"]
     elif "latent_size" in change:
         record["latent"]["latent"] = change["latent_size"]
     else:
