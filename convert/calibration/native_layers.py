@@ -11,7 +11,7 @@ from model.checkpoint import Checkpoint
 from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config
 from model.decoder.devices import find_device
-from model.decoder.llama import Block, Rotation
+from model.decoder.llama import Attention, Block, Rotation
 from model.decoder.loading import check_runnable, embedding_name, load_block, load_embedding
 from model.decoder.masks import text_mask
 from model.decoder.rope import rotate, rotations
@@ -59,14 +59,16 @@ class NativeLayer(LayerModule):
         cos_TD, sin_TD = (x[0, :, 0] for x in rotation)
         self.device = cos_TD.device
         self.rotation = cos_TD, sin_TD
-        self.output_bias = block.self_attn.o_proj.bias
+        assert isinstance(block.self_attn, Attention), "sources have no latent attention"
+        self.attention = block.self_attn
+        self.output_bias = self.attention.o_proj.bias
 
     def inputs(self, states_BTM: Tensor) -> Tensor:
         x_BTM: Tensor = self.block.input_layernorm(states_BTM)
         return x_BTM
 
     def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
-        attention, block = self.block.self_attn, self.block
+        attention, block = self.attention, self.block
         x_BTM = self.inputs(states_BTM)
         q_BTHD, k_BTGD, v_BTGD = (
             projection(x_BTM).view(*x_BTM.shape[:2], -1, attention.head_dim)

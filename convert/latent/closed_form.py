@@ -10,6 +10,7 @@ K/V heads), C channels of a fold, L latent, N unrotated dimensions, R rotated on
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,11 @@ class InputMoments:
     equal for all keys changes nothing."""
     values_XX: Real
     """Of what attention mixes."""
+
+    @cached_property
+    def roots(self) -> tuple[Real, Real]:
+        """The square root of `values_XX`, and that root's pseudo-inverse."""
+        return _roots(self.values_XX)
 
 
 def moments_from_norm(norm_X: Real) -> InputMoments:
@@ -153,7 +159,7 @@ def _latent(
         queries_DD = q_DX @ moments.queries_XX @ q_DX.T / len(q_DX)
         power = float((values_XX * moments.values_XX).sum())  # what an error of the logits spoils
         loss_XX += balance * power * key_DX.T @ queries_DD @ key_DX + values_XX
-    root_XX, inverse_XX = _roots(moments.values_XX)
+    root_XX, inverse_XX = moments.roots
     spread_XX = root_XX @ loss_XX @ root_XX
     found_XL = _largest(spread_XX)[1][:, :size]
     latent_LX, decoded_XL = found_XL.T @ inverse_XX, root_XX @ found_XL

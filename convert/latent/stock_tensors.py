@@ -23,15 +23,9 @@ from convert.latent.attention import LatentAttention
 from convert.latent.sizes import LatentSizes
 from convert.merging.rounding import round_once
 from convert.merging.weights import Real
+from model.checkpoint.latent_norm import CONSTANT, KV_A, KV_B, NORM, SHRINK, norm_weight
 
-EPSILON = 1e-6
-"""Of the latent's norm in transformers, whatever the config says; other engines take `rms_norm_eps`, which is made
-equal."""
-SHRINK = 2.0**-30
-CONSTANT = 4096.0
-"""β, exact in float16."""
-
-Q, KV_A, NORM, KV_B, O = "q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"  # noqa: E741
+_PARTS = ("q_proj", KV_A, NORM, KV_B, "o_proj")
 
 
 @dataclass(frozen=True)
@@ -44,11 +38,11 @@ class StockNames:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        return tuple(f"{self.place}{part}.weight" for part in (Q, KV_A, NORM, KV_B, O))
+        return tuple(f"{self.place}{part}.weight" for part in _PARTS)
 
     @property
     def biases(self) -> tuple[str, ...]:
-        return tuple(f"{self.place}{part}.bias" for part in (KV_A, O)) if self.has_bias else ()
+        return tuple(f"{self.place}{part}.bias" for part in (KV_A, "o_proj")) if self.has_bias else ()
 
     def shapes(self, sizes: LatentSizes) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor, by name."""
@@ -74,8 +68,8 @@ def fold(
     """
     query_HQX = np.concatenate([attention.q_HNX, interleaved(attention.q_HRX)], axis=1)
     query_HQX = query_HQX * math.sqrt(sizes.query / sizes.head_dim)  # the class divides logits by the root of its size
-    gain, rows = _gain(sizes), attention.latent_LX * (SHRINK if sizes.norm == "eps" else 1.0)
-    rounded = float(round_once(np.array([gain]), dtype).astype(np.float64)[0])
+    gain, rows = norm_weight(sizes.norm, sizes.latent), attention.latent_LX * (SHRINK if sizes.norm == "eps" else 1.0)
+    rounded = rounded_weight(sizes, dtype)
     up_HUL = np.concatenate([attention.k_HNL, attention.v_HDL], axis=1) * (gain / rounded)
     key_RX = interleaved(attention.key_RX[None])[0]
     if sizes.norm == "bias":
@@ -96,7 +90,8 @@ def unfold(tensors: dict[str, Real], sizes: LatentSizes, names: StockNames, scal
     """Return the latent attention that `fold` wrote, without its norm."""
     query, rows, gamma, up, output = (tensors[name] for name in names.weights)
     query_HQX = query.reshape(sizes.n_heads, sizes.query, -1) / math.sqrt(sizes.query / sizes.head_dim)
-    up_HUL = up.reshape(sizes.n_heads, -1, sizes.latent)[:, :, : sizes.free] * (gamma[: sizes.free] / _gain(sizes))
+    gain_L = gamma[: sizes.free] / norm_weight(sizes.norm, sizes.latent)
+    up_HUL = up.reshape(sizes.n_heads, -1, sizes.latent)[:, :, : sizes.free] * gain_L
     latent_LX = rows[: sizes.free] / (SHRINK if sizes.norm == "eps" else 1.0)
     return LatentAttention(
         q_HNX=query_HQX[:, : sizes.nope],
@@ -109,11 +104,9 @@ def unfold(tensors: dict[str, Real], sizes: LatentSizes, names: StockNames, scal
     )
 
 
-def _gain(sizes: LatentSizes) -> float:
-    """Return what the norm divides a written latent by, per unit of the latent itself."""
-    if sizes.norm == "eps":
-        return math.sqrt(EPSILON) / SHRINK
-    return math.sqrt(CONSTANT**2 / sizes.latent + EPSILON)
+def rounded_weight(sizes: LatentSizes, dtype: np.dtype[Any]) -> float:
+    """Return the norm's weight as a dtype holds it."""
+    return float(round_once(np.array([norm_weight(sizes.norm, sizes.latent)]), dtype).astype(np.float64)[0])
 
 
 def interleaved(rows_HRX: Real) -> Real:

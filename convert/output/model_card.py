@@ -5,7 +5,6 @@ The card contains no times and no paths, so the same conversion gives the same b
 
 from pathlib import Path
 
-from convert.latent.stock_tensors import EPSILON
 from convert.merging.methods import LAYER_METHODS, REPEAT
 from convert.output.groupwise_json import RECORD_FILE
 from convert.planning.latent_plan import LatentPlan
@@ -13,6 +12,7 @@ from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
+from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 
@@ -139,8 +139,8 @@ def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
     return (
         "Keys and values of all heads are computed from one latent vector and one rotated key, in the form of\n"
         f"DeepSeek-V3's class with dense layers. {residual}All other weights are the base\n"
-        f"model's, {exactly}. {quality} Do not quantise or train the\n"
-        "latent's projections as they are: their norm is undone by numbers of extreme size."
+        f"model's, {exactly}. {quality} Do not quantise the latent's\n"
+        "projections, and train the model with Groupwise only: their norm is undone by numbers of extreme size."
     )
 
 

@@ -70,6 +70,8 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
     try:
         if not isinstance(latent, dict):
             raise InputError("latent is missing")
+        if recipe.text is None and (recipe.refit or recipe.refine):
+            raise InputError("refit and refine need a calibration, which is missing")
         check_types(latent, {"latent": int, "rope": int, "norm": str, "frequencies": str, "method": str})
         positions = latent.get("positions")
         n_channels = latent["rope"] // 2

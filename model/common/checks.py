@@ -57,6 +57,13 @@ def number(value: object, name: str, above: float | None = None) -> float:
     return float(value)
 
 
+def numbers(value: object, name: str) -> tuple[float, ...]:
+    """Return a list of positive numbers. Raises CheckpointError otherwise."""
+    if not isinstance(value, list) or not all(is_finite(number) and number > 0 for number in value):
+        raise CheckpointError(f"{name} = {show(value)}; it must be a list of positive numbers.")
+    return tuple(map(float, value))
+
+
 def flag(value: object, name: str) -> bool:
     """Return a boolean; null is false. Raises CheckpointError for anything else."""
     if value is not None and not isinstance(value, bool):

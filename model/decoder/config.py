@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from model.checkpoint.latent_norm import LatentNorm, read_latent_norm
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.rope import Rope, read_rope
@@ -14,6 +15,21 @@ MAX_LAYERS = 10_000
 """Limit of the number of layers. Every layer is built before a weight is read, so a wrong number would take hours."""
 DEFAULT_WINDOW = 4096
 """The default of an absent `sliding_window` in the config classes of Mistral and Qwen2 (transformers 5.23)."""
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The sizes of latent attention without a norm of the latent."""
+
+    latent: int
+    """Numbers of the latent, without a constant channel."""
+    rope: int
+    nope: int
+    """Unrotated dimensions of a query head."""
+    value: int
+    """Dimensions of a value head."""
+    gain: float
+    """What the latent is multiplied by (`LatentNorm.gain`)."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +53,22 @@ class LlamaConfig:
     windows: tuple[int | None, ...]
     """Per layer, the number of tokens that a token attends to, itself included; None for all."""
     rope: Rope
+    latent: LatentShape | None = None
+    """Set for latent attention. Then `head_dim` is the size of a query head."""
+
+    @property
+    def cached_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and their sizes in the KV cache: of keys and values, or of the rotated key and the latent."""
+        if self.latent is not None:
+            return (1, self.latent.rope), (1, self.latent.latent)
+        return (self.n_kv_heads, self.head_dim), (self.n_kv_heads, self.head_dim)
 
 
 def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Return the settings in `config.json`. Raises CheckpointError for a setting that is not implemented."""
-    model_type = config.get("model_type")
+    model_type, norm = config.get("model_type"), read_latent_norm(config)
+    if norm is not None:
+        return _read_latent_config(config, norm)
     if model_type not in NATIVE_FAMILIES:
         raise CheckpointError(
             f"model_type {model_type!r} has no native code; implemented are: {', '.join(NATIVE_FAMILIES)}."
@@ -72,6 +99,43 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         tied=_flag(config, "tie_word_embeddings"),
         windows=_windows(config, n_layers),
         rope=read_rope(config, head_dim),
+    )
+
+
+def _read_latent_config(config: Mapping[str, Any], norm: LatentNorm) -> LlamaConfig:
+    """Return the settings of DeepSeek-V3's class with dense layers, as `convert mha-to-mla` writes them.
+
+    Raises CheckpointError for any other setting of that class.
+    """
+    n_layers = checks.whole_number(config["num_hidden_layers"], "config.json has num_hidden_layers", most=MAX_LAYERS)
+    expected = {
+        "q_lora_rank": (None,), "rope_interleave": (True, None), "hidden_act": ("silu",),
+        "attention_bias": (norm.kind == "bias",), "tie_word_embeddings": (False,), "first_k_dense_replace": (n_layers,),
+    }  # fmt: skip
+    for key, values in expected.items():
+        if config.get(key) not in values:
+            raise CheckpointError(
+                f"config.json has {key} = {checks.show(config.get(key))}, where convert mha-to-mla writes "
+                f"{checks.show(values[0])}; convert the model again."
+            )
+    n_heads, nope, value = (_size(config, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    return LlamaConfig(
+        model_type="deepseek_v3",
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=_size(config, "hidden_size"),
+        intermediate_size=_size(config, "intermediate_size"),
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_dim=nope + norm.rope,
+        rms_norm_eps=checks.number(config.get("rms_norm_eps", 1e-6), "config.json has rms_norm_eps"),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tied=False,
+        windows=(None,) * n_layers,
+        rope=read_rope(config, norm.rope),
+        latent=LatentShape(norm.free, norm.rope, nope, value, norm.gain),
     )
 
 

@@ -10,11 +10,12 @@ from model.decoder.config import LlamaConfig
 
 
 class LayerCache:
-    """One layer's keys and values, [B, G, capacity, D] each."""
+    """One layer's keys and values, [B, G, capacity, D] each; with latent attention the rotated key and the latent."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
-        self.k_BGSD = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_BGSD = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(
+        self, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.k_BGSD, self.v_BGSD = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
     def store(self, start: int, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, Tensor]:
         """Write new tokens at position `start`, and return the keys and values of all tokens so far, [B, S, G, D]."""
@@ -39,8 +40,9 @@ class KVCache:
         device: torch.device | str,
         padding_B: Tensor | None = None,
     ) -> None:
-        shape = (batch, config.n_kv_heads, capacity, config.head_dim)
-        self.layers = [LayerCache(shape, dtype, device) for _ in range(config.n_layers)]
+        (k_heads, k_size), (v_heads, v_size) = config.cached_shapes
+        shapes = (batch, k_heads, capacity, k_size), (batch, v_heads, capacity, v_size)
+        self.layers = [LayerCache(shapes, dtype, device) for _ in range(config.n_layers)]
         self.capacity = capacity
         self.padding_B = padding_B
         """Number of padding tokens at the beginning of each row; None without padding."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from model.decoder.attention import Mask, attend, has_packed_attention
 from model.decoder.config import LlamaConfig
 from model.decoder.kv_cache import KVCache, LayerCache
+from model.decoder.latent_attention import LatentAttention
 from model.decoder.linear import Linear, linear, matmul_dtype
 from model.decoder.losses import IGNORED, chunked_cross_entropy
 from model.decoder.masks import document_lengths, document_mask, document_positions, text_mask
@@ -77,7 +78,7 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config) if config.latent is None else LatentAttention(config, config.latent)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
 from model.checkpoint import Tensor as Stored
+from model.checkpoint.latent_norm import WithoutLatentNorm, read_latent_norm
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import checks
 from model.common.errors import CheckpointError, InputError
@@ -22,7 +23,7 @@ from model.common.typed_json import parse_object
 from model.decoder.config import LlamaConfig, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM
 from model.decoder.transformers_model import TransformersModel, load_hf_model
-from model.families import NATIVE_FAMILIES
+from model.families import is_native
 from model.geometry import read_geometry
 
 
@@ -37,7 +38,7 @@ def load_model(
     implemented, and for a missing, unexpected or misshapen tensor, which it names.
     """
     with open_checkpoint(Path(folder)) as checkpoint:
-        if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+        if is_native(checkpoint.config):
             model = load_llama(checkpoint, dtype, device, skip)
             model.stop_ids = stop_ids(checkpoint)
             return model
@@ -71,6 +72,7 @@ def load_llama(
     checkpoint: Checkpoint, dtype: torch.dtype | None, device: str, skip: Container[str] = ()
 ) -> LlamaForCausalLM:
     """Load an open checkpoint into the native model, except the parameters of `skip`."""
+    checkpoint = without_latent_norm(checkpoint)
     model, names = build_meta(checkpoint)
     dtype = dtype or _common_dtype(checkpoint, names)
     for name, parameter in [(n, p) for n, p in model.named_parameters() if n not in skip]:
@@ -83,10 +85,20 @@ def build_meta(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]
 
     Raises CheckpointError as `load_model` does, except for shapes, which are not checked.
     """
-    read_geometry(checkpoint)
+    checkpoint = without_latent_norm(checkpoint)
+    if read_latent_norm(checkpoint.config) is None:
+        read_geometry(checkpoint)
     with torch.device("meta"):
         model = LlamaForCausalLM(read_llama_config(checkpoint.config))
     return model, _match_names(checkpoint, model)
+
+
+def without_latent_norm(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint as the native model reads it: without the norm of a latent, if it has one that is undone."""
+    norm = read_latent_norm(checkpoint.config)
+    return (
+        checkpoint if norm is None or isinstance(checkpoint, WithoutLatentNorm) else WithoutLatentNorm(checkpoint, norm)
+    )
 
 
 def check_runnable(checkpoint: Checkpoint) -> None:

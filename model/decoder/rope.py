@@ -38,6 +38,10 @@ SCALINGS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
         },
         {},
     ),
+    "longrope": (
+        {"short_factor": checks.numbers, "long_factor": checks.numbers, "attention_factor": checks.number},
+        {"original_max_position_embeddings": checks.whole_number},
+    ),
 }  # fmt: skip
 """Implemented type → its required and its optional parameters, each with its check."""
 
@@ -115,6 +119,13 @@ def _check(rope: Rope) -> None:
             f"config.json means heads of {rope.head_dim} numbers; RoPE of type {rope.kind} rotates pairs, and needs an "
             f"even number of at least {least}."
         )
+    if rope.kind == "longrope":
+        short, long = rope.scaling["short_factor"], rope.scaling["long_factor"]
+        if short != long or len(short) != rope.head_dim // 2:
+            raise CheckpointError(
+                f"config.json has RoPE of type longrope; it is implemented with equal short_factor and long_factor of "
+                f"{rope.head_dim // 2} numbers only."
+            )
     if rope.kind == "llama3" and rope.scaling["high_freq_factor"] <= rope.scaling["low_freq_factor"]:
         raise CheckpointError(
             f"config.json has high_freq_factor = {rope.scaling['high_freq_factor']:g}, which must be above "
@@ -153,6 +164,8 @@ def inverse_frequencies(rope: Rope, lengths_BT: Tensor | None = None) -> tuple[T
         return _dynamic(rope, dims_F.to(lengths_BT.device), lengths_BT), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, dims_F)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.scaling["short_factor"]) * rope.theta**dims_F), rope.scaling["attention_factor"]
     plain_F = 1.0 / rope.theta**dims_F
     return (_llama3(rope, plain_F), 1.0) if rope.kind == "llama3" else (plain_F, 1.0)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from model.checkpoint.latent_norm import read_latent_norm
 from model.common.errors import CheckpointError
 from model.families import falcon, gpt_neox, mpt, t5
 from model.families.family import Family, Wrapper
@@ -11,10 +12,18 @@ from model.families.standard import STANDARD
 from model.families.unsupported import unsupported_reason
 from model.families.wrappers import WRAPPERS
 
-__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family"]
+__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family", "is_native"]
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
 """The families that `model.decoder` implements. transformers' classes run the others."""
+
+
+def is_native(config: Mapping[str, Any]) -> bool:
+    """Return whether `model.decoder` runs the model of a `config.json`: these families, and latent attention whose norm
+    is undone.
+    """  # fmt: skip
+    return config.get("model_type") in NATIVE_FAMILIES or read_latent_norm(config) is not None
+
 
 _OWN_LAYOUT = (falcon.FAMILY, gpt_neox.FAMILY, gpt_neox.GQA_FAMILY, mpt.FAMILY, t5.FAMILY, t5.GQA_FAMILY)
 _KNOWN: tuple[Family | Wrapper, ...] = (*STANDARD, *WRAPPERS, *_OWN_LAYOUT)

@@ -180,7 +180,9 @@ def test_overwriting_and_a_dry_run(convert, source, tmp_path):
         ({"latent": {"latent": 12}}, ("damaged",)),
         ({"positions": [0.0]}, ("latent.positions does not fit",)),
         ({"positions": [0.0, 1.0, 2.0, "x"]}, ("latent.positions",)),
+        ({"positions": [0.0, 1.0, 2.0, 300.0]}, ("position 300", "4 planes")),
         ({"norm": "none"}, ("latent.norm",)),
+        ({"refine_tokens": 100}, ("refine need a calibration",)),
         ({"rope": 9}, ("--rope 9 is odd",)),
         ({"latent_size": 1 << 40}, ("--latent",)),
     ],
@@ -191,6 +193,8 @@ def test_a_record_that_is_damaged(convert, source, tmp_path, change, words):
     record = json.loads((target / "groupwise.json").read_text())
     if "latent" in change:
         record["latent"] = change["latent"]
+    elif "refine_tokens" in change:
+        record["refine"] = change["refine_tokens"]
     elif "latent_size" in change:
         record["latent"]["latent"] = change["latent_size"]
     else:
@@ -224,17 +228,3 @@ def test_a_text_that_is_too_short(convert, tmp_path):
     result.refused("has only", "tokens")
     result = convert("mha-to-mla", source, tmp_path / "out", *SIZE, "--calibration-tokens", 7)
     result.refused("--calibration-tokens 7 is too few")
-
-
-def test_it_is_evaluated_and_not_trained(convert, uptrain, tmp_path):
-    source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
-    target, ids = tmp_path / "target", tmp_path / "ids.jsonl"
-    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).code == 0
-    ids.write_text("".join(json.dumps({"input_ids": [*range(3, 40), i]}) + "\n" for i in range(50)))
-    command = ("--data", ids, "--seq-len", 16)
-    assert uptrain("evaluate", target, *command).code == 0
-    budget = ("--steps", 2, "--global-batch-tokens", 32, "--lr", 1e-3)
-    uptrain("run", target, *command, *budget, "--out", tmp_path / "run").refused(
-        "latent attention", "cannot train it yet"
-    )
-    assert not (tmp_path / "run").exists()

@@ -59,3 +59,33 @@ def test_logprobs_and_greedy_continuation(asked, figure, name):
     difference = float(np.abs(logprobs[name] - logits.log_softmax(-1).numpy()).max())
     figure("vLLM: logarithms of probabilities, llama", difference)
     assert difference < 1e-4
+
+
+# Latent attention: vLLM has a kernel for 512 + 64 on the CPU. Its own code computes stock frequencies. With the code of
+# transformers inside, it computes any.
+LATENT = {
+    "own code, stock": ("auto", ("--frequencies", "stock")),
+    "transformers' code, stock": ("transformers", ("--frequencies", "stock")),
+    "transformers' code, longrope": ("transformers", ("--frequencies", "longrope")),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention(tmp_path, figure, name):
+    environment = interop.need("vllm")
+    tokenizer = interop.make_tokenizer(tmp_path / "tokenizer")
+    shape = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 16}
+    source = interop.make_source(tmp_path / "source", "llama", tokenizer, **{**SIZE, **shape})
+    impl, options = LATENT[name]
+    interop.call("mha-to-mla", source, tmp_path / "out", *options, "--calibration", "none")
+    (prompt,) = interop.token_ids(1, vocab_size=256)
+    request = {"folders": {"out": tmp_path / "out"}, "sizes": [1], "run": ["out"], "impl": {"out": impl}}
+    answer, logprobs = interop.ask(
+        environment, "vllm_logits", tmp_path / "asked", **request, prompt=prompt, n_new=N_NEW
+    )
+    said = interop.greedy(tmp_path / "out", prompt, N_NEW)
+    assert answer["greedy"]["out"] == said
+    logits = torch.tensor(interop.logits_of(tmp_path / "out", [prompt + said[:-1]])[0, len(prompt) - 1 :])
+    difference = float(np.abs(logprobs["out"] - logits.log_softmax(-1).numpy()).max())
+    figure(f"vLLM: logarithms of probabilities, latent attention, {name}", difference)
+    assert difference < 1e-4

@@ -178,7 +178,19 @@ def test_rope_scaling_in_both_spellings(tmp_path):
     ("changes", "words"),
     [
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "RoPE type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, "RoPE type 'axial'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope, but gives no short_factor"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1, 2],
+                    "long_factor": [1, 3],
+                    "attention_factor": 1.0,
+                }
+            },
+            "equal short_factor and long_factor of 2 numbers",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "no low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (

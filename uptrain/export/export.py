@@ -11,6 +11,7 @@ import numpy as np
 from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpoint
 from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
+from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm
 from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
@@ -42,7 +43,7 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: 
         raise InputError(f"{out} exists already; choose another OUT.")
     run = Run.read(run_folder)
     record = make_record(run, run_folder, checkpoint)
-    with _open_weights(run, checkpoint) as weights, Staging(out) as staging:
+    with _open_weights(run, run_folder, checkpoint) as weights, Staging(out) as staging:
         staging.open(uuid4().hex)  # an interrupted export is not resumed
         try:
             _write_weights(weights, staging.folder, dtype, progress)
@@ -76,13 +77,16 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
 
 def stored_size(run_folder: Path, checkpoint: Path) -> int:
     """Return the stored size of the weights to export in bytes."""
-    with _open_weights(Run.read(run_folder), checkpoint) as weights:
+    with _open_weights(Run.read(run_folder), run_folder, checkpoint) as weights:
         return sum(tensor.nbytes for tensor in weights.tensors.values())
 
 
-def _open_weights(run: Run, checkpoint: Path) -> Checkpoint:
+def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     """Open the weights of a checkpoint, together with those that are not trained from the initial model."""
-    trained = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
+    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
+    norm = read_latent_norm(read_config(folder / MODEL)[1])
+    if norm is not None:
+        return WithLatentNorm(trained, norm)
     if run.settings.trainable == "all":
         return trained
     model = Path(run.settings.model)

@@ -6,14 +6,10 @@ from pathlib import Path
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from model.decoder.transformers_model import TransformersModel
-from uptrain.budget.identify import merge_method
 from uptrain.data.prepare.tokenizer import tokenizer_sha256
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.training.language_model import LanguageModel
-
-LATENT = "latent"
-"""The method that `convert mha-to-mla` records."""
 
 
 def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
@@ -58,15 +54,10 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
 
 
 def check_exportable(folder: Path, parameters: Iterable[str], stem: str) -> None:
-    """Raise InputError for a model that training would damage, or whose parameters have other names in memory.
+    """Raise InputError if parameters have other names in memory than in the files: the model could not be exported.
 
     Names in the files may omit the prefix `stem`. transformers 5 fuses experts and renames the head of GPT-NeoX.
     """
-    if merge_method(folder) == LATENT:
-        raise InputError(
-            f"{folder} has latent attention whose norm is undone by numbers of extreme size, which training would "
-            "destroy; uptrain cannot train it yet. `uptrain evaluate` measures it."
-        )
     with open_checkpoint(folder) as checkpoint:
         files = checkpoint.tensors.keys()
     for name in parameters:

@@ -18,7 +18,7 @@ from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.decoder.transformers_classes import build_hf_model, layer_class_names
 from model.decoder.transformers_model import TransformersModel
-from model.families import NATIVE_FAMILIES
+from model.families import is_native
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.lora import add_adapters
 from uptrain.training.parts import common_dtype, part_pattern
@@ -62,9 +62,9 @@ def _with_frozen_part(
     """
     with open_checkpoint(folder) as checkpoint:
         name = common_dtype(checkpoint.tensors.values())
-        is_native = checkpoint.config.get("model_type") in NATIVE_FAMILIES
+        native = is_native(checkpoint.config)
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
-    student = make(dtype if is_native else torch.float32)
+    student = make(dtype if native else torch.float32)
     choose_part(student, part, rank, folder)
     set_dtypes(student, dtype)
     return student
@@ -84,7 +84,7 @@ def teacher_dtype(precision: str) -> torch.dtype:
 
 def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
     _, config = read_config(folder)
-    if config.get("model_type") in NATIVE_FAMILIES:
+    if is_native(config):
         with torch.device("meta"):
             model = LlamaForCausalLM(read_llama_config(config)).to(dtype)
         try:
@@ -104,7 +104,7 @@ def build_meta(folder: Path) -> LanguageModel:
     Raises CheckpointError if the files of a native model lack its parameters.
     """
     with open_checkpoint(folder) as checkpoint:
-        if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+        if is_native(checkpoint.config):
             return loading.build_meta(checkpoint)[0]
     with torch.device("meta"):
         return TransformersModel(build_hf_model(folder, torch.float32))
@@ -114,7 +114,7 @@ def stored_names(folder: Path) -> dict[str, str]:
     """Return a table, parameter name in a training checkpoint → tensor name in the folder's files."""
     names, stem = parameter_names(folder)
     with open_checkpoint(folder) as checkpoint:
-        if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+        if is_native(checkpoint.config):
             return loading.build_meta(checkpoint)[1]
         return {name: name if name in checkpoint.tensors else name.removeprefix(stem) for name in names}
 
@@ -131,7 +131,7 @@ def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
     Both are empty for native models, whose parameter names are those of the files.
     """
     _, config = read_config(folder)
-    if config.get("model_type") in NATIVE_FAMILIES:
+    if is_native(config):
         return (), ""
     with torch.device("meta"):
         model = build_hf_model(folder, torch.float32)
@@ -167,7 +167,7 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
 def block_names(folder: Path) -> tuple[str, ...]:
     """Return the class names of a folder's decoder layers, the units of FSDP."""
     _, config = read_config(folder)
-    return ("Block",) if config.get("model_type") in NATIVE_FAMILIES else layer_class_names(folder)
+    return ("Block",) if is_native(config) else layer_class_names(folder)
 
 
 def compile_layers(layers: list[nn.Module], **options: Any) -> None:

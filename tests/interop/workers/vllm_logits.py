@@ -38,7 +38,7 @@ def main() -> None:
     for name in request["run"]:
         llm = vllm.LLM(
             model=request["folders"][name], dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=1,
-            max_logprobs=-1, enable_prefix_caching=False, seed=0,
+            max_logprobs=-1, enable_prefix_caching=False, seed=0, model_impl=request.get("impl", {}).get(name, "auto"),
         )  # fmt: skip
         parameters = vllm.SamplingParams(
             temperature=0, max_tokens=request["n_new"], min_tokens=request["n_new"], ignore_eos=True, logprobs=-1,

@@ -1,0 +1,194 @@
+"""Take the norm of the latent out of a checkpoint of latent attention in which `convert mha-to-mla` has undone it.
+
+transformers' DeepseekV3Attention divides the latent by its root mean square. The conversion makes that a division by a
+constant (`convert.latent.stock_tensors`), by rows of tiny numbers or by a constant channel of the latent. Neither can
+be trained. `WithoutLatentNorm` presents the latent's rows in their usual size, and `WithLatentNorm` the tensors of the
+stock class again. `config.json` says how the norm was undone.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from model.checkpoint.interface import Checkpoint
+from model.checkpoint.tensor import Array, Span, Tensor
+from model.common import checks
+from model.common.errors import CheckpointError
+
+KEY = "groupwise_latent_norm"
+"""The key of `config.json`: an object with `kind` (eps or bias) and `weight` (the weight of the norms)."""
+EPSILON = 1e-6
+"""Of the latent's norm in transformers, whatever the config says; other engines take `rms_norm_eps`, which is made
+equal."""
+SHRINK = 2.0**-30
+"""What `eps` multiplies the latent's rows by. A power of two, so that it is exact in every dtype."""
+CONSTANT = 4096.0
+"""What `bias` makes the latent's last number; exact in float16."""
+KV_A, NORM, KV_B = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
+_PARTS = re.compile(rf"(.*\.)?self_attn\.({KV_A}|{NORM}|{KV_B}|o_proj)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class LatentNorm:
+    """How the norm of the latent is undone, and the sizes that this concerns."""
+
+    kind: Literal["eps", "bias"]
+    weight: float
+    latent: int
+    """`kv_lora_rank`."""
+    rope: int
+    """`qk_rope_head_dim`."""
+
+    @property
+    def free(self) -> int:
+        """Numbers of the latent that carry something: all, but for the constant channel of `bias`."""
+        return self.latent - (self.kind == "bias")
+
+    @property
+    def gain(self) -> float:
+        """What the latent is multiplied by in all, beside the size of its rows: 1 but for the rounding of `weight`."""
+        return self.weight / norm_weight(self.kind, self.latent)
+
+    @property
+    def shrink(self) -> float:
+        """The size of the latent's rows in the files, as a share of their usual one."""
+        return SHRINK if self.kind == "eps" else 1.0
+
+
+def norm_weight(kind: str, latent: int) -> float:
+    """Return the norm's weight that undoes it exactly, before rounding."""
+    return math.sqrt(EPSILON) / SHRINK if kind == "eps" else math.sqrt(CONSTANT**2 / latent + EPSILON)
+
+
+def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
+    """Return how a `config.json` says that the norm of the latent is undone; None if it does not.
+
+    Raises CheckpointError for a damaged entry.
+    """
+    if config.get("model_type") != "deepseek_v3" or config.get(KEY) is None:
+        return None
+    entry = checks.table(config[KEY], f"config.json has {KEY}")
+    if entry.get("kind") not in ("eps", "bias"):
+        raise CheckpointError(f"config.json has {KEY} = {checks.show(entry)}; its kind must be eps or bias.")
+    return LatentNorm(
+        entry["kind"],
+        checks.number(entry.get("weight"), f"config.json has {KEY}.weight", above=0.0),
+        checks.size(config.get("kv_lora_rank"), "config.json has kv_lora_rank"),
+        checks.size(config.get("qk_rope_head_dim"), "config.json has qk_rope_head_dim"),
+    )
+
+
+class _Wrapped(Checkpoint):
+    """A checkpoint with other tensors in place of some."""
+
+    def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:
+        self._inner, self._norm = inner, norm
+        self.path, self.format = inner.path, inner.format
+        self.tensors, self.shards = dict(inner.tensors), inner.shards
+
+    @property
+    def home(self) -> Any:
+        return self._inner.home
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def span(self, name: str) -> Span | None:
+        return None if _part(name) else self._inner.span(name)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class WithoutLatentNorm(_Wrapped):
+    """A checkpoint of the stock class, with the latent's rows in their usual size and without the norm.
+
+    Raises CheckpointError if a norm's weights are not those that `config.json` names.
+    """
+
+    def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:
+        super().__init__(inner, norm)
+        for name, tensor in inner.tensors.items():
+            part = _part(name)
+            if part == NORM:
+                _check_weight(inner, tensor, norm)
+            if part == NORM or name.endswith(".bias"):
+                del self.tensors[name]
+            elif part in (KV_A, KV_B):
+                rows, columns = tensor.shape
+                dropped = norm.latent - norm.free
+                shape = (rows - dropped, columns) if part == KV_A else (rows, columns - dropped)
+                self.tensors[name] = replace(tensor, shape=shape)
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        norm = self._norm
+        if _part(name) == KV_A:
+            kept = np.delete(np.arange(norm.latent + norm.rope), np.arange(norm.free, norm.latent))[start:stop]
+            rows = self._inner.rows(name, 0, norm.latent + norm.rope)[kept]
+            return _scaled(rows, max(0, norm.free - start), 1 / norm.shrink)
+        rows = self._inner.rows(name, start, stop)
+        return rows[:, : norm.free] if _part(name) == KV_B else rows
+
+
+class WithLatentNorm(_Wrapped):
+    """A checkpoint as `WithoutLatentNorm` presents it, with the tensors of the stock class."""
+
+    def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:
+        super().__init__(inner, norm)
+        added = norm.latent - norm.free
+        for name, tensor in inner.tensors.items():
+            part, place = _part(name), name.rpartition("self_attn.")[0] + "self_attn."
+            if part == KV_A:
+                rows, columns = tensor.shape
+                self.tensors[name] = replace(tensor, shape=(rows + added, columns))
+                self._add(f"{place}{NORM}.weight", tensor, (norm.latent,))
+                if added:
+                    self._add(f"{place}{KV_A}.bias", tensor, (norm.latent + norm.rope,))
+                    self._add(f"{place}o_proj.bias", tensor, (columns,))
+            elif part == KV_B:
+                self.tensors[name] = replace(tensor, shape=(tensor.shape[0], norm.latent))
+
+    def _add(self, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
+        self.tensors[name] = Tensor(name, like.dtype, shape)
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        norm, part = self._norm, _part(name)
+        if part == NORM:
+            return np.full(stop - start, norm.weight, dtype=np.float32)
+        if part and name.endswith(".bias"):
+            values = np.zeros(self.tensors[name].shape, dtype=np.float32)
+            if part == KV_A:
+                values[norm.free : norm.latent] = CONSTANT
+            return values[start:stop]
+        if part == KV_A:
+            rows = _scaled(self._inner.rows(name, 0, norm.free + norm.rope), norm.free, norm.shrink)
+            empty = np.zeros((norm.latent - norm.free, rows.shape[1]), dtype=rows.dtype)
+            return np.concatenate([rows[: norm.free], empty, rows[norm.free :]])[start:stop]
+        rows = self._inner.rows(name, start, stop)
+        return np.pad(rows, ((0, 0), (0, norm.latent - norm.free))) if part == KV_B else rows
+
+
+def _part(name: str) -> str | None:
+    """Return which part of latent attention a tensor belongs to; None for all tensors that are not wrapped."""
+    match = _PARTS.fullmatch(name)
+    return match[2] if match and (match[2] != "o_proj" or match[3] == "bias") else None
+
+
+def _scaled(rows: Array, n: int, factor: float) -> Array:
+    """Return rows with the first n multiplied by a power of two."""
+    scaled = rows.copy()
+    scaled[:n] = (rows[:n].astype(np.float64) * factor).astype(rows.dtype)
+    return scaled
+
+
+def _check_weight(checkpoint: Checkpoint, tensor: Tensor, norm: LatentNorm) -> None:
+    weights = checkpoint.rows(tensor.name, 0, tensor.shape[0]).astype(np.float64)
+    if not np.allclose(weights, norm.weight, rtol=1e-6, atol=0.0):
+        raise CheckpointError(
+            f"{checkpoint.path}: the tensor {tensor.name} holds other values than {norm.weight:g}, which config.json "
+            f"names under {KEY}: the norm of the latent is not undone; convert the model again."
+        )

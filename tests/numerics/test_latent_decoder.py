@@ -1,0 +1,96 @@
+"""Our decoder computes latent attention as transformers' stock class does, caches the latent, trains and exports it."""
+
+import latent
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from model import generate, load_model
+from model.decoder.generation import decode, prefill
+from model.decoder.kv_cache import KVCache
+
+WAYS = {
+    "eps": ("--latent", 12, "--rope", 8),
+    "bias": ("--latent", 12, "--rope", 8, "--latent-norm", "bias"),
+    "stock": ("--latent", 10, "--rope", 4, "--frequencies", "stock"),
+    "longrope": ("--latent", 16, "--rope", 20),
+}
+
+
+@pytest.fixture(params=WAYS)
+def folder(request, convert, tmp_path):
+    source = latent.make_source(tmp_path / "source", rms_norm_eps=1e-5)
+    result = convert("mha-to-mla", source, tmp_path / "out", *WAYS[request.param], "--calibration", "none")
+    assert result.code == 0, result.err
+    return tmp_path / "out"
+
+
+def test_logits_are_the_stock_class(folder):
+    ours, ids = load_model(folder), torch.randint(0, 67, (2, 40))
+    assert type(ours).__name__ == "LlamaForCausalLM"
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        assert (ours(ids) - expected).abs().max() <= 1e-5
+    assert not any("kv_a_layernorm" in name for name, _ in ours.named_parameters())
+    sizes = [float(layer.self_attn.kv_a_proj_with_mqa.weight.detach().std()) for layer in ours.model.layers]
+    assert min(sizes) > 1e-3  # nothing is tiny
+
+
+def test_packed_documents_are_separate(folder):
+    ours = load_model(folder)
+    ids = torch.randint(0, 67, (1, 30))
+    documents = torch.tensor([[0] * 11 + [1] * 19])
+    with torch.inference_mode():
+        packed = ours(ids, documents_BT=documents)
+        assert (packed[:, 11:] - ours(ids[:, 11:])).abs().max() <= 1e-5
+
+
+def test_decoding_on_latents_equals_the_prompt_at_every_position(folder):
+    ours, ids = load_model(folder), torch.randint(0, 67, (3, 30))
+    cache = KVCache(ours.config, 3, 30, torch.float32, "cpu")
+    with torch.inference_mode():
+        cached = [prefill(ours, ids[:, :5], cache), prefill(ours, ids[:, 5:9], cache)]
+        cached += [decode(ours, ids[:, i], cache) for i in range(9, 30)]
+        for length, logits in zip([5, *range(9, 31)], cached, strict=True):
+            assert (logits - ours(ids[:, :length])[:, -1]).abs().max() <= 1e-5, length
+    shape = ours.config.latent
+    assert cache.nbytes == tiny.N_LAYERS * 3 * 30 * (shape.latent + shape.rope) * 4
+
+
+def test_generation_is_greedy_as_transformers(folder):
+    prompts = [[5, 9, 3, 33], [60, 2], [7]]
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    ours = generate(load_model(folder), prompts, 12, stop_ids=[])
+    for prompt, out in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        expected = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert out == expected[0, len(prompt) :].tolist()
+
+
+def test_a_norm_that_is_not_undone_is_refused(convert, folder):
+    from model.common.errors import CheckpointError
+
+    latent.edit_tensors(folder, lambda name, t: torch.ones_like(t) if "1.self_attn.kv_a_layernorm" in name else t)
+    with pytest.raises(CheckpointError, match=r"layers\.1.*the norm of the latent is not undone"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("key", ["first_k_dense_replace", "q_lora_rank", "rope_interleave", "tie_word_embeddings"])
+def test_other_settings_of_the_class_are_refused(folder, key):
+    from model.common.errors import CheckpointError
+
+    values = {"first_k_dense_replace": 1, "q_lora_rank": 8, "rope_interleave": False, "tie_word_embeddings": True}
+    tiny.edit_config(folder, **{key: values[key]})
+    with pytest.raises(CheckpointError, match=key):
+        load_model(folder)
+
+
+def test_the_stock_class_opens_other_latent_attention(folder):
+    """Without the entry in config.json it is not known that the norm is undone, and transformers computes it."""
+    tiny.edit_config(folder, groupwise_latent_norm=...)
+    ids = torch.randint(0, 67, (2, 10))
+    with torch.inference_mode():
+        model = load_model(folder)
+        assert type(model).__name__ == "TransformersModel"
+        assert (model(ids) - AutoModelForCausalLM.from_pretrained(folder)(ids).logits).abs().max() == 0

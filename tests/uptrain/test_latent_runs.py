@@ -1,0 +1,50 @@
+"""Latent attention is trained without the norm of its latent, resumed to the bit, and exported with it."""
+
+import latent
+import pytest
+import tiny
+import torch
+from real_runs import VOCAB, arguments, assert_same_run, drive, make_inputs, records, tensors
+from transformers import AutoModelForCausalLM
+
+from model import load_model
+
+
+def inputs_of(convert, folder, norm):
+    inputs = make_inputs(folder)
+    parent = latent.make_source(folder / "wide", vocab_size=VOCAB, rms_norm_eps=1e-5)
+    size = ("--latent", 12, "--rope", 8, "--latent-norm", norm, "--calibration", "none")
+    assert convert("mha-to-mla", parent, folder / "mla", *size).code == 0
+    return {**inputs, "model": folder / "mla", "parent": parent}
+
+
+@pytest.mark.parametrize("norm", ["eps", "bias"])
+def test_trained_resumed_and_exported(convert, uptrain, tmp_path, norm):
+    inputs, run, other = inputs_of(convert, tmp_path, norm), tmp_path / "run", tmp_path / "other"
+    more = ("--eval-data", inputs["held_out"], "--save-every", 4)
+    drive([{"arguments": arguments(inputs, run, *more, loss="distill")}], on_cpu=True)
+    resume = {"arguments": ["resume", str(other)]}
+    stopped = {"arguments": arguments(inputs, other, *more, loss="distill"), "stop_in": 5}
+    drive([stopped, resume], on_cpu=True)
+    assert_same_run(run, other)
+    losses = [r["loss"] for r in records(run) if "loss" in r]
+    assert losses[-1] < losses[0]
+    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    live, prefix = load_model(inputs["model"], torch.float32), "model.student."
+    weights = tensors(max((run / "checkpoints").glob("step-*")))
+    live.load_state_dict({name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)})
+    ids = torch.randint(0, VOCAB, (2, 24))
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
+    with torch.inference_mode():
+        expected = live(ids)
+        assert (model(ids).logits - expected).abs().max() <= 1e-4
+        assert (load_model(tmp_path / "out")(ids) - expected).abs().max() <= 1e-5
+        assert (load_model(inputs["model"])(ids) - expected).abs().max() > 1e-3  # it was trained
+    assert tiny.tensors(tmp_path / "out").keys() == tiny.tensors(inputs["model"]).keys()
+
+
+def test_parts_of_it_cannot_be_chosen(convert, uptrain, tmp_path):
+    inputs = inputs_of(convert, tmp_path, "eps")
+    result = uptrain(*arguments(inputs, tmp_path / "run", "--trainable", "attention"))
+    result.refused("--trainable attention", "use --trainable all")
