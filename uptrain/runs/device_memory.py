@@ -18,7 +18,8 @@ from uptrain.runs.settings import TRAINABLE
 
 def has_estimate(config: dict[str, Any]) -> bool:
     """Return whether the memory of a model can be estimated from its config and the headers of its files."""
-    return isinstance(FAMILIES.get(str(config.get("model_type"))), Family) and "intermediate_size" in config
+    sizes = isinstance(config.get("intermediate_size"), int)
+    return sizes and isinstance(FAMILIES.get(str(config.get("model_type"))), Family)
 
 
 def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | None) -> int:
@@ -34,7 +35,7 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
     needed = models.memory(Way(way.part, 1, way.recompute)).of(devices)
     cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.part) :], free, devices)
     advice = (
-        f"this fits: {command(cheaper, str(model), teacher)} …"
+        f"this fits: {command(cheaper, str(model), teacher, devices)} …"
         if cheaper
         else f"nothing fits; `uptrain plan {model} --memory {free / 1e9:.0f}GB …` shows what more devices take"
     )
