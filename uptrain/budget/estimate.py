@@ -8,7 +8,7 @@ from typing import Any
 
 from model.checkpoint import Tensor
 from model.checkpoint.tensor import BITS
-from model.geometry import Geometry
+from model.geometry import ModelSizes
 from uptrain.training.parts import common_dtype
 
 MASTER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 4, 8
@@ -90,7 +90,7 @@ def _is_rope(tensor: Tensor) -> bool:
 def memory(
     tensors: Iterable[Tensor],
     teacher: Iterable[Tensor],
-    geometry: Geometry,
+    sizes: ModelSizes,
     intermediate_size: int,
     part: str,
     trained: re.Pattern[str],
@@ -104,8 +104,8 @@ def memory(
     frozen = [tensor for tensor in parameters if not trained.search(tensor.name)]
     n_trained = count_parameters(parameters) - count_parameters(frozen)
     taught = list(teacher)
-    activations = activation_bytes(geometry, intermediate_size, part) * micro_batch_tokens
-    chunk = max(MIN_CHUNK_LOGITS, micro_batch_tokens * geometry.hidden_size)
+    activations = activation_bytes(sizes, intermediate_size, part) * micro_batch_tokens
+    chunk = max(MIN_CHUNK_LOGITS, micro_batch_tokens * sizes.hidden_size)
     return Memory(
         frozen=count_parameters(frozen) * BITS[common_dtype(parameters)] // 8,
         masters=MASTER_BYTES * n_trained,
@@ -119,22 +119,22 @@ def memory(
     )
 
 
-def activation_bytes(geometry: Geometry, intermediate_size: int, part: str) -> int:
+def activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str) -> int:
     """Return the bytes per token kept for the backward pass, for attention without a score matrix.
 
     A layer keeps the float32 inputs of its two norms; queries, keys, values, the attention output, and SwiGLU's gate,
     activation and up in bfloat16. A trained projection also keeps its input, and a trained norm its float32 result
     before the weight.
     """
-    hidden, query = geometry.hidden_size, geometry.n_heads * geometry.head_dim
-    kv = geometry.n_kv_heads * geometry.head_dim
+    hidden, query = sizes.hidden_size, sizes.n_heads * sizes.head_dim
+    kv = sizes.n_kv_heads * sizes.head_dim
     layer = 2 * 4 * hidden + 2 * (2 * query + 2 * kv + 3 * intermediate_size)
     layer += 2 * hidden  # the input of keys and values
     if part != "kv":
         layer += 4 * hidden
     if part == "all":
         layer += 4 * hidden + 2 * hidden + 2 * intermediate_size
-    return geometry.n_layers * layer
+    return sizes.n_layers * layer
 
 
 def time(work: Workload, tokens: int) -> dict[str, Any]:

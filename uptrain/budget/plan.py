@@ -8,7 +8,7 @@ from typing import Any
 from model.checkpoint import Tensor, open_checkpoint
 from model.common import checks
 from model.common.errors import InputError
-from model.geometry import read_geometry
+from model.geometry import read_sizes
 from uptrain.budget import estimate
 from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
 from uptrain.budget.identify import merge_method, named, source_names
@@ -23,7 +23,7 @@ FIRST_LOSS = {
     True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",
     False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
 }
-"""Expected first loss, after the method `fit` (True) or any other."""
+"""Expected first loss, after the method `fit` or to latent attention (True), or after any other."""
 
 
 def make_plan(
@@ -41,7 +41,7 @@ def make_plan(
     manifest = Manifest.parse(data) if data is not None else None
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
-        geometry = read_geometry(checkpoint)
+        sizes = read_sizes(checkpoint)
         budget = make_budget(options, checkpoint.config, source_names(model), length)
         tensors, config = list(checkpoint.tensors.values()), checkpoint.config
         n_params = estimate.count_parameters(tensors)
@@ -55,9 +55,7 @@ def make_plan(
             trained = part_pattern(part, config)
         except InputError:
             return None  # the model has no such part
-        needed = estimate.memory(
-            tensors, teacher_tensors, geometry, intermediate_size, part, trained, micro_batch_tokens
-        )
+        needed = estimate.memory(tensors, teacher_tensors, sizes, intermediate_size, part, trained, micro_batch_tokens)
         return _memory(needed, processes)
 
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
@@ -66,7 +64,7 @@ def make_plan(
     return {
         "model": str(model),
         "n_params": n_params,
-        "n_kv_heads": geometry.n_kv_heads,
+        "n_kv_heads": sizes.n_kv_heads,
         "alpha": budget.alpha,
         "steps": budget.steps,
         "tokens": budget.tokens,
@@ -147,5 +145,5 @@ def _first_loss(model: Path, data: Path | None) -> str:
     if data is not None:
         return measure
     method = merge_method(model)
-    expected = f"{FIRST_LOSS[method == 'fit']}. " if method else ""
+    expected = f"{FIRST_LOSS[method in ('fit', 'latent')]}. " if method else ""
     return f"{expected}With a token cache, {measure}"
