@@ -8,6 +8,7 @@ from typing import Any
 
 from model.attention_layout import Attention, Layers, Sizes, attention_tensors, find_attention
 from model.checkpoint import Checkpoint
+from model.checkpoint.latent_norm import read_latent_norm
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.families import Family, find_family
@@ -54,6 +55,31 @@ class Geometry:
     def kv_cache_bytes_per_token(self, n_kv_heads: int, bytes_per_value: int = 2) -> int:
         """Return the bytes of one token in the KV cache of all layers; a value has 16 bits by default."""
         return 2 * self.n_layers * n_kv_heads * self.head_dim * bytes_per_value
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model that can be trained, with heads or with latent attention."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    """With latent attention, as many as query heads: each has keys and values of its own in memory."""
+    head_dim: int
+    hidden_size: int
+
+
+def read_sizes(checkpoint: Checkpoint) -> ModelSizes:
+    """Return the sizes of a model. Raises CheckpointError as `read_geometry` does."""
+    config = checkpoint.config
+    if read_latent_norm(config) is None:
+        geometry = read_geometry(checkpoint)
+        return ModelSizes(
+            geometry.n_layers, geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size
+        )
+    keys = ("num_hidden_layers", "num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "hidden_size")
+    n_layers, n_heads, nope, rope, hidden_size = (_positive(config, key) for key in keys)
+    return ModelSizes(n_layers, n_heads, n_heads, nope + rope, hidden_size)
 
 
 def read_geometry(checkpoint: Checkpoint) -> Geometry:

@@ -1,10 +1,13 @@
 """Latent attention is trained without the norm of its latent, resumed to the bit, and exported with it."""
 
+import json
+
 import latent
 import pytest
 import tiny
 import torch
 from real_runs import VOCAB, arguments, assert_same_run, drive, make_inputs, records, tensors
+from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from model import load_model
@@ -48,3 +51,21 @@ def test_parts_of_it_cannot_be_chosen(convert, uptrain, tmp_path):
     inputs = inputs_of(convert, tmp_path, "eps")
     result = uptrain(*arguments(inputs, tmp_path / "run", "--trainable", "attention"))
     result.refused("--trainable attention", "use --trainable all")
+
+
+def test_planned(convert, uptrain, tmp_path):
+    inputs = inputs_of(convert, tmp_path, "eps")
+    options = ("--alpha", 0.01, "--original-tokens", "400k", "--lr", 1e-3, "--global-batch-tokens", 512, "--json")
+    plan = json.loads(uptrain("plan", inputs["model"], *options).out)
+    assert (plan["n_kv_heads"], plan["steps"]) == (8, 8)
+    assert plan["memory"]["all"]["masters_bytes"] == 4 * plan["n_params"]
+    assert plan["memory"]["kv"] is plan["memory"]["attention"] is None
+
+
+def test_generates(convert, generation, tmp_path):
+    source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
+    options = ("--latent", 12, "--rope", 8, "--calibration", "none")
+    assert convert("mha-to-mla", source, tmp_path / "mla", *options).code == 0
+    result = generation(tmp_path / "mla", "--prompt", "The folder", "--max-new-tokens", 4)
+    assert result.code == 0
+    assert "a latent of 12 and a key of 8 for 8 query heads" in result.err

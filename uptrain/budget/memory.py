@@ -13,7 +13,7 @@ from model.checkpoint.tensor import BITS
 from model.common import checks
 from model.common.errors import InputError
 from model.families import NATIVE_FAMILIES
-from model.geometry import Geometry, read_geometry
+from model.geometry import ModelSizes, read_sizes
 from uptrain.budget.estimate import count_parameters, is_rope
 from uptrain.budget.identify import changed_tensors
 from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch
@@ -105,7 +105,7 @@ class Models:
     changed: frozenset[str]
     """The tensors that the conversion changed but kept in shape: they differ from the teacher's of that name."""
     config: Mapping[str, Any]
-    geometry: Geometry
+    sizes: ModelSizes
     intermediate_size: int
     seq_len: int
     precision: str = "bf16"
@@ -124,7 +124,7 @@ class Models:
     ) -> "Models":
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
         with open_checkpoint(model) as checkpoint:
-            config, geometry = checkpoint.config, read_geometry(checkpoint)
+            config, sizes = checkpoint.config, read_sizes(checkpoint)
             tensors = _parameters(checkpoint.tensors.values())
         wide = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
         taught: tuple[Tensor, ...] = ()
@@ -132,7 +132,7 @@ class Models:
             with open_checkpoint(teacher) as checkpoint:
                 taught = _parameters(checkpoint.tensors.values())
         changed = frozenset(changed_tensors(model))
-        return cls(tensors, taught, changed, config, geometry, wide, seq_len, precision, optimizer, lora_rank)
+        return cls(tensors, taught, changed, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
 
     def memory(self, way: Way) -> Memory:
         """Return the memory of a way. Raises InputError if the model does not have its part.
@@ -170,18 +170,18 @@ class Models:
 
     def _activation_bytes(self, way: Way) -> int:
         width = COMPUTE_BYTES[self.precision]
-        layer = layer_activation_bytes(self.geometry, self.intermediate_size, way.part, width)
+        layer = layer_activation_bytes(self.sizes, self.intermediate_size, way.part, width)
         if way.part == "lora":
-            n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.geometry.n_layers
+            n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.sizes.n_layers
             layer += n_adapters * width * self.lora_rank
         if not way.recompute:
-            return self.geometry.n_layers * layer
-        return self.geometry.n_layers * 4 * self.geometry.hidden_size + layer
+            return self.sizes.n_layers * layer
+        return self.sizes.n_layers * 4 * self.sizes.hidden_size + layer
 
     def _logits(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
         if self.config.get("model_type") in NATIVE_FAMILIES:
-            chunk = max(MIN_CHUNK_LOGITS, tokens * self.geometry.hidden_size)
+            chunk = max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size)
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         vocab = max(tensor.shape[0] for tensor in self.tensors if _layer_of(tensor) is None)
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
@@ -233,15 +233,15 @@ def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:
     return ADAMW_BYTES * prod(shape)
 
 
-def layer_activation_bytes(geometry: Geometry, intermediate_size: int, part: str, width: int) -> int:
+def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str, width: int) -> int:
     """Return the bytes per token that a layer keeps for the backward pass, for attention without a score matrix.
 
     A layer keeps the float32 inputs of its two norms; queries, keys, values, the attention output, and SwiGLU's gate,
     activation and up in `width` bytes. A trained projection also keeps its input, and a trained norm its float32 result
     before the weight.
     """
-    hidden, query = geometry.hidden_size, geometry.n_heads * geometry.head_dim
-    kv = geometry.n_kv_heads * geometry.head_dim
+    hidden, query = sizes.hidden_size, sizes.n_heads * sizes.head_dim
+    kv = sizes.n_kv_heads * sizes.head_dim
     layer = 2 * 4 * hidden + width * (2 * query + 2 * kv + 3 * intermediate_size)
     layer += width * hidden  # the input of keys and values
     if part in ("all", "attention"):

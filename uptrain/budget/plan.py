@@ -22,7 +22,7 @@ FIRST_LOSS = {
     True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",
     False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
 }
-"""Expected first loss, after the method `fit` (True) or any other."""
+"""Expected first loss, after the method `fit` or to latent attention (True), or after any other."""
 
 
 def make_plan(
@@ -56,7 +56,7 @@ def make_plan(
     return {
         "model": str(model),
         "n_params": n_params,
-        "n_kv_heads": models.geometry.n_kv_heads,
+        "n_kv_heads": models.sizes.n_kv_heads,
         "alpha": budget.alpha,
         "steps": budget.steps,
         "tokens": budget.tokens,
@@ -168,5 +168,5 @@ def _first_loss(model: Path, data: Path | None) -> str:
     if data is not None:
         return measure
     method = merge_method(model)
-    expected = f"{FIRST_LOSS[method == 'fit']}. " if method else ""
+    expected = f"{FIRST_LOSS[method in ('fit', 'latent')]}. " if method else ""
     return f"{expected}With a token cache, {measure}"

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from model.checkpoint import Tensor
+from model.checkpoint.latent_norm import read_latent_norm
 from model.common.errors import InputError
 from model.families import FAMILIES
 from model.families.family import Family
@@ -17,7 +18,7 @@ def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
     """
     if part == "all":
         return re.compile("")
-    if part == "lora":
+    if part == "lora" and read_latent_norm(config) is None:
         return re.compile(r"\.lora_[AB]\.")
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
