@@ -135,6 +135,7 @@ def renewed(page: str, results: Path) -> str:
             "savings_weak": lambda folder: savings(united(folder, WEAK), BEST),
             "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
+            "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),
             "refined_registers": refined_registers,
             "distilled_registers": distilled_registers,
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
