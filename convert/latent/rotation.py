@@ -103,7 +103,8 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
 
     `longrope` divides the frequencies of a base by a list of numbers (transformers,
     `modeling_rope_utils._compute_longrope_parameters`); with one list for short and long texts it can say any.
-    There is no `factor`: without it, vLLM's own code of DeepSeek-V3, which would take it for YaRN, stops.
+    transformers before 5.23 reads `factor`. vLLM's own code of DeepSeek-V3 would take this for YaRN, and compute other
+    frequencies without a word; it stops at a `beta_fast` of null, which transformers ignores.
     """
     spacing, n_channels = spacing_of(positions), len(positions)
     if rope.is_plain and spacing is not None:
@@ -113,7 +114,7 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
     factors = [float(factor) for factor in own / frequencies_at(rope, positions)]
     return {
         "rope_type": "longrope", "rope_theta": rope.theta, "short_factor": factors, "long_factor": factors,
-        "attention_factor": 1.0, "original_max_position_embeddings": rope.context,
+        "factor": 1.0, "attention_factor": 1.0, "beta_fast": None, "original_max_position_embeddings": rope.context,
     }  # fmt: skip
 
 
