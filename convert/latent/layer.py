@@ -96,7 +96,7 @@ class LatentLayer:
     def finish(self, checkpoint: "Checkpoint", latent: LatentAttention) -> MergedLayer:
         """Return the layer's tensors in the dtype of the source's queries. Raises CheckpointError if one overflows."""
         dtype = checkpoint.rows(self.source[0], 0, 1).dtype
-        exact = fold(latent, self.sizes, self.names, self.scale, dtype)
+        exact = fold(latent, self.sizes, self.names, self.scale)
         return MergedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
 
     def fitted(self, tensors: dict[str, Real]) -> FittedLatent:

@@ -15,13 +15,12 @@ a value head, X inputs (the hidden size), M outputs.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from convert.latent.attention import LatentAttention
 from convert.latent.sizes import LatentSizes
-from convert.merging.rounding import round_once
+from convert.merging.rounding import BFLOAT16, round_once
 from convert.merging.weights import Real
 from model.checkpoint.latent_norm import CONSTANT, KV_A, KV_B, NORM, SHRINK, norm_weight
 
@@ -60,16 +59,16 @@ class StockNames:
 
 
 def fold(
-    attention: LatentAttention, sizes: LatentSizes, names: StockNames, scale: float, dtype: np.dtype[Any]
+    attention: LatentAttention, sizes: LatentSizes, names: StockNames, scale: float
 ) -> dict[str, Real]:  # fmt: skip
-    """Return the tensors of the stock class in float64, to be rounded to `dtype`.
+    """Return the tensors of the stock class in float64, to be rounded.
 
     `scale`: what the output is multiplied by. γ is rounded here, and the projection after it divided by the error.
     """
     query_HQX = np.concatenate([attention.q_HNX, interleaved(attention.q_HRX)], axis=1)
     query_HQX = query_HQX * math.sqrt(sizes.query / sizes.head_dim)  # the class divides logits by the root of its size
     gain, rows = norm_weight(sizes.norm, sizes.latent), attention.latent_LX * (SHRINK if sizes.norm == "eps" else 1.0)
-    rounded = rounded_weight(sizes, dtype)
+    rounded = rounded_weight(sizes)
     up_HUL = np.concatenate([attention.k_HNL, attention.v_HDL], axis=1) * (gain / rounded)
     key_RX = interleaved(attention.key_RX[None])[0]
     if sizes.norm == "bias":
@@ -104,9 +103,9 @@ def unfold(tensors: dict[str, Real], sizes: LatentSizes, names: StockNames, scal
     )
 
 
-def rounded_weight(sizes: LatentSizes, dtype: np.dtype[Any]) -> float:
-    """Return the norm's weight as a dtype holds it."""
-    return float(round_once(np.array([norm_weight(sizes.norm, sizes.latent)]), dtype).astype(np.float64)[0])
+def rounded_weight(sizes: LatentSizes) -> float:
+    """Return the norm's weight as bfloat16 holds it. So every dtype holds it, and saving the model anew keeps it."""
+    return float(round_once(np.array([norm_weight(sizes.norm, sizes.latent)]), BFLOAT16).astype(np.float64)[0])
 
 
 def interleaved(rows_HRX: Real) -> Real:

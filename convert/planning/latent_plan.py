@@ -12,7 +12,7 @@ from convert.latent.stock_tensors import rounded_weight
 from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
-from model.checkpoint import FLOAT_DTYPES, Checkpoint, Shard, Tensor
+from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.latent_norm import EPSILON, KEY
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
@@ -84,7 +84,6 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         for prefix in (f"model.layers.{index}." for index in range(geometry.n_layers))
     ]  # fmt: skip
     computed = _computed(checkpoint, layers, scale)
-    dtype = FLOAT_DTYPES[checkpoint.tensors[layers[0].source[0]].dtype]
     shards = _shards(checkpoint, layers, computed)
     names = [name for shard in shards for name in shard.tensors]
     tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
@@ -105,7 +104,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         reader_bytes=checkpoint.reader_bytes,
         sizes=sizes,
         config=_config(geometry, source.config.vocab_size, source.config.intermediate_size, source.rope.context, sizes)
-        | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes, dtype)}}
+        | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | {"rope_parameters": rope, **({} if rope is None else _old_spelling(rope))}
         | token_settings(checkpoint.config),
     )

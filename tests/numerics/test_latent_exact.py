@@ -160,7 +160,7 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
     positions = stock_positions(1.5, 2)
     latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), sizes, ROPE, positions)
     names = StockNames("self_attn.", False)
-    tensors = fold(latent, sizes, names, 1.0, np.dtype(np.float32))
+    tensors = fold(latent, sizes, names, 1.0)
     rope = rope_parameters(ROPE, positions)
     model_config = DeepseekV3Config(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=10, q_lora_rank=None,

@@ -43,10 +43,16 @@ def make_unfolded(folder: Path, rank: int, **changes: Any) -> Path:
     return tiny.save(model, folder, max_shard_size="60KB")
 
 
-def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the logits of a folder in transformers' stock class, which must find every tensor, in float64."""
+def open_stock(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Open a folder in transformers' stock class, which must find every tensor."""
     model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"], loading
+    return model
+
+
+def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the logits of a folder in transformers' stock class, in float64."""
+    model = open_stock(folder, dtype)
     ids = torch.randint(0, 67, (2, 48), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         return model(ids).logits.double()

@@ -45,6 +45,10 @@ def test_trained_resumed_and_exported(convert, uptrain, tmp_path, norm):
         assert (load_model(tmp_path / "out")(ids) - expected).abs().max() <= 1e-5
         assert (load_model(inputs["model"])(ids) - expected).abs().max() > 1e-3  # it was trained
     assert tiny.tensors(tmp_path / "out").keys() == tiny.tensors(inputs["model"]).keys()
+    assert uptrain("export", run, tmp_path / "half", "--dtype", "bfloat16").code == 0
+    with torch.inference_mode():
+        assert (load_model(tmp_path / "half", torch.float32)(ids) - expected).abs().max() <= 0.02
+        assert (latent.open_stock(tmp_path / "half")(ids).logits - expected).abs().max() <= 0.02
 
 
 def test_parts_of_it_cannot_be_chosen(convert, uptrain, tmp_path):
