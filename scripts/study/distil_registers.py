@@ -76,7 +76,7 @@ def distil(merged: Path, parent: Path, text: Path, lr: float, work: Path) -> Pat
     options = ("--seq-len", WINDOW, "--steps", STEPS, "--global-batch-tokens", STEP_TOKENS, "--micro-batch", 4)
     programs.train(
         run, "run", merged, "--data", text, *options, "--lr", lr, "--teacher", parent, "--precision", "fp32",
-        "--out", run,
+        "--trainable", "all", "--out", run,
     )  # fmt: skip
     programs.run("uptrain", "export", run, run / "exported", "--json")
     return run / "exported"
