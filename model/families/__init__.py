@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.checkpoint.latent_norm import read_latent_norm
 from model.common.errors import CheckpointError
 from model.families import falcon, gpt_neox, mpt, t5
 from model.families.family import Family, Wrapper
@@ -22,6 +21,8 @@ def is_native(config: Mapping[str, Any]) -> bool:
     """Return whether `model.decoder` runs the model of a `config.json`: these families, and latent attention whose norm
     is undone.
     """  # fmt: skip
+    from model.checkpoint.latent_norm import read_latent_norm  # imports numpy, which `uptrain status` does without
+
     return config.get("model_type") in NATIVE_FAMILIES or read_latent_norm(config) is not None
 
 

@@ -23,6 +23,7 @@ SHAPE = "dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_att
 SMALL = {
     "convert": "convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
     "decode": f"decode.SHAPES['study'].update({SHAPE})",
+    "latent_decode": "latent_decode.COMMON.update(hidden_size=64, intermediate_size=64, vocab_size=256)",
     "loss": "import forks, types; loss.subprocess = types.SimpleNamespace(run=forks.fork_modules)",
     "train_loop": "import multiprocessing, types; "
     "train_loop.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context('fork'))",
@@ -34,6 +35,7 @@ SMALL = {
 QUICK = {
     "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP/work --json TMP/out.json",
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
+    "latent_decode": "--batch 1 --context 16 --steps 2 --out TMP/out",
     "train_step": "--rounds 1 --length 16 --batch 1 --compile no --json TMP/out.json",
     "train_loop": "--steps 3 --json TMP/out.json",
     "train_ways": "--rounds 1 --steps 2 --json TMP/out.json",

@@ -37,7 +37,7 @@ def _section(record: dict[str, Any]) -> str:
         *([("α", alpha)] if settings["model"] else []),
         ("Loss", LOSSES[settings["loss"]]),
         *([("Teacher", markdown_code(settings["teacher"]))] if settings["teacher"] else []),
-        *([("Teacher's logits", markdown_code(settings["teacher_logits"]))] if settings["teacher_logits"] else []),
+        *([("Teacher's logits", markdown_code(settings["teacher_logits"]))] if settings.get("teacher_logits") else []),
         (
             "Learning rate",
             markdown(
