@@ -161,9 +161,7 @@ def read_plan(path: Path) -> Plan:
     if twice := {name for name in names if names.count(name) > 1}:
         raise PlanError(f"{path}: two arms are called {min(twice)}.")
     if plan.parent.families and any(arm.from_nothing for arm in plan.arms):
-        raise PlanError(
-            f"{path}: parents of several families are not trained with fewer heads; leave out from_nothing."
-        )
+        raise PlanError(f"{path}: parents of several families cannot go with from_nothing; leave one of the two out.")
     return plan
 
 

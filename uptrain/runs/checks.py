@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import Any
 
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
@@ -70,8 +71,18 @@ def check_new(folder: Path, seq_len: int) -> None:
     model = build_meta_from_config(folder)
     check_packing(model, seq_len)
     if isinstance(model, TransformersModel):
+        _check_heads(folder, model.theirs.config)
         names = (name for name, _ in model.theirs.named_parameters())
         _check_names(folder, names, "", names_in_files(model.theirs))
+
+
+def _check_heads(folder: Path, config: Any) -> None:
+    n_heads = getattr(config, "num_attention_heads", 1)
+    n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
+    if n_heads % n_kv_heads:
+        raise InputError(
+            f"{folder}/config.json has num_key_value_heads = {n_kv_heads}, which does not divide {n_heads} query heads."
+        )
 
 
 def _check_names(folder: Path, parameters: Iterable[str], stem: str, files: Container[str]) -> None:
@@ -80,7 +91,7 @@ def _check_names(folder: Path, parameters: Iterable[str], stem: str, files: Cont
             raise InputError(
                 f"{folder} cannot be trained here: transformers holds its weights under other names than the files do "
                 f"({name}), so other programs could not open the result. This affects mixture-of-experts models, and "
-                "GPT-NeoX before conversion, unless its head is tied."
+                "GPT-NeoX before conversion."
             )
 
 
