@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from convert.merging.heads import merge_groups
-from convert.merging.layer import MergedLayer, MergedLayerCache
+from convert.merging.layer import MergedLayer
 from convert.merging.rounding import round_once, widen
+from convert.output.merged_layers import MergedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Array, Checkpoint, Shard, Span

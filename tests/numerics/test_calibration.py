@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from convert.calibration import layer_stream, moment_sums, solve
 from convert.calibration.text import read_calibration_text
-from convert.merging.layer import load_layer
 from convert.merging.moments import Moments
 from convert.merging.weights import Real
+from convert.output.merged_layers import load_layer
 from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
