@@ -27,7 +27,7 @@ from model.common.files import check_name, copy_file, sync_file, sync_folder, tr
 from model.common.staging import Staging, check_out
 
 POSITIONS = "positions of the rotated key"
-"""The journal's name for the frequencies that were chosen."""
+"""The journal's name for the chosen frequencies."""
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
@@ -134,7 +134,7 @@ def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: 
 
 
 def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
-    """Return a plan of latent attention with the frequencies of its rotated key, which a text decides."""
+    """Return a plan of latent attention with the frequencies of its rotated key, which are chosen on a text."""
     recipe = plan.recipe
     if not isinstance(plan, LatentPlan) or not isinstance(recipe, LatentRecipe) or recipe.positions is not None:
         return plan

@@ -96,7 +96,7 @@ def _error(layer: Layer, attention: LayerAttention | FittedLatent, windows: list
 
 def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress, layer: Layer) -> MergedLayer:
     merge = merges[layer.index]
-    after = _solve(checkpoint, merge, layer)  # what it needed is free again for the next steps
+    after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
     if merge.recipe.refit:
         answers = outputs(layer, weights_of(after), range(layer.text.n_windows))
         after = refit_output(after, answers, layer.module.device)

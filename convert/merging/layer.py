@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from convert.merging.heads import GroupReport, compare_heads
 from convert.merging.methods import find_group_method
-from convert.merging.moments import Maps, Moments, apply, keep_spread, moments_from_weights
+from convert.merging.moments import Maps, Moments, apply, keep_logit_variance, moments_from_weights
 from convert.merging.norms import normalise, with_norms
 from convert.merging.rounding import round_once, widen
 from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join
@@ -148,8 +148,8 @@ def merge_attention(attention: LayerAttention, moments: list[Moments], method: s
 
 
 def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
-    """Return the attention with each group's heads mapped. Each query head keeps the spread of its logits."""
-    maps = [keep_spread(*pair) for pair in zip(moments, maps, strict=True)]
+    """Return the attention with each group's heads mapped. Each query head keeps the variance of its logits."""
+    maps = [keep_logit_variance(*pair) for pair in zip(moments, maps, strict=True)]
     groups = zip(attention.groups(len(moments)), maps, strict=True)
     merged = join([apply(group, group_maps) for group, group_maps in groups])
     return merged if attention.norms is None else with_norms(merged, attention.norms, moments, maps)
@@ -196,9 +196,11 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
         q_HDX, k_KDX = q_HDX[:, order], k_KDX[:, order]
     o_HMD = tensors[merge.output].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
     norms = _norms(tensors, merge, q_HDX, k_KDX)
-    if norms is not None and heads == merge.source:
-        norms = _linear(norms, merge)
     if norms is not None:
+        assert merge.norms is not None
+        if merge.norms.after_rotation and heads == merge.source:
+            # Then the source's heads after the norms are rotated projections, but for one number a head.
+            norms = norms.with_pair_means(merge.n_rotary_pairs)
         q_HDX, k_KDX = q_HDX * norms.q_HD[:, :, None], k_KDX * norms.k_KD[:, :, None]
     return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs, norms)
 
@@ -210,12 +212,6 @@ def _norms(tensors: dict[str, Real], merge: LayerMerge, q_HDX: Real, k_KDX: Real
     q_HD, k_KD = (_ordered(tensors[name], merge) for name in merge.norm_tensors)
     q_length, k_length = (float(np.sqrt(np.square(heads_HDX).sum(axis=2).mean())) for heads_HDX in (q_HDX, k_KDX))
     return NormWeights(q_HD, k_KD, q_length, k_length)
-
-
-def _linear(norms: NormWeights, merge: LayerMerge) -> NormWeights:
-    """Return a source's norms so that the heads after them are rotated projections, but for one number a head."""
-    assert merge.norms is not None
-    return norms.with_pair_means(merge.n_rotary_pairs) if merge.norms.after_rotation else norms
 
 
 def _ordered(norm: Real, merge: LayerMerge) -> Real:
