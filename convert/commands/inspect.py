@@ -34,7 +34,7 @@ def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> No
     from model.checkpoint import open_checkpoint
 
     if figure is not None and not heads:
-        raise click.UsageError("--figure draws what --heads finds; give --heads too.")
+        raise click.UsageError("--figure draws the result of --heads; give --heads too.")
     with open_checkpoint(source) as checkpoint:
         summary = inspect(checkpoint)
         report = _compare_heads(checkpoint, figure, as_json) if heads else None

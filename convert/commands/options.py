@@ -76,7 +76,7 @@ def latent_options(command: Command) -> Command:
         click.option("--rope", type=click.IntRange(min=2), default=DEFAULT_ROPE, show_default=True, metavar="N",
                      help="Numbers of the rotated key that all heads share."),
         click.option("--latent-norm", type=click.Choice(LATENT_NORMS), default="eps", show_default=True,
-                     help="How the norm of the latent, which the class has, is undone. eps: by small numbers and the "
+                     help="How to undo the class's norm of the latent. eps: by small numbers and the "
                      "norm's epsilon, for bfloat16 and float32. bias: by a constant channel of the latent, for float16 "
                      "too, but only where the engine reads biases."),
         click.option("--frequencies", type=click.Choice(FREQUENCIES),

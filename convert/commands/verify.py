@@ -11,7 +11,7 @@ from model.common import console
 from model.common.command_options import device_option
 
 if TYPE_CHECKING:
-    from convert.verify import Findings
+    from convert.verification.findings import Findings
 
 DIFFERENT, NOT_ALL_CHECKED = 3, 4
 
@@ -27,7 +27,7 @@ def command(source: Path, out: Path, device: str, as_json: bool) -> None:
     Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
     anything differs, 4 if something could not be compared, e.g. if OUT lacks the tokens it was calibrated on.
     """
-    from convert.verify import verify
+    from convert.verification.verify import verify
     from model.checkpoint import open_checkpoint
 
     with open_checkpoint(source) as checkpoint:

@@ -22,7 +22,7 @@ N_NEW, VOCAB = 20, 320
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
+def answered(tmp_path_factory):
     environment = interop.need("llama_cpp")
     place = tmp_path_factory.mktemp("llama_cpp")
     tokenizer = place / "tokenizer"
@@ -47,8 +47,8 @@ def asked(tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_logits(asked, figure, source):
-    folders, answer, logits, ids = asked
+def test_logits(answered, figure, source):
+    folders, answer, logits, ids = answered
     family = source.split(",")[0]
     key = ARCHITECTURES.get(family, family)
     for groups in (8, 4, 2, 1):
@@ -64,8 +64,8 @@ def test_logits(asked, figure, source):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_greedy_continuation(asked, source):
-    folders, answer, _, ids = asked
+def test_greedy_continuation(answered, source):
+    folders, answer, _, ids = answered
     for groups in (8, 4, 2, 1):
         name = f"{source} {groups}"
         assert answer["greedy"][name] == interop.greedy(folders[name], ids[0], N_NEW), name

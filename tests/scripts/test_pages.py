@@ -206,8 +206,8 @@ def test_every_entry_of_these_tables_is_on_a_page() -> None:
 
 def test_the_language_of_every_block_is_known() -> None:
     """A block of another language would not be tested."""
-    found = {block.language for block in pages.blocks()}
-    assert found <= {*SHELLS, PYTHON, *pages.OTHERS}, found
+    languages = {block.language for block in pages.blocks()}
+    assert languages <= {*SHELLS, PYTHON, *pages.OTHERS}, languages
 
 
 def test_commands_options_and_paths_in_sentences() -> None:
@@ -233,6 +233,6 @@ def faults_of(code: PageCommand) -> list[str]:
 
 
 def options_of(program: str) -> set[str]:
-    found = pages.find_program(program.split())
-    assert found
-    return found.options()
+    program_of_page = pages.find_program(program.split())
+    assert program_of_page
+    return program_of_page.options()

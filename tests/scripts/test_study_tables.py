@@ -83,7 +83,7 @@ def test_table_with_what_was_trained_from_nothing():
     merged = [line("mean", 0, 5.0, groups=groups) for groups in (2, 1)]
     two, one = table.tables([*merged, less, line("parent", 0, 4.0, groups=4, convert=None)])
     assert ("| less |" in two, "| less | 4.2000 | 20.0% |" in one) == (False, True)
-    assert all("| parent | 4.0000 | 0.0% |" in found for found in (two, one))
+    assert all("| parent | 4.0000 | 0.0% |" in table for table in (two, one))
 
 
 def test_table_of_rates():

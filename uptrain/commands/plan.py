@@ -159,7 +159,7 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _fitting(memory: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return for each number of devices the command, and what it takes of each."""
+    """Return for each number of devices the command and its memory of each device."""
     rows = []
     for n, way in memory["fitting"].items():
         devices = f"{n} device{'s' * (n != '1')}"

@@ -44,7 +44,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     type=click.Choice(["stop", "skip"]),
     default="stop",
     show_default=True,
-    help="Stop at the first, or leave up to 0.1 % of all records out and count them.",
+    help="Stop at the first, or skip up to 0.1 % of all records and count them.",
 )
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes.  [default: one per core]")
 @click.option(

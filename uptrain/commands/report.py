@@ -15,7 +15,7 @@ FILE = click.Path(path_type=Path)
     "--out",
     type=FILE,
     metavar="FILE.html",
-    help="Where the page goes; the picture comes beside it.  [default: RUN/report.html]",
+    help="Path of the page; the picture is written beside it.  [default: RUN/report.html]",
 )
 def command(runs: tuple[Path, ...], out: Path | None) -> None:
     """Write a page and a picture of what RUN did.

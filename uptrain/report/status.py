@@ -74,7 +74,8 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
     listed = []
     for step, path in list_checkpoints(folder).items():
         try:
-            entry = _checkpoint(step, path)
+            size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+            entry: dict[str, Any] = {"step": step, "bytes": size, "kept": _is_kept(path)}
         except FileNotFoundError:
             if not path.exists():
                 continue
@@ -85,11 +86,6 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
                 continue
         listed.append(entry)
     return listed
-
-
-def _checkpoint(step: int, path: Path) -> dict[str, Any]:
-    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-    return {"step": step, "bytes": size, "kept": _is_kept(path)}
 
 
 def _is_kept(checkpoint: Path) -> bool | None:

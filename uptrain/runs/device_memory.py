@@ -25,7 +25,7 @@ def has_estimate(config: dict[str, Any]) -> bool:
 def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | None) -> int:
     """Return the largest micro-batch up to the default that fits this process's device, in windows.
 
-    `way` is what the run is to do, with any micro-batch. Raises InputError if one window does not fit. The error names
+    `way`: the run's choices, with any micro-batch. Raises InputError if one window does not fit. The error names
     the cheapest command that does.
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,9 @@ def launch_new(options: RunOptions) -> None:
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, Cache.open(Path(settings.data)))
     warnings = warnings_of(settings)
-
-    def work(show: ProgressSink) -> str:
-        return start(settings, budget, folder, out, deadline, _warn_at_start(warnings, show))
-
-    _watch(settings.steps, out, work)
+    with training_bar(settings.steps) as show:
+        status = start(settings, budget, folder, out, deadline, _warn_at_start(warnings, show))
+    _end(out, status)
 
 
 def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainable: str, rank: int) -> None:
@@ -83,7 +81,9 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainab
 def launch_resumed(run: Path, max_minutes: float | None) -> None:
     """Resume a run."""
     steps, deadline = Run.read(run).settings.steps, _deadline(max_minutes)
-    _watch(steps, run, lambda show: resume(run, deadline, show))
+    with training_bar(steps) as show:
+        status = resume(run, deadline, show)
+    _end(run, status)
 
 
 def launch_extended(
@@ -96,10 +96,8 @@ def launch_extended(
     launch_resumed(out, max_minutes)
 
 
-def _watch(steps: int, out: Path, work: Callable[[ProgressSink], str]) -> None:
-    """Show the progress of a run, and print its status at the end."""
-    with training_bar(steps) as show:
-        status = work(show)
+def _end(out: Path, status: str) -> None:
+    """Leave the process group of a run that has ended, and print its status."""
     destroy_process_group()
     if PartialState().is_main_process:
         if status == "finished":
