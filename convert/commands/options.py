@@ -84,16 +84,12 @@ def latent_options(command: Command) -> Command:
                      "longrope: those that the heads use most, each as often as needed. It loses much less, but not "
                      "every engine computes it; transformers does.  [default: longrope; stock where it loses "
                      "nothing]"),
-        click.option("--method", type=click.Choice(LATENT_METHODS), default="fit", show_default=True,
-                     help="How the latent and the rotated key are found. All but fit are published methods, for "
-                     "comparison, with stock frequencies."),
-        click.option("--refit", is_flag=True,
-                     help="Fit output projections to the original layers' outputs, where that lowers the error on "
-                     "held-out text. Always on with --method fit."),
+        # Published methods beside `fit`, for the study (docs/latent.md).
+        click.option("--method", type=click.Choice(LATENT_METHODS), default="fit", hidden=True),
         click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
                      help="Train each layer's attention on this many tokens of the calibration text, to reproduce "
                      "the original layer's output. Keep the weights with the least error on held-out text.  "
-                     "[default: as many as --calibration-tokens with --method fit, else 0]"),
+                     "[default: as many as --calibration-tokens]"),
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, as for mha-to-gqa. none: convert by the weights alone.  "
                      "[default: shipped; none where the sizes lose nothing]"),

@@ -26,7 +26,7 @@ def read(path: Path) -> list[Result]:
     # Early lines lack these keys.
     return [
         {"schedule": "wsd" if line["loss"] else None, "trainable": "all" if line["loss"] else None,
-         "from_nothing": False} | line
+         "from_nothing": False, "latent": None} | line
         for line in lines
     ]  # fmt: skip
 

@@ -27,8 +27,13 @@ def inputs(tmp_path_factory):
     paths["parent"] = tiny.save(tiny.build(num_key_value_heads=16, **SIZES), folder / "parent", "bfloat16")
     paths["empty"] = tiny.save(tiny.build(vocab_size=8192, max_position_embeddings=512), folder / "tiny", "bfloat16")
     paths["model"] = folder / "model"
-    convert = [sys.executable, "-m", "convert", "mha-to-gqa", "--method", "mean", "--groups", "4"]
-    subprocess.run([*convert, paths["parent"], paths["model"]], check=True, stdout=subprocess.DEVNULL)
+    paths["latent"] = folder / "latent"
+    for name, options in (
+        ("model", ["mha-to-gqa", "--method", "mean", "--groups", "4"]),
+        ("latent", ["mha-to-mla", "--latent", "448", "--rope", "64", "--calibration", "none"]),
+    ):
+        command = [sys.executable, "-m", "convert", *options, paths["parent"], paths[name]]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return paths
 
 
@@ -93,6 +98,20 @@ def test_training_takes_what_is_planned(inputs, programs, tmp_path, part, teache
     models = Models.read(inputs["model"], inputs["parent"] if live else None, 512, optimizer=optimizer)
     needed = models.memory(Way(part, 2, recompute))
     planned = needed.replicated() + (needed.shared if teacher == "apart" else 0)
-    name = f"{part}, {optimizer}, teacher {teacher}{', recomputed' * recompute}"
+    check(f"{part}, {optimizer}, teacher {teacher}{', recomputed' * recompute}", used, planned)
+
+
+def check(name, used, planned):
     print(f"{name}: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})")
     assert used == pytest.approx(planned, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_training_of_latent_attention_takes_what_is_planned(inputs, programs, tmp_path, part, recompute):
+    options = ["--trainable", part, *(["--activation-checkpointing"] if recompute else [])]
+    used = peak(inputs, "latent", tmp_path / "run", *options, "--teacher", inputs["parent"]) - programs
+    planned = Models.read(inputs["latent"], inputs["parent"], 512).memory(Way(part, 2, recompute)).replicated()
+    check(f"latent attention, {part}{', recomputed' * recompute}", used, planned)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import Tensor, open_checkpoint
+from model.checkpoint.latent_norm import without_latent_norm
 from model.checkpoint.tensor import BITS
 from model.common import checks
 from model.common.errors import InputError
-from model.families import NATIVE_FAMILIES
+from model.families import is_native
 from model.geometry import ModelSizes, read_sizes
 from uptrain.budget.estimate import count_parameters, is_rope
 from uptrain.budget.identify import changed_tensors
@@ -31,6 +32,8 @@ LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
 """Bytes of a logit of a chunk, in bfloat16 and float32; with a teacher also its logits, and the log ratio."""
 WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
 """The same where all logits are there at once, with their log-softmax and its gradient."""
+_RESCALED = re.compile(r"(^|\.)(embed_tokens|down_proj)\.")
+"""What a conversion to latent attention multiplies where it changes the norms' epsilon, besides attention."""
 MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
     "(their bfloat16 copies; not sharded) + the frozen parameters in the model's dtype + 2 bytes x the teacher's "
@@ -125,14 +128,16 @@ class Models:
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
         with open_checkpoint(model) as checkpoint:
             config, sizes = checkpoint.config, read_sizes(checkpoint)
-            tensors = _parameters(checkpoint.tensors.values())
+            tensors = _parameters(without_latent_norm(checkpoint).tensors.values())
         wide = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
         taught: tuple[Tensor, ...] = ()
+        changed = {*changed_tensors(model)}
         if teacher is not None:
             with open_checkpoint(teacher) as checkpoint:
-                taught = _parameters(checkpoint.tensors.values())
-        changed = frozenset(changed_tensors(model))
-        return cls(tensors, taught, changed, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
+                taught = _parameters(without_latent_norm(checkpoint).tensors.values())
+                if checkpoint.config.get("rms_norm_eps") != config.get("rms_norm_eps"):
+                    changed |= {tensor.name for tensor in tensors if _RESCALED.search(tensor.name)}
+        return cls(tensors, taught, frozenset(changed), config, sizes, wide, seq_len, precision, optimizer, lora_rank)
 
     def memory(self, way: Way) -> Memory:
         """Return the memory of a way. Raises InputError if the model does not have its part.
@@ -180,7 +185,7 @@ class Models:
 
     def _logits(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
-        if self.config.get("model_type") in NATIVE_FAMILIES:
+        if is_native(self.config):
             chunk = max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size)
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         vocab = max(tensor.shape[0] for tensor in self.tensors if _layer_of(tensor) is None)
