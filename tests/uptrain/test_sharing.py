@@ -95,7 +95,10 @@ def test_runs_are_the_same_to_the_last_bit(tmp_path, convert, family, layout, pr
         {"arguments": arguments(inputs, shared, *more, loss="distill", steps=6), "stop_in": 3},
         {"arguments": ["resume", str(shared)]},
     ]
-    drive([*jobs, {"arguments": arguments(inputs, apart, *more, loss="distill", steps=6), "apart": True}], *LAYOUTS[layout])
+    drive(
+        [*jobs, {"arguments": arguments(inputs, apart, *more, loss="distill", steps=6), "apart": True}],
+        *LAYOUTS[layout],
+    )
     assert_same_run(shared, apart)
     nbytes = [event["shared_bytes"] for name in ("started", "resumed") for event in events(shared, name)]
     assert nbytes == nbytes[:1] * 2

@@ -1,7 +1,6 @@
 """Configure FSDP2, and load and place models under it: each rank holds a shard of every tensor."""
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -59,12 +58,15 @@ def broadcast_weights(accelerator: Accelerator, model: nn.Module, weights: dict[
 
 
 def place_teacher(
-    accelerator: Accelerator, teacher: nn.Module, layers: Sequence[nn.Module], lenders: Sequence[Sequence[nn.Module]] = ()
-) -> None:  # fmt: skip
+    accelerator: Accelerator,
+    teacher: nn.Module,
+    layers: Sequence[nn.Module],
+    lenders_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda layer: (),
+) -> None:
     """Move a teacher to the device. Under FSDP shard its layers, but not its embedding and head.
 
-    Layers are moved from the CPU one at a time, since the device may be too small for the whole model. `lenders`: for
-    each layer, the student's layers whose parameters it uses.
+    Layers are moved from the CPU one at a time, since the device may be too small for the whole model. `lenders_of`
+    returns the student's layers whose parameters a layer uses.
     """
     if not is_sharded(accelerator):
         teacher.to(accelerator.device)
@@ -72,11 +74,11 @@ def place_teacher(
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    for layer, lending in zip_longest(layers, lenders, fillvalue=()):
+    for layer in layers:
         if next(layer.parameters(), None) is not None:
             # explicit: each layer is a root, which is not resharded by default
             fully_shard(layer, reshard_after_forward=True)
-        _gather_while_running(layer, lending)
+        _gather_while_running(layer, lenders_of(layer))
     for tensor in (*teacher.parameters(), *teacher.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(accelerator.device)

@@ -305,8 +305,8 @@ def _build_teacher(
     )
     check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
     shared_bytes = share(lenders, teacher, dtype)
-    layers, of_student = blocks(teacher), blocks(student)
-    place_teacher(accelerator, teacher, layers, [lending_layers(layer, of_student) for layer in layers])
+    layers = blocks(student)
+    place_teacher(accelerator, teacher, blocks(teacher), lambda layer: lending_layers(layer, layers))
     own = teacher.state_dict().keys()
     broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
     return teacher, shared_bytes

@@ -28,6 +28,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step_unless` works: torch's fused optimizers skip updates on the device, for gradient scalers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+    """Queue an update that leaves parameters and states unchanged if `skip`, a scalar on the device, is true."""
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
+
+
 def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
     """Return an optimizer of the trainable parameters, which must be float32 masters.
 
