@@ -15,7 +15,18 @@ SIZES = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
     "num_attention_heads": 16, "max_position_embeddings": 512,
 }  # fmt: skip
-"""150 M parameters in 4 groups."""
+"""152 M parameters in 4 groups."""
+LARGE = {**SIZES, "num_hidden_layers": 18}
+"""220 M."""
+
+
+def make_pair(folder, sizes):
+    """Return the paths of a model in 4 groups and its parent."""
+    paths = {"parent": tiny.save(tiny.build(num_key_value_heads=16, **sizes), folder / "parent", "bfloat16")}
+    paths["model"] = folder / "model"
+    convert = [sys.executable, "-m", "convert", "mha-to-gqa", "--method", "mean", "--groups", "4"]
+    subprocess.run([*convert, paths["parent"], paths["model"]], check=True, stdout=subprocess.DEVNULL)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +35,27 @@ def inputs(tmp_path_factory):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 8192, 512).tolist() for _ in range(40)]
     paths = {"data": caches.write_cache(folder / "data", [documents], 512, 8192)}
-    paths["parent"] = tiny.save(tiny.build(num_key_value_heads=16, **SIZES), folder / "parent", "bfloat16")
     paths["empty"] = tiny.save(tiny.build(vocab_size=8192, max_position_embeddings=512), folder / "tiny", "bfloat16")
-    paths["model"] = folder / "model"
+    paths |= make_pair(folder, SIZES)
     paths["latent"] = folder / "latent"
-    for name, options in (
-        ("model", ["mha-to-gqa", "--method", "mean", "--groups", "4"]),
-        ("latent", ["mha-to-mla", "--latent", "448", "--rope", "64", "--calibration", "none"]),
-    ):
-        command = [sys.executable, "-m", "convert", *options, paths["parent"], paths[name]]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    latent = [
+        "mha-to-mla",
+        "--latent",
+        "448",
+        "--rope",
+        "64",
+        "--calibration",
+        "none",
+        paths["parent"],
+        paths["latent"],
+    ]
+    subprocess.run([sys.executable, "-m", "convert", *latent], check=True, stdout=subprocess.DEVNULL)
     return paths
+
+
+@pytest.fixture(scope="module")
+def large_inputs(inputs, tmp_path_factory):
+    return {**inputs, **make_pair(tmp_path_factory.mktemp("large"), LARGE)}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +88,7 @@ CELLS = [
     *((part, "apart", False, "adamw") for part in PARTS[1:]),
     *((part, "logits", False, "adamw") for part in PARTS[1:]),
     *((part, "live", True, "adamw") for part in PARTS),
-    ("all", "none", False, "adafactor"),
+    *((part, "none", False, "adafactor") for part in PARTS),
 ]
 
 
@@ -75,7 +96,18 @@ CELLS = [
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("part", "teacher", "recompute", "optimizer"), CELLS)
 def test_training_takes_what_is_planned(inputs, programs, tmp_path, part, teacher, recompute, optimizer):
-    """Without a teacher; with one that shares the student's body, or not (`apart`); and with its logits."""
+    compare(inputs, programs, tmp_path, part, teacher, recompute, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_larger_model_takes_what_is_planned(large_inputs, programs, tmp_path, part):
+    compare(large_inputs, programs, tmp_path, part, "live", False, "adamw")
+
+
+def compare(inputs, programs, tmp_path, part, teacher, recompute, optimizer):
+    """Compare a run without a teacher; with one that shares the student's body, or not (`apart`); with its logits."""
     options = ["--trainable", part, "--optimizer", optimizer, *(["--activation-checkpointing"] if recompute else [])]
     if teacher == "logits":
         logits = tmp_path / "logits"

@@ -19,7 +19,7 @@ from uptrain.budget.memory import Models, Way
 from uptrain.data.run_data import beside, cache_folder, cache_of, seq_len_of
 from uptrain.data.teacher_logits import Manifest, TeacherLogits
 from uptrain.data.token_cache import Cache
-from uptrain.distributed.accelerator import check_launcher, has_accelerator, wants_sharding
+from uptrain.distributed.accelerator import check_launcher, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import check_exportable, check_packing, check_teacher, check_tokenizer
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
@@ -44,7 +44,7 @@ def launch_new(options: RunOptions) -> None:
     assert folder is not None
     out, deadline = options.out, _deadline(options.max_minutes)
     refuse_existing(out)
-    check_optimizer(options.optimizer, wants_sharding())
+    check_optimizer(options.optimizer)
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
