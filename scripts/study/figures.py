@@ -48,7 +48,7 @@ SOURCES = {
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
     RATES: ("rates.jsonl",),
-    COMPUTE: (*(f"{plan}.jsonl" for plan in WEAK), "refine.jsonl", "parts.jsonl", "refine_longer.jsonl"),
+    COMPUTE: tuple(f"{plan}.jsonl" for plan in (*WEAK, *BETTER, "refine", "refine_longer", "parts")),
     PARTS: ("parts.jsonl",),
 }
 """What each figure is drawn from."""
@@ -171,7 +171,7 @@ def rates(results: Path) -> Figure:
 
 def compute(results: Path) -> Figure:
     """Draw the loss of each way from the parent to fewer heads against its compute: a row of panels for each kind."""
-    better = read(results / "refine_longer.jsonl")
+    better = [*united(results, BETTER), *read(results / "refine_longer.jsonl")]
     weak = [*united(results, WEAK), *read(results / "refine.jsonl")]
     weak += [line for line in read(results / "parts.jsonl") if line["arm"] == DEFAULT and line["alpha"]]
     kinds = [("weak", weak), ("better-trained", better)]
