@@ -25,7 +25,7 @@ if TYPE_CHECKING:
               help="Draw the result of --heads.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
 def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> None:
-    """Show the geometry of SOURCE, and the possible values of --groups.
+    """Show the geometry of SOURCE and the possible --groups.
 
     For each number of groups, show the size of the weights and of the KV cache, and the possible tensor-parallel
     sizes.

@@ -32,10 +32,11 @@ FOLDER = click.Path(path_type=Path)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
 def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, as_json: bool) -> None:
-    """Write the logits of the teacher MODEL, for `run --teacher-logits`.
+    """Write the logits of the teacher MODEL.
 
-    The logits are what MODEL predicts for each token of a token cache. Many runs can use them, without the teacher in
-    memory. If the command is killed, LOGITS is not written; run the same command again to continue.
+    The logits are what MODEL predicts for each token of a token cache. `uptrain run --teacher-logits` distils from
+    them without the teacher in memory, in many runs. If the command is killed, LOGITS is not written; run the same
+    command again to continue.
     """
     machine_shard = None if shard is None else parse_machine_shard(shard)
     with interruptible():
