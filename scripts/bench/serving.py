@@ -1,4 +1,4 @@
-"""Measure what fewer K/V heads bring in the engines that serve models: vLLM and llama.cpp, on the CPU.
+r"""Measure what fewer K/V heads bring in the engines that serve models: vLLM and llama.cpp, on the CPU.
 
 Each model is served once for each number of K/V heads, by a process for each. For each cell (batch and context) all of
 them work in turns: prefill computes the whole prompts, decode is one token for every sequence of a batch whose KV cache
@@ -102,7 +102,11 @@ class Results:
         return found
 
     def done(self) -> set[tuple[Any, ...]]:
-        return {tuple(row[name] for name in KEY) for row in self.rows}
+        return {key(row) for row in self.rows if "left_out" not in row}
+
+    def leave_out(self, cell: "Cell", reason: str) -> None:
+        """Record why a cell is not measured. A later command with more memory tries again."""
+        self.rows = [row for row in self.rows if key(row) != key(vars(cell))] + [{**vars(cell), "left_out": reason}]
 
     def add_cache(self, **row: Any) -> None:
         same = ("engine", "model", "n_kv_heads")
@@ -168,7 +172,7 @@ def command(
         for name in engines:
             check_installed(name)
         for (engine, model), group in itertools.groupby(cells, lambda cell: (cell.engine, cell.model)):
-            wanted = [cell for cell in group if tuple(getattr(cell, name) for name in KEY) not in results.done()]
+            wanted = [cell for cell in group if key(vars(cell)) not in results.done()]
             if wanted:
                 measure(engine, model, wanted, plan, results, partial(results.save, path))
     except InputError as error:
@@ -184,6 +188,10 @@ def command(
 
 def main() -> None:
     command(standalone_mode=True)
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEY)
 
 
 def check_installed(name: str) -> None:
@@ -220,7 +228,8 @@ def measure(engine: str, model: str, cells: list[Cell], plan: Plan, results: Res
             results.add_cache(engine=engine, model=model, n_kv_heads=n, bytes_per_token=sizes[n], tokens=tokens)
         save()
         for cell in fitting:
-            results.rows += measure_cell(cell, workers, plan, commit)
+            found = measure_cell(cell, workers, plan, commit)
+            results.rows = [row for row in results.rows if key(row) != key(vars(cell))] + found
             save()
 
 
@@ -243,7 +252,7 @@ def too_large(cell: Cell, sizes: dict[int, int], weights: int, plan: Plan) -> st
 
 def leave_out(cell: Cell, reason: str, results: Results) -> bool:
     click.echo(f"{describe(cell)}: left out, {reason}")
-    results.rows.append({**vars(cell), "left_out": reason})
+    results.leave_out(cell, reason)
     return False
 
 

@@ -135,7 +135,7 @@ def repeated(state: np.ndarray, n_cells: int, wanted: int) -> np.ndarray:
 def main() -> None:
     server = Server()
     names = ("facts", "prefill", "open", "decode", "close")
-    serve({name: getattr(server, name) for name in names})
+    serve(SETTINGS, {name: getattr(server, name) for name in names})
 
 
 if __name__ == "__main__":

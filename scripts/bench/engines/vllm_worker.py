@@ -94,7 +94,7 @@ class Server:
 def main() -> None:
     server = Server()
     names = ("facts", "prefill", "open", "decode", "close")
-    serve({name: getattr(server, name) for name in names})
+    serve(SETTINGS, {name: getattr(server, name) for name in names})
 
 
 if __name__ == "__main__":
