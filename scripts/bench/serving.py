@@ -38,6 +38,8 @@ DTYPE, BYTES = "bfloat16", 2
 """Of weights; and of a number in the KV cache, which is float16 in llama.cpp."""
 SPARE = 256
 """Tokens that a sequence may grow by while its cell is measured."""
+WARM_UP = 128
+"""Tokens of the first prefill, which is not counted: it reads the weights from the disk."""
 KEY = ("engine", "model", "task", "batch", "context")
 Row = dict[str, Any]
 
@@ -231,6 +233,7 @@ def measure(engine: str, model: str, cells: list[Cell], plan: Plan, results: Res
                 results.versions[engine] = worker.ask("facts")["version"]
                 tokens = worker.tokens_in_cache(plan.cache_gib * GIB)
                 results.add_cache(engine=engine, model=model, n_kv_heads=n, bytes_per_token=sizes[n], tokens=tokens)
+                worker.ask("prefill", batch=1, context=WARM_UP)
                 for cell in missing:
                     seconds = measure_cell(cell, worker, plan)
                     row = {**vars(cell), "n_kv_heads": n, "turn": turn, "seconds": seconds, "commit": commit}

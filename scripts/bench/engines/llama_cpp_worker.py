@@ -8,6 +8,7 @@ import ctypes
 import os
 
 import numpy as np
+from llama_cpp_state import repeated
 from worker_loop import clock_of, serve, settings
 
 SETTINGS = settings()
@@ -17,7 +18,6 @@ import llama_cpp  # noqa: E402
 
 SHORT, SPARE = 64, 256
 """Tokens of the prompt whose state is repeated; positions that a sequence has beyond its context."""
-DATA = np.dtype("u1")
 
 
 class Server:
@@ -81,7 +81,7 @@ class Server:
         self.start(batch, context)
         self.run([(0, position) for position in range(SHORT)], {SHORT - 1})
         size = llama_cpp.llama_state_seq_get_size(self.context, 0)
-        short = np.zeros(size, DATA)
+        short = np.zeros(size, "u1")
         assert llama_cpp.llama_state_seq_get_data(self.context, as_bytes(short), size, 0) == size
         state = repeated(short, SHORT, context)
         for sequence in range(batch):
@@ -104,32 +104,6 @@ class Server:
 
 def as_bytes(array: np.ndarray) -> ctypes.Array:
     return (ctypes.c_uint8 * len(array)).from_buffer(array)
-
-
-def repeated(state: np.ndarray, n_cells: int, wanted: int) -> np.ndarray:
-    """Repeat the rows of a sequence's saved state of `n_cells` tokens, for one of `wanted` tokens.
-
-    A state holds: magic, sequence, streams, tokens (4 bytes each); position, 1 and sequence of each token; whether V is
-    transposed, the number of layers; for each layer's K, then for each layer's V: the type, the size of a row (8
-    bytes), and a row for each token. The other streams are empty: a zero for each.
-    """
-    head, cell = 16, 12
-    assert np.frombuffer(state[12:head], "<u4")[0] == n_cells
-    at = head + cell * n_cells
-    transposed, n_layers = np.frombuffer(state[at : at + 8], "<u4")
-    assert not transposed
-    cells = np.zeros((wanted, 3), "<u4")
-    cells[:, 0], cells[:, 1] = np.arange(wanted), 1
-    parts = [state[:12], np.array([wanted], "<u4").view(DATA), cells.reshape(-1).view(DATA), state[at : at + 8]]
-    at += 8
-    order = np.arange(wanted) % n_cells
-    for _ in range(2 * int(n_layers)):
-        row = int(np.frombuffer(state[at + 4 : at + 12], "<u8")[0])
-        rows = state[at + 12 : at + 12 + n_cells * row].reshape(n_cells, row)
-        parts += [state[at : at + 12], rows[order].reshape(-1)]
-        at += 12 + n_cells * row
-    assert not state[at:].any()
-    return np.concatenate([*parts, state[at:]])
 
 
 def main() -> None:
