@@ -15,7 +15,10 @@ VLLM_LINE = (
     "(MainProcess pid=1) INFO 11-24 05:55:45 [kv_cache_utils.py:2327] CPU KV cache size: 46,592 tokens, Maximum "
     "concurrency for 1,024 tokens per request: 45.50x"
 )
-LLAMA_CPP_LINE = "llama_kv_cache: size =  405.00 MiB (   768 cells,  30 layers,  8/8 seqs), K (f16):  202.50 MiB, V (f16):  202.50 MiB"
+LLAMA_CPP_LINE = (
+    "llama_kv_cache: size =  405.00 MiB (   768 cells,  30 layers,  8/8 seqs), "
+    "K (f16):  202.50 MiB, V (f16):  202.50 MiB"
+)
 
 
 def install() -> None:

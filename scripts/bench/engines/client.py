@@ -94,10 +94,9 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
-            last = (self.log.read_text().split("\n") or [""])[-2:]
-            raise RunError(
-                f"{self.engine.title} ended with code {code} on {self.model}: {' '.join(last).strip()} (see {self.log})"
-            )
+            how = "was killed, perhaps for want of memory," if code == -9 else f"ended with code {code}"
+            last = " ".join(self.log.read_text().splitlines()[-1:])
+            raise RunError(f"{self.engine.title} {how} on {self.model}: {last} (see {self.log})")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -21,11 +21,10 @@ def repeated(state: np.ndarray, n_cells: int, wanted: int) -> np.ndarray:
     cells[:, 0], cells[:, 1] = np.arange(wanted), 1
     parts = [state[:12], np.array([wanted], "<u4").view(DATA), cells.reshape(-1).view(DATA), state[at : at + 8]]
     at += 8
-    order = np.arange(wanted) % n_cells
     for _ in range(2 * int(n_layers)):
-        row = int(np.frombuffer(state[at + 4 : at + 12], "<u8")[0])
-        rows = state[at + 12 : at + 12 + n_cells * row].reshape(n_cells, row)
-        parts += [state[at : at + 12], rows[order].reshape(-1)]
-        at += 12 + n_cells * row
+        size = n_cells * int(np.frombuffer(state[at + 4 : at + 12], "<u8")[0])
+        rows = state[at + 12 : at + 12 + size]
+        parts += [state[at : at + 12], *[rows] * (wanted // n_cells), rows[: size * (wanted % n_cells) // n_cells]]
+        at += 12 + size
     assert not state[at:].any()
     return np.concatenate([*parts, state[at:]])
