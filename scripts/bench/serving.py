@@ -327,38 +327,40 @@ def draw(rows: list[Row], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    found = [row for row in rows if row["task"] == "decode"]
-    panels = list(groups_of(found))
+    panels = list(groups_of([row for row in rows if row["task"] == "decode"]))
     if not panels:
         return
     columns = len({model for _, model, _ in panels})
+    n_rows = -(-len(panels) // columns)
+    lines: dict[str, Any] = {}
     with matplotlib.rc_context(PLOT_STYLE):
-        figure = Figure(figsize=(3.8 * columns, 2.9 * -(-len(panels) // columns)), layout="constrained")
-        grid = figure.subplots(-(-len(panels) // columns), columns, squeeze=False, sharey="row")
+        figure = Figure(figsize=(3.4 * columns + 1.3, 2.7 * n_rows), layout="constrained")
+        grid = figure.subplots(n_rows, columns, squeeze=False, sharey=True)
         for axes, (engine, model, cells) in zip(grid.flat, panels, strict=False):
-            _draw_panel(axes, cells, FAMILIES[model].n_kv_heads)
+            lines |= _draw_panel(axes, cells, FAMILIES[model].n_kv_heads)
             axes.set_title(f"{ENGINES[engine].title}, {FAMILIES[model].title}")
+            axes.set_ylim(bottom=0)
         for axes in grid[-1]:
             axes.set_xlabel("K/V heads")
         for axes in grid[:, 0]:
             axes.set_ylabel("decoding speed ÷ MHA's")
+        figure.legend(lines.values(), lines.keys(), loc="outside right center", title="batch x context")
         figure.savefig(path)
 
 
-def _draw_panel(axes: Any, rows: list[Row], heads: tuple[int, ...]) -> None:
-    markers = {1: "o", 8: "s", 32: "^"}
-    colours = {context: f"C{i}" for i, context in enumerate(sorted({row["context"] for row in rows}))}
+def _draw_panel(axes: Any, rows: list[Row], heads: tuple[int, ...]) -> dict[str, Any]:
+    """Draw one engine and model; return the lines by their names. Only cells of all numbers of heads are drawn."""
+    colours, markers, lines = {512: "C0", 4096: "C1", 16384: "C2"}, {1: "o", 8: "s", 32: "^"}, {}
     for context, batch in sorted({(row["context"], row["batch"]) for row in rows}):
         speed = {r["n_kv_heads"]: r["tokens_per_s"] for r in rows if (r["context"], r["batch"]) == (context, batch)}
+        if not speed.keys() >= set(heads):
+            continue
         shown = [speed[n] / speed[heads[0]] for n in heads]
-        axes.plot(
-            range(len(heads)), shown, color=colours[context], marker=markers.get(batch, "d"),
-            label=f"{batch} x {context:,}",
-        )  # fmt: skip
+        style = {"color": colours.get(context, "C3"), "marker": markers.get(batch, "d")}
+        (lines[f"{batch} x {context:,}"],) = axes.plot(range(len(heads)), shown, **style)
     names = {heads[0]: f"{heads[0]}\nMHA", 1: "1\nMQA"}
     axes.set_xticks(range(len(heads)), [names.get(n, str(n)) for n in heads])
-    axes.set_ylim(bottom=0)
-    axes.legend(title="batch x context", title_fontsize=7, fontsize=7)
+    return lines
 
 
 if __name__ == "__main__":
