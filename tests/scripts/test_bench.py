@@ -25,6 +25,7 @@ SMALL = {
     "decode": f"decode.SHAPES['study'].update({SHAPE})",
     "latent_decode": "latent_decode.COMMON.update(hidden_size=64, intermediate_size=64, vocab_size=256)",
     "loss": "import forks, types; loss.subprocess = types.SimpleNamespace(run=forks.fork_modules)",
+    "serving": "import stand_in_engine; stand_in_engine.install()",
     "train_loop": "import multiprocessing, types; "
     "train_loop.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context('fork'))",
     "train_step": f"[shape.update({SHAPE}) for shape in train_step.SIZES.values()]",
@@ -35,6 +36,7 @@ SMALL = {
 QUICK = {
     "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP/work --json TMP/out.json",
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
+    "serving": "--models llama-1b --batches 1 --contexts 16 --turns 1 --threads 1 --work TMP/work --out TMP/out",
     "latent_decode": "--batch 1 --context 16 --steps 2 --out TMP/out",
     "train_step": "--rounds 1 --length 16 --batch 1 --compile no --json TMP/out.json",
     "train_loop": "--steps 3 --json TMP/out.json",

@@ -32,7 +32,12 @@ ONLY_PARSED = {
 }
 """Commands that begin with this are parsed, not run, and why."""
 
-OTHER_PROGRAMS = (".", "pip", "python3 -m venv")
+OTHER_PROGRAMS = (
+    ".", "pip", "python3 -m venv",
+    # docs/serving.md: these need engines that take half an hour to install; they were run by hand, with SmolLM2
+    "cmake", "curl", ".interop/vllm/bin/python", ".interop/llama_cpp/bin/python",
+    ".interop/llama_cpp/native/bin/llama-server",
+)  # fmt: skip
 """Commands that begin with this are ignored."""
 
 SHELL_COMMANDS = ("cat", "cp")
@@ -50,7 +55,7 @@ ALSO = {
 }
 """Options that a tiny model or a short test needs, by the commands that take them. They come last, so they win."""
 
-OTHER_OPTIONS = {"--help", "--model", "--model-impl"}
+OTHER_OPTIONS = {"--enforce-eager", "--help", "--model", "--model-impl"}
 """Options in sentences that click adds, or that other programs have."""
 
 
