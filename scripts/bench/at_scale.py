@@ -114,7 +114,8 @@ class Communication:
     gradients: int
     """Of trained parameters, reduced in float32."""
     teacher: int
-    """Its layers, gathered once; embedding and head are on every device."""
+    """Its layers, gathered once; embedding and head are on every device. Layers that use parameters of the student's
+    gather the student's layers again, and their own parameters."""
 
     @property
     def total(self) -> int:
@@ -126,17 +127,18 @@ def communication(models: Models, part: str, devices: int) -> Communication:
     pattern, width = part_pattern(part, models.config), 2 if models.precision == "bf16" else 4
     trained = count_parameters(tensor for tensor in models.tensors if pattern.search(tensor.name))
     layers, taught = (
-        count_parameters(tensor for tensor in tensors if ".layers." in tensor.name)
-        for tensors in (models.tensors, models.teacher)
+        {tensor for tensor in tensors if ".layers." in tensor.name} for tensors in (models.tensors, models.teacher)
     )
+    frozen = {tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name not in models.changed}
+    lent = layers if taught & frozen else set()
 
     def received(n: int) -> int:
         return n * (devices - 1) // devices
 
     return Communication(
-        student=received(width * (layers + count_parameters(models.tensors))),
+        student=received(width * (count_parameters(layers) + count_parameters(models.tensors))),
         gradients=received(GRADIENT_BYTES * trained),
-        teacher=received(width * taught),
+        teacher=received(width * (count_parameters(lent) + count_parameters(taught - frozen))),
     )
 
 

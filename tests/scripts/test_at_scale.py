@@ -30,8 +30,11 @@ def test_a_sparse_checkpoint_has_the_tensors_of_transformers_class(tmp_path, n_k
 @pytest.mark.parametrize("n_processes", [2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("part", ["all", "attention"])
-def test_communication_is_what_processes_receive(tmp_path, part, precision, n_processes):
+def test_communication_is_what_processes_receive(tmp_path, convert, part, precision, n_processes):
     inputs = make_inputs(tmp_path)
+    model = tmp_path / "converted"  # its frozen parameters are the parent's
+    assert convert("mha-to-gqa", "--method", "mean", inputs["parent"], model, "--groups", 2).code == 0
+    inputs["model"] = model
     more = ("--micro-batch", 4, "--trainable", part, "--precision", precision)
     jobs = [
         {"arguments": arguments(inputs, tmp_path / f"run-{steps}", *more, loss="distill", steps=steps)}
