@@ -4,7 +4,7 @@
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
-`calibration`, `refine`, `demo_model`, `parts` or `latent`.
+`calibration`, `refine`, `refine_longer`, `demo_model`, `parts` or `latent`.
 """
 
 import json
@@ -135,6 +135,7 @@ def renewed(page: str, results: Path) -> str:
             "savings_weak": lambda folder: savings(united(folder, WEAK), BEST),
             "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
+            "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
             "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),
             "refined_registers": refined_registers,
             "distilled_registers": distilled_registers,
