@@ -42,6 +42,7 @@ SOURCES = {
         "merges.jsonl",
         "smollm2.jsonl",
         "refine.jsonl",
+        "refine_longer.jsonl",
         "registers.jsonl",
         *(f"{plan}.jsonl" for plan in BETTER),
     ),
@@ -64,7 +65,7 @@ PLACES = (
     ("merges", 1, "8 → 1", ORANGE, ORANGE, "s"), ("longer", 1, "8 → 1, better-trained parents", ORANGE, "white", "s"),
     ("smollm2", 1, "SmolLM2 3 → 1", GREEN, GREEN, "^"),
 )  # fmt: skip
-TODAYS_PLANS = {"merges": "refine", "smollm2": "registers"}
+TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "registers"}
 """The plans that have the default merge as it is now. All other merges were calibrated on less text, of one kind."""
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
@@ -72,6 +73,7 @@ CURVES = (
     ("fit-refit", "distill", "fit --refit, distilled", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
+TODAYS_CURVE = (TODAY["refine_longer"], "distill", "the default, distilled", GREEN, "^")
 DEFAULT_BY_TOKENS = ("closed form", "refined 65536", "refined 262144")
 DISTILLED_DEFAULT = (DEFAULT, "refined 65536")
 """Names of the default merge in the plans that distil it."""
@@ -110,7 +112,8 @@ def headline(results: Path) -> Figure:
     plans = {name: read(results / f"{name}.jsonl") for name in names}
     draw_merges(figure.add_subplot(grid[0, :]), plans)
     left = figure.add_subplot(grid[1, 0])
-    draw_both(figure, left, figure.add_subplot(grid[1, 1], sharey=left), united(results, BETTER))
+    lines = [*united(results, BETTER), *read(results / "refine_longer.jsonl")]
+    draw_both(figure, left, figure.add_subplot(grid[1, 1], sharey=left), lines)
     return figure
 
 
@@ -283,7 +286,7 @@ def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: i
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
     axes.set_title(f"8 → {groups}: loss against uptraining")
-    for arm, loss, label, colour, marker in CURVES:
+    for arm, loss, label, colour, marker in (*CURVES, TODAYS_CURVE):
         if points := curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss):
             percent = {100 * alpha: seeds for alpha, seeds in points.items()}
             draw_points(axes, percent, label, colour, f"{marker}-")
