@@ -5,6 +5,7 @@ and the square of their combination is not a partial norm ("in-place operations 
 supported", torch 2.13). Here the squares are new tensors, for which DTensor adds up the shards.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class Adafactor(torch.optim.Adafactor):
     def step(self, closure: Any = None) -> Any:
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
-            return super().step(closure)
+            return super().step(closure)  # type: ignore[no-untyped-call]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -72,5 +73,6 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _root_mean_square(tensor: Tensor) -> float:
-    norm = torch.norm(tensor)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm) / tensor.numel() ** 0.5
+    norm = torch.linalg.vector_norm(tensor)
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole.item() / math.sqrt(tensor.numel())
