@@ -149,7 +149,6 @@ def test_shards_take_what_is_planned(inputs, tmp_path):
         options = ["--trainable", "attention", *(["--teacher", teacher] if teacher else [])]
         used = max(peaks_of_shards(inputs, "model", tmp_path / f"run-{bool(teacher)}", *options)) - programs
         planned = Models.read(inputs["model"], teacher, 512).memory(Way("attention", 1)).sharded(2)
-        print(
-            f"shard, {'live' if teacher else 'no'} teacher: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})"
-        )
+        name = f"shard, {'live' if teacher else 'no'} teacher"
+        print(f"{name}: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})")
         assert used == pytest.approx(planned, rel=0.1)
