@@ -6,6 +6,7 @@ import sys
 import caches
 import numpy as np
 import pytest
+import real_runs
 import tiny
 
 from scripts.bench.convert import measure
@@ -22,7 +23,8 @@ LARGE = {**SIZES, "num_hidden_layers": 18}
 
 def make_pair(folder, sizes):
     """Return the paths of a model in 4 groups and its parent."""
-    paths = {"parent": tiny.save(tiny.build(num_key_value_heads=16, **sizes), folder / "parent", "bfloat16")}
+    sizes = {"num_key_value_heads": sizes["num_attention_heads"], **sizes}
+    paths = {"parent": tiny.save(tiny.build(**sizes), folder / "parent", "bfloat16")}
     paths["model"] = folder / "model"
     convert = [sys.executable, "-m", "convert", "mha-to-gqa", "--method", "mean", "--groups", "4"]
     subprocess.run([*convert, paths["parent"], paths["model"]], check=True, stdout=subprocess.DEVNULL)
@@ -147,3 +149,34 @@ def test_training_of_latent_attention_takes_what_is_planned(inputs, programs, tm
     used = peak(inputs, "latent", tmp_path / "run", *options, "--teacher", inputs["parent"]) - programs
     planned = Models.read(inputs["latent"], inputs["parent"], 512).memory(Way(part, 2, recompute)).replicated()
     check(f"latent attention, {part}{', recomputed' * recompute}", used, planned)
+
+
+SMALL = {**SIZES, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
+"""63 M parameters in 4 groups."""
+
+
+def peaks_of_shards(inputs, model, out, *options):
+    """Return the bytes of each of two processes with FSDP2, while they train."""
+    out.mkdir()
+    fixed = ["run", inputs[model], "--data", inputs["data"], "--out", out / "run", "--steps", 2, "--lr", 1e-4]
+    fixed += ["--global-batch-tokens", 2048, "--micro-batch", 1, "--precision", "bf16", *options]
+    script = [str(real_runs.HERE / "measured_shards.py"), str(out), *map(str, fixed)]
+    environment = real_runs.environment(sharded=True, on_cpu=True) | {"MALLOC_MMAP_THRESHOLD_": "262144"}
+    subprocess.run(real_runs.command(script, 2), env=environment, check=True, capture_output=True)
+    return [int((out / str(rank)).read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_shards_take_what_is_planned(inputs, tmp_path):
+    """Also that the body that student and teacher share is in shards once."""
+    inputs = {**inputs, **make_pair(tmp_path, SMALL)}
+    logits = LOGIT_BYTES * 512 * 8192
+    programs = max(peaks_of_shards(inputs, "empty", tmp_path / "empty")) - logits
+    for teacher in (None, inputs["parent"]):
+        options = ["--trainable", "attention", *(["--teacher", teacher] if teacher else [])]
+        used = max(peaks_of_shards(inputs, "model", tmp_path / f"run-{bool(teacher)}", *options)) - programs
+        planned = Models.read(inputs["model"], teacher, 512).memory(Way("attention", 1)).sharded(2)
+        name = f"shard, {'live' if teacher else 'no'} teacher"
+        print(f"{name}: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})")
+        assert used == pytest.approx(planned, rel=0.1)

@@ -37,8 +37,8 @@ _RESCALED = re.compile(r"(^|\.)(embed_tokens|down_proj)\.")
 MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
     "(their bfloat16 copies; not sharded) + the frozen parameters in the model's dtype + 2 bytes x the teacher's "
-    "parameters (all / devices where sharded; in replicas without those that equal frozen ones) + activations of the "
-    "micro-batch + a chunk of the head's logits; where sharded, also the embedding, the head and two layers gathered. "
+    "parameters, without those that equal frozen ones (all / devices where sharded) + activations of the micro-batch "
+    "+ a chunk of the head's logits; where sharded, also the embedding, the head and two layers gathered. "
     "Not counted: buffers, and what allocators lose."
 )
 
@@ -73,11 +73,12 @@ class Memory:
     optimizer: int
     teacher: int
     shared: int
-    """The part of `teacher` that replicas do not hold, because it equals frozen parameters."""
+    """The part of `teacher` that devices do not hold, because it equals frozen parameters."""
     activations: int
     logits: int
     gathered: int
-    """What FSDP2 gathers: embedding and head of student and teacher, and two layers of each."""
+    """What FSDP2 gathers: embedding and head of student and teacher, two layers of the student, and one of the teacher,
+    each without what the teacher shares."""
 
     def replicated(self) -> int:
         """Return the bytes of a device on its own, or with DDP."""
@@ -86,7 +87,7 @@ class Memory:
 
     def sharded(self, devices: int) -> int:
         """Return the bytes of each device with FSDP2."""
-        states = self.frozen + self.masters + self.gradients + self.optimizer + self.teacher
+        states = self.frozen + self.masters + self.gradients + self.optimizer + self.teacher - self.shared
         return -(-states // devices) + self.gathered + self.activations + self.logits
 
     def of(self, devices: int) -> int:
@@ -162,7 +163,7 @@ class Models:
             shared=width * count_parameters(same),
             activations=tokens * self._activation_bytes(way),
             logits=self._logits(tokens),
-            gathered=width * (self._gathered(self.tensors) + self._gathered(self.teacher)),
+            gathered=width * (self._gathered(self.tensors, 2) + self._gathered(set(self.teacher) - same, 1)),
         )
 
     def _adapters(self) -> Iterator[Tensor]:
@@ -185,20 +186,20 @@ class Models:
 
     def _logits(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
-        if is_native(self.config):
-            chunk = max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size)
-            return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         vocab = max(tensor.shape[0] for tensor in self.tensors if _layer_of(tensor) is None)
+        if is_native(self.config):
+            chunk = min(max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size), tokens * vocab)
+            return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
 
-    def _gathered(self, tensors: Iterable[Tensor]) -> int:
-        """Return the number of parameters that FSDP2 gathers: those outside layers, and two layers."""
+    def _gathered(self, tensors: Iterable[Tensor], n_layers: int) -> int:
+        """Return the number of parameters that FSDP2 gathers: those outside layers, and some layers."""
         by_layer: dict[str | None, int] = {None: 0}
         for tensor in tensors:
             layer = _layer_of(tensor)
             by_layer[layer] = by_layer.get(layer, 0) + prod(tensor.shape)
         outside = by_layer.pop(None)
-        return outside + 2 * max(by_layer.values(), default=0)
+        return outside + n_layers * max(by_layer.values(), default=0)
 
 
 def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:

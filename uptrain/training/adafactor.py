@@ -73,5 +73,6 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _root_mean_square(tensor: Tensor) -> float:
-    norm = torch.norm(tensor)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm) / math.sqrt(tensor.numel())
+    norm = torch.linalg.vector_norm(tensor)
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole.item() / math.sqrt(tensor.numel())
