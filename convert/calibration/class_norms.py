@@ -11,8 +11,6 @@ from convert.merging.weights import pair_means
 from model.attention_layout import Kind
 from model.families.family import HeadNorms
 
-_EPSILON = 1e-6
-
 
 class ClassNorms:
     """The RMS norms of queries and keys of one attention module.
@@ -25,12 +23,15 @@ class ClassNorms:
         self.weights: dict[Kind, Tensor] = {}
         self._factors: dict[Kind, Tensor | None] = {"q": None, "k": None}
         """The factors of observed heads, in half-split order."""
+        self._epsilons: dict[Kind, float] = {}
         kinds: tuple[tuple[Kind, str], ...] = (("q", norms.query), ("k", norms.key))
         for kind, name in kinds:
+            norm = attention.get_submodule(name)
+            self._epsilons[kind] = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
             if norms.layout == "none":
                 self.weights[kind] = torch.ones(1, len(order_D), device=order_D.device)
                 continue
-            weights_HD = attention.get_submodule(name).weight.view(-1, len(order_D)) + norms.offset
+            weights_HD = norm.weight.view(-1, len(order_D)) + norms.offset
             self.weights[kind] = weights_HD
             if norms.after_rotation:
                 ordered_HD = weights_HD[:, order_D].cpu().double().numpy()
@@ -42,7 +43,7 @@ class ClassNorms:
         """Return projected heads as the norm makes them, without rotation."""
         dims = (3,) if self._norms.per_head else (2, 3)
         mean_square = heads_BTHD.square().mean(dim=dims, keepdim=True)
-        return heads_BTHD * torch.rsqrt(mean_square + _EPSILON) * self.weights[kind]
+        return heads_BTHD * torch.rsqrt(mean_square + self._epsilons[kind]) * self.weights[kind]
 
     def key_scales(self, k_BTGD: Tensor) -> Tensor | None:
         """Return the norm's factors of projected keys, relative to a norm of all heads together, [B, T, G].
@@ -51,7 +52,7 @@ class ClassNorms:
         """
         if not self._norms.per_head:
             return None
-        square_BTG = k_BTGD.square().mean(dim=3) + _EPSILON
+        square_BTG = k_BTGD.square().mean(dim=3) + self._epsilons["k"]
         return torch.sqrt(square_BTG.mean(dim=2, keepdim=True) / square_BTG)
 
     def with_pair_means(self, kind: Kind, heads_BTHD: Tensor) -> Tensor:

@@ -123,6 +123,16 @@ _KNOWN_VERSION = "transformers 5.23"
 """The version of transformers that the tests use."""
 
 
+def names_in_files(model: nn.Module) -> set[str]:
+    """Return the names that transformers gives a model's parameters in files, where they may differ from those here."""
+    parameters = dict(model.named_parameters())
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4, which converts nothing
+        return set(parameters)
+    return set(revert_weight_conversion(model, parameters))  # type: ignore[arg-type]
+
+
 def layer_class_names(folder: Path) -> tuple[str, ...]:
     """Return transformers' class names of the layers of a folder's model. Raises as `build_hf_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from scripts.study import programs
@@ -25,7 +26,7 @@ class Subject:
     """A parent with its data and its training settings."""
 
     name: str
-    """`parent` for the plan's own parent, else the name of the outside parent."""
+    """`parent` for the plan's own parent, else the name of its family or of the outside parent."""
     folder: Path
     seed: int
     caches: Path
@@ -60,12 +61,11 @@ class Case:
 
 def subjects(workspace: Workspace) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
     plan, parent = workspace.plan, workspace.plan.parent
-    for seed in parent.seeds:
+    for family, seed in product(parent.families or ("",), parent.seeds):
         values = (parent.tokens, parent.global_batch_tokens, parent.precision)
-        yield (
-            Subject("parent", workspace.parent(seed), seed, workspace.home, *values, workspace.registers),
-            arms_of(plan, None),
-        )
+        folder = workspace.parent(seed, family)
+        subject = Subject(family or "parent", folder, seed, workspace.home, *values, workspace.registers)
+        yield subject, arms_of(plan, None)
     for outside in plan.outside:
         folder = workspace.home / outside.name
         values = (outside.original_tokens, outside.global_batch_tokens, parent.precision)
@@ -136,7 +136,7 @@ def work_on(workspace: Workspace, case: Case, tell: Callable[[str], None]) -> No
 def begin(workspace: Workspace, case: Case, out: Path) -> Path:
     """Return the model that an arm starts from. If it is a merge, convert it."""
     if case.arm.convert is None:
-        return workspace.parent(case.subject.seed, case.groups) if case.arm.from_nothing else case.subject.folder
+        return workspace.parent(case.subject.seed, f"g{case.groups}") if case.arm.from_nothing else case.subject.folder
     convert = (word.replace(REGISTERS, f"{case.subject.registers}/own") for word in case.arm.convert)
     command, size = "mha-to-gqa", ("--groups", case.groups)
     if case.latent is not None:

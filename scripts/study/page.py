@@ -33,7 +33,7 @@ from scripts.study.results import (
     unique,
     united,
 )
-from scripts.study.table import by_cache, by_heads, by_part, kv_heads, markdown, savings, show, tables
+from scripts.study.table import by_cache, by_heads, by_parent, by_part, kv_heads, markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "tables.md")
@@ -88,6 +88,9 @@ def record_parents(work: Path, record: Path) -> None:
 def parents(work: Path) -> Iterator[Result]:
     """Yield the held-out losses of parents and of models with fewer K/V heads, from finished trainings."""
     for metrics in sorted(work.glob("*/parent-*/metrics.jsonl")):
+        trained = re.fullmatch(r"parent-\d+(?:-g(\d+))?", metrics.parent.name)
+        if trained is None:  # of a family, whose loss is in the plan's own record
+            continue
         run = json.loads((metrics.parent / "run.json").read_text())
         settings = run["settings"]
         losses_by_step = {
@@ -96,17 +99,11 @@ def parents(work: Path) -> Iterator[Result]:
         if settings["steps"] in losses_by_step:
             tenths = {round(step / settings["steps"], 1): loss for step, loss in losses_by_step.items()}
             for share, loss in tenths.items():
-                plan, name = metrics.parts[-3:-1]
                 yield {
-                    "plan": plan, "groups": from_nothing(name), "seed": settings["seed"], "steps": settings["steps"],
-                    "share": share, "held_out_loss": loss, "cache": run["cache_sha256"],
+                    "plan": metrics.parts[-3], "groups": int(trained[1]) if trained[1] else None,
+                    "seed": settings["seed"], "steps": settings["steps"], "share": share, "held_out_loss": loss,
+                    "cache": run["cache_sha256"],
                 }  # fmt: skip
-
-
-def from_nothing(run: str) -> int | None:
-    """Return the number of K/V heads of a model trained from scratch; None for a parent's run (see prepare.py)."""
-    fewer = re.fullmatch(r"parent-\d+-g(\d+)", run)
-    return int(fewer[1]) if fewer else None
 
 
 def training_of_parents(results: Path) -> str:
@@ -136,6 +133,7 @@ def renewed(page: str, results: Path) -> str:
             "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
+            "families": lambda folder: by_parent(read(folder / "families.jsonl")),
             "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),
             "refined_registers": refined_registers,
             "distilled_registers": distilled_registers,

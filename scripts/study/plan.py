@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class Parent:
     weight_decay: float = 0.0
     precision: str = "fp32"
     seeds: tuple[int, ...] = (0,)
+    families: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name → keys of config.json beside those of `model`. Each is a parent of its own, called by its name."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ def read_plan(path: Path) -> Plan:
     names = [arm.name for arm in plan.arms]
     if twice := {name for name in names if names.count(name) > 1}:
         raise PlanError(f"{path}: two arms are called {min(twice)}.")
+    if plan.parent.families and any(arm.from_nothing for arm in plan.arms):
+        raise PlanError(f"{path}: parents of several families cannot go with from_nothing; leave one of the two out.")
     return plan
 
 

@@ -4,9 +4,11 @@ The folder of a plan:
 
     texts/ or valid.jsonl      the speeches, or the held-out excerpts of novels
     init/ init-g2/             initial tokenizer and config of parents, and of models from scratch with 2 K/V heads
+    init-qwen3/                the same of a parent of a family, in plans with several
     train/ valid/              token caches
     parent-0/ parent-0-hf/     the run that trained the parent of seed 0, and the parent
     parent-0-g2/ …             the same from scratch with 2 K/V heads
+    parent-0-qwen3/ …          the same of a family
     smollm2/                   model/, train/ and valid/ of an outside parent; registers/ with its chats
     arms/                      the models that are currently converted and trained
     plan.json                  the values of the plan that all of this depends on
@@ -54,15 +56,15 @@ class Workspace:
     def results(self) -> Path:
         return self.work / self.plan.name / "results.jsonl"
 
-    def init(self, groups: int | None) -> Path:
-        return self.home / ("init" if groups is None else f"init-g{groups}")
+    def init(self, variant: str) -> Path:
+        return self.home / (f"init-{variant}" if variant else "init")
 
-    def run(self, seed: int, groups: int | None) -> Path:
-        return self.home / (f"parent-{seed}" if groups is None else f"parent-{seed}-g{groups}")
+    def run(self, seed: int, variant: str) -> Path:
+        return self.home / (f"parent-{seed}-{variant}" if variant else f"parent-{seed}")
 
-    def parent(self, seed: int, groups: int | None = None) -> Path:
-        """Return the folder of the parent, or with `groups` of the model trained like it with so many K/V heads."""
-        run = self.run(seed, groups)
+    def parent(self, seed: int, variant: str = "") -> Path:
+        """Return the folder of the parent, or of a variant of it (`variants`)."""
+        run = self.run(seed, variant)
         return run.with_name(f"{run.name}-hf")
 
     @property
@@ -94,6 +96,8 @@ def check_home(workspace: Workspace) -> None:
         raise PlanError(f"the plan {plan.name} needs texts of many kinds; give their folder with --registers.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
+    if not wanted["parent"]["families"]:  # earlier folders lack the key
+        del wanted["parent"]["families"]
     record = workspace.home / "plan.json"
     if not record.exists():
         # Runners of several plans may do this at once, and must not read a half-written file.
@@ -116,8 +120,9 @@ def shared_steps(workspace: Workspace) -> list[Step]:
             Step(home / "train", partial(cache, "train", None)),
             Step(home / "valid", partial(cache, "valid", plan.windows)),
             *(
-                Step(workspace.init(groups), partial(make_init_with, workspace, groups))
-                for groups in fewer_heads(workspace.plan)
+                Step(workspace.init(variant), partial(make_init_with, workspace, variant, changes))
+                for variant, changes in variants(plan).items()
+                if variant
             ),
         ]
     return [*steps, *(step for outside in plan.outside for step in outside_steps(workspace, outside))]
@@ -140,15 +145,19 @@ def outside_steps(workspace: Workspace, outside: ExternalParent) -> list[Step]:
 def parent_steps(workspace: Workspace) -> list[Step]:
     """Return the trainings from scratch: the parents, then models with fewer K/V heads."""
     return [
-        Step(workspace.parent(seed, groups), partial(train_parent, workspace, seed, groups))
-        for groups in (None, *fewer_heads(workspace.plan))
+        Step(workspace.parent(seed, variant), partial(train_parent, workspace, seed, variant))
+        for variant in variants(workspace.plan)
         for seed in workspace.plan.parent.seeds
     ]
 
 
-def fewer_heads(plan: Plan) -> list[int]:
-    """Return the numbers of K/V heads of models trained from scratch."""
-    return sorted({groups for arm in plan.arms if arm.from_nothing for groups in arm.groups}, reverse=True)
+def variants(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the models that are trained from scratch: name → keys of config.json beside those of the plan's model.
+
+    They are the families; else the parent, called "", and models with fewer K/V heads, called g2 and so on.
+    """
+    fewer = sorted({groups for arm in plan.arms if arm.from_nothing for groups in arm.groups}, reverse=True)
+    return plan.parent.families or {"": {}, **{f"g{groups}": {"num_key_value_heads": groups} for groups in fewer}}
 
 
 def write_excerpts(workspace: Workspace) -> None:
@@ -182,13 +191,13 @@ def make_init(workspace: Workspace) -> None:
     folder.rename(workspace.home / "init")
 
 
-def make_init_with(workspace: Workspace, groups: int) -> None:
-    """Write the initial config and tokenizer for fewer K/V heads."""
-    folder = _fresh(workspace.home / f"init-g{groups}.partial")
-    shutil.copytree(workspace.init(None), folder, dirs_exist_ok=True)
+def make_init_with(workspace: Workspace, variant: str, changes: dict[str, Any]) -> None:
+    """Write the initial config and tokenizer of a variant."""
+    folder = _fresh(workspace.home / f"init-{variant}.partial")
+    shutil.copytree(workspace.init(""), folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": groups}, indent=2) + "\n")
-    folder.rename(workspace.init(groups))
+    (folder / "config.json").write_text(json.dumps(config | changes, indent=2) + "\n")
+    folder.rename(workspace.init(variant))
 
 
 def _tokenizer_texts(workspace: Workspace, wanted: Vocabulary) -> Iterator[str]:
@@ -252,8 +261,8 @@ def _as_text(document: dict[str, Any], tokenizer: Any) -> str:
     return "".join(f"{turn['role'].title()}: {turn['content']}\n\n" for turn in document["messages"])
 
 
-def train_parent(workspace: Workspace, seed: int, groups: int | None) -> None:
-    parent, home, run = workspace.plan.parent, workspace.home, workspace.run(seed, groups)
+def train_parent(workspace: Workspace, seed: int, variant: str) -> None:
+    parent, home, run = workspace.plan.parent, workspace.home, workspace.run(seed, variant)
     if (run / "run.json").is_file():
         programs.train(run, "resume", run)
     else:
@@ -263,5 +272,5 @@ def train_parent(workspace: Workspace, seed: int, groups: int | None) -> None:
             "--precision", parent.precision, "--seed", seed,
         )  # fmt: skip
         data = ("--data", home / "train", "--eval-data", home / "valid")
-        programs.train(run, "run", "--init", workspace.init(groups), *data, *options, "--out", run)
-    programs.run("uptrain", "export", run, workspace.parent(seed, groups))
+        programs.train(run, "run", "--init", workspace.init(variant), *data, *options, "--out", run)
+    programs.run("uptrain", "export", run, workspace.parent(seed, variant))

@@ -10,6 +10,7 @@ schedules or batches were tried for an uptraining, the one with the best mean is
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import click
@@ -163,6 +164,29 @@ def by_cache(lines: list[Result]) -> str:
             cells.append(show(gaps(best)) + (f" ({'; '.join(remarks)})" if remarks else ""))
         rows.append([arm, "–" if stage == START else f"α {stage[0]:g}, {part}", *cells])
     return markdown(["", "distilled", *(f"{cached[groups]} numbers" for groups in sorted(cached))], rows)
+
+
+def by_parent(lines: list[Result]) -> str:
+    """Return the table of the arms `mean` and `default` on each parent, right after conversion and uptrained.
+
+    Shares are of mean's gap right after conversion.
+    """
+    (uptraining,) = {stage_of(line) for line in lines if line["alpha"]}
+    headings = [f"{arm}{after}" for after in ("", f", α {uptraining[0]:g}") for arm in ("mean", "default")]
+    rows = []
+    for groups in sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True):
+        for parent in unique(line["parent"] for line in lines):
+            own = [line for line in lines if line["parent"] == parent and line["groups"] == groups]
+            if not own:
+                continue
+            cells = []
+            for stage, arm in product((START, uptraining), ("mean", "default")):
+                merged = at(own, arm, stage)
+                left = f" ({show(shares(merged, own), '{:.1%}')})" if (arm, stage) != ("mean", START) and merged else ""
+                cells.append(show(losses(merged)) + left if merged else "–")
+            before = next(line["groups"] for line in lines if is_parent(line))
+            rows.append([parent, f"{before} → {groups}", show(of_seeds(own, "parent_loss")), *cells])
+    return markdown(["family", "K/V heads", "parent", *headings], rows)
 
 
 def rates(lines: list[Result]) -> Iterator[str]:

@@ -241,6 +241,43 @@ def test_models_from_nothing(study, stand_in, tmp_path):
     assert (line["arm"], line["groups"], line["convert"], line["alpha"]) == ("from nothing", 2, None, 0)
 
 
+FAMILIES = """
+[parent.families.qwen3]
+model_type = "qwen3"
+[parent.families.phi]
+model_type = "phi"
+hidden_size = 96
+[[arms]]
+name = "mean"
+"""
+
+
+def test_parents_of_several_families(study, stand_in, tmp_path):
+    """Each is trained on the same data from a config of its own, and has the plan's arms, under its name."""
+    path = tmp_path / "smoke.toml"
+    text = SMOKE.read_text().replace('[[arms]]\nname = "mean"\n', FAMILIES, 1)
+    path.write_text(text)
+    with pytest.raises(click.ClickException, match="cannot go with from_nothing"):
+        study[1].read_plan(path)
+    path.write_text(text.replace('[[arms]]\nname = "from nothing"\nfrom_nothing = true\n', ""))
+    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    home = tmp_path / "smoke"
+    trained = {words[-1]: words for words in stand_in if "--init" in words}
+    assert list(trained) == [str(home / "parent-0-qwen3"), str(home / "parent-0-phi")]
+    assert all(words[3] == str(home / out.replace("parent-0", "init")) for out, words in trained.items())
+    config = json.loads((home / "init-phi/config.json").read_text())
+    assert config == {"num_key_value_heads": 4, "hidden_size": 96, "model_type": "phi"}
+    converted = [(words[2], Path(words[3]).parent.name) for words in stand_in if words[1] == "mha-to-gqa"]
+    arms = [(name, arm) for name in ("qwen3", "phi") for arm in ("mean", "fit-refit")]
+    assert converted == [(str(home / f"parent-0-{name}-hf"), f"{name}-s0-{arm}-g2") for name, arm in arms]
+    assert {line["parent"] for line in read(tmp_path)} == {"qwen3", "phi"}
+    stand_in.clear()
+    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert not stand_in
+    path.write_text(path.read_text().replace("hidden_size = 96", "hidden_size = 128"))
+    assert "another parent" in start(study, "--plan", path, "--work", tmp_path).output
+
+
 def test_lists_are_tried_in_all_combinations(study, tmp_path):
     path = tmp_path / "sweep.toml"
     path.write_text(SMOKE.read_text().replace("lr = 1e-3", 'lr = [1e-3, 2e-3], schedule = ["wsd", "cosine"]', 1))

@@ -196,7 +196,8 @@ def test_table_of_parents(tmp_path):
 
     What was trained with fewer heads from nothing has a column of its own.
     """
-    for name, seed, steps in (("parent-0", 0, 20), ("parent-1", 1, 20), ("parent-2", 2, 30), ("parent-0-g2", 7, 20)):
+    runs = (("parent-0", 0, 20), ("parent-1", 1, 20), ("parent-2", 2, 30), ("parent-0-g2", 7, 20))
+    for name, seed, steps in (*runs, ("parent-0-gemma2", 8, 20)):
         run = tmp_path / "p" / name
         run.mkdir(parents=True)
         (run / "run.json").write_text(json.dumps({"settings": {"steps": steps, "seed": seed}, "cache_sha256": "c"}))
@@ -212,6 +213,28 @@ def test_table_of_parents(tmp_path):
             "| of its training | q | p | p, 2 K/V heads |", "| --- | --- | --- | --- |",
             "| 50% | – | 6.500 ± 0.707 | 13.000 |", "| 100% | 9.000 | 5.500 ± 0.707 | 12.000 |",
         ]  # fmt: skip
+
+
+def test_table_by_parent():
+    """At the best rate; a share is of the gap of that parent's mean right after conversion."""
+
+    def of(parent, arm, held_out, groups=2, stage=(0, None, None), convert=("--method", "mean")):
+        return line(arm, 0, held_out, groups=groups, stage=stage, convert=convert) | {"parent": parent}
+
+    trained = (0.01, "distill", 1e-4)
+    lines = [
+        of("phi", "parent", 4.0, 8, convert=None), of("phi", "mean", 5.0), of("phi", "default", 4.1),
+        of("phi", "mean", 4.4, stage=trained), of("phi", "default", 4.05, stage=trained),
+        of("phi", "default", 4.2, stage=(0.01, "distill", 1e-3)),
+        of("phi", "mean", 6.0, 1), of("glm", "mean", 4.5), of("glm", "default", 4.1),
+    ]  # fmt: skip
+    assert table.by_parent([{"trainable": None, **each} for each in lines]).splitlines() == [
+        "| family | K/V heads | parent | mean | default | mean, α 0.01 | default, α 0.01 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| phi | 8 → 2 | 4.0000 | 5.0000 | 4.1000 (10.0%) | 4.4000 (40.0%) | 4.0500 (5.0%) |",
+        "| glm | 8 → 2 | 4.0000 | 4.5000 | 4.1000 (20.0%) | – | – |",
+        "| phi | 8 → 1 | 4.0000 | 6.0000 | – | – | – |",
+    ]
 
 
 def test_table_of_behaviours():

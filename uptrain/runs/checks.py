@@ -1,15 +1,18 @@
 """Check that data, models and world size are compatible; errors name the option to change."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import Any
 
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
+from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.prepare.tokenizer import tokenizer_sha256
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.training.language_model import LanguageModel
+from uptrain.training.models import build_meta_from_config
 
 
 def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
@@ -56,10 +59,33 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
 def check_exportable(folder: Path, parameters: Iterable[str], stem: str) -> None:
     """Raise InputError if parameters have other names in memory than in the files: the model could not be exported.
 
-    Names in the files may omit the prefix `stem`. transformers 5 fuses experts and renames the head of GPT-NeoX.
+    Names in the files may omit the prefix `stem`. transformers 5 fuses experts and renames the head of GPT-NeoX, unless
+    it is tied.
     """
     with open_checkpoint(folder) as checkpoint:
-        files = checkpoint.tensors.keys()
+        _check_names(folder, parameters, stem, checkpoint.tensors)
+
+
+def check_new(folder: Path, seq_len: int) -> None:
+    """Raise InputError if a model of the folder's config.json cannot be trained from random weights."""
+    model = build_meta_from_config(folder)
+    check_packing(model, seq_len)
+    if isinstance(model, TransformersModel):
+        _check_heads(folder, model.theirs.config)
+        names = (name for name, _ in model.theirs.named_parameters())
+        _check_names(folder, names, "", names_in_files(model.theirs))
+
+
+def _check_heads(folder: Path, config: Any) -> None:
+    n_heads = getattr(config, "num_attention_heads", 1)
+    n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
+    if n_heads % n_kv_heads:
+        raise InputError(
+            f"{folder}/config.json has num_key_value_heads = {n_kv_heads}, which does not divide {n_heads} query heads."
+        )
+
+
+def _check_names(folder: Path, parameters: Iterable[str], stem: str, files: Container[str]) -> None:
     for name in parameters:
         if name not in files and name.removeprefix(stem) not in files:
             raise InputError(

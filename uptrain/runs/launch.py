@@ -21,7 +21,7 @@ from uptrain.data.teacher_logits import Manifest, TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
-from uptrain.runs.checks import check_exportable, check_packing, check_teacher, check_tokenizer
+from uptrain.runs.checks import check_exportable, check_new, check_packing, check_teacher, check_tokenizer
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
@@ -49,6 +49,8 @@ def launch_new(options: RunOptions) -> None:
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
     check_models(options.model, options.teacher, seq_len, settings.trainable, settings.lora_rank)
+    if options.init:
+        check_new(options.init, seq_len)
     if options.teacher_logits:
         Manifest.parse(options.teacher_logits)
     if options.eval_data:

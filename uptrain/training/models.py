@@ -106,7 +106,15 @@ def build_meta(folder: Path) -> LanguageModel:
     with open_checkpoint(folder) as checkpoint:
         if is_native(checkpoint.config):
             return loading.build_meta(checkpoint)[0]
+    return build_meta_from_config(folder)
+
+
+def build_meta_from_config(folder: Path) -> LanguageModel:
+    """Return the model of a folder's config.json on the meta device; the folder needs no weights."""
+    _, config = read_config(folder)
     with torch.device("meta"):
+        if is_native(config):
+            return LlamaForCausalLM(read_llama_config(config))
         return TransformersModel(build_hf_model(folder, torch.float32))
 
 
@@ -139,16 +147,20 @@ def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
 
 
 def random_student(folder: Path, seed: int) -> LanguageModel:
-    """Return the model of a folder's config.json with random weights, initialised like GPT-2.
+    """Return the model of a folder's config.json with random weights.
 
-    Weights are normal with standard deviation `initializer_range` (default 0.02). Matrices that write to the residual
-    stream are divided by √(2 · layers), so that the stream does not grow with depth (Radford et al. 2019). Norms are 1,
-    biases 0.
+    Native models are initialised like GPT-2: weights are normal with standard deviation `initializer_range` (default
+    0.02). Matrices that write to the residual stream are divided by √(2 · layers), so that the stream does not grow
+    with depth (Radford et al. 2019). Norms are 1, biases 0. Other models are initialised by their class in
+    transformers.
     """
     _, config = read_config(folder)
+    if not is_native(config):
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            return empty_student(folder)
     student = empty_student(folder)
-    if not isinstance(student, LlamaForCausalLM):
-        raise InputError(f"--init: model_type {config.get('model_type')!r} has no native code; use a Llama config.")
+    assert isinstance(student, LlamaForCausalLM)
     std = checks.number(config.get("initializer_range", 0.02), "config.json has initializer_range")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
