@@ -59,9 +59,13 @@ def save_layer(layer: MergedLayer, merge: LayerWork, folder: Path) -> None:
     partial.rename(folder / merge.file)
 
 
+_READING = threading.Lock()
+"""numpy parses each array's header with `ast`, which fails at times in several threads at once before Python 3.12."""
+
+
 def load_layer(merge: LayerWork, folder: Path) -> MergedLayer:
     """Read a layer that `save_layer` wrote."""
-    with np.load(folder / merge.file, allow_pickle=False) as file:
+    with _READING, np.load(folder / merge.file, allow_pickle=False) as file:
         reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))
         dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
         tensors = {name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1]) for name in merge.tensors}

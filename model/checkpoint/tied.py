@@ -14,6 +14,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES = (
     (EMBEDDING, HEAD),
     ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    ("gpt_neox.embed_in.weight", HEAD),  # transformers 5's name in memory, which training checkpoints have
     ("transformer.word_embeddings.weight", "lm_head.weight"),
     ("shared.weight", "lm_head.weight"),
     ("shared.weight", "encoder.embed_tokens.weight"),

@@ -118,7 +118,13 @@ def assert_close(ours, theirs, limit=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [*((family, {}) for family in tiny.FITTED), ("falcon", {"alibi": False})]
+    ("family", "changes"),
+    [
+        *((family, {}) for family in tiny.FITTED),
+        ("falcon", {"alibi": False}),
+        # Norms of queries and keys take their class's epsilon.
+        *((family, {"rms_norm_eps": 0.1}) for family in ("gemma3_text", "nanochat", "olmo2", "qwen3")),
+    ],
 )
 def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes):
     model, folder = build(family, tmp_path / "source", **changes)

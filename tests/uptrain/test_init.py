@@ -40,8 +40,8 @@ def begin(uptrain, inputs, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_begins_with_the_weights_of_its_class(uptrain, begin, tmp_path, family):
-    """The seed alone decides them, and transformers opens the result, all of it, with the same loss."""
+def test_a_family_begins_with_the_weights_of_its_class(uptrain, convert, begin, tmp_path, family):
+    """The seed alone decides them; transformers opens the result, all of it, with the same logits; it can be merged."""
     for out, seed in (("first", 1), ("again", 1), ("other", 2)):
         assert begin(family, out, "--seed", seed, **FAMILIES[family]).code == 0
         result = uptrain("export", tmp_path / out, tmp_path / f"{out}-hf", "--dtype", "float32")
@@ -59,8 +59,13 @@ def test_a_family_begins_with_the_weights_of_its_class(uptrain, begin, tmp_path,
     with torch.inference_mode():
         ours = load_model(tmp_path / "first-hf", torch.float32)(ids)
         torch.testing.assert_close(ours, opened(ids).logits, atol=1e-5, rtol=0)
+    assert ("lm_head.weight" in first) == (not opened.config.tie_word_embeddings)
     record = json.loads((tmp_path / "first-hf/uptraining.json").read_text())
     assert record["settings"]["model"] == ""
+    assert (
+        convert("mha-to-gqa", tmp_path / "first-hf", tmp_path / "merged", "--groups", 2, "--method", "mean").code == 0
+    )
+    load_model(tmp_path / "merged")
 
 
 @pytest.mark.parametrize(
