@@ -76,15 +76,13 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
         try:
             size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
             entry: dict[str, Any] = {"step": step, "bytes": size, "kept": _is_kept(path)}
+            if verify:
+                entry["damage"] = find_damage(path)
         except FileNotFoundError:
-            if not path.exists():
-                continue
-            raise
-        if verify:
-            entry["damage"] = find_damage(path)
-            if not path.exists():
-                continue
-        listed.append(entry)
+            if path.exists():
+                raise
+        if path.exists():
+            listed.append(entry)
     return listed
 
 
