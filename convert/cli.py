@@ -18,11 +18,12 @@ from model.common import console
 )
 @click.version_option(package_name="groupwise", prog_name="convert")
 def cli() -> None:
-    """Merge the K/V heads of a multi-head-attention checkpoint into fewer: grouped-query attention.
+    """Convert a multi-head-attention (MHA) checkpoint to grouped-query, multi-query or latent attention.
 
     SOURCE is a Hugging Face folder (safetensors or .bin), a folder with Meta's consolidated.*.pth, a
-    torch.distributed.checkpoint, a .gguf file, or the name of a model in the Hugging Face cache (org/name). OUT becomes
-    an ordinary Hugging Face folder. Merging lowers quality: `uptrain evaluate` measures it, `uptrain run` restores it.
+    torch.distributed.checkpoint, a .gguf file, or the name of a model in the Hugging Face cache (org/name). OUT is an
+    ordinary Hugging Face folder. Merging raises the loss: `uptrain evaluate` measures it, and `uptrain run` lowers it
+    again.
     """
 
 

@@ -27,7 +27,7 @@ from model.common.files import check_name, copy_file, sync_file, sync_folder, tr
 from model.common.staging import Staging, check_out
 
 POSITIONS = "positions of the rotated key"
-"""The journal's name for the frequencies that were chosen."""
+"""The journal's name for the chosen frequencies."""
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
@@ -130,11 +130,11 @@ def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: 
     with console.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
         own_NT = own.write(staging.scratch / "own-text", progress)
     recipe = replace(plan.recipe, text=text.with_own(own_NT))
-    return remake(checkpoint, plan, recipe)
+    return plan_recipe(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 
 def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
-    """Return a plan of latent attention with the frequencies of its rotated key, which a text decides."""
+    """Return a plan of latent attention with the frequencies of its rotated key, which are chosen on a text."""
     recipe = plan.recipe
     if not isinstance(plan, LatentPlan) or not isinstance(recipe, LatentRecipe) or recipe.positions is not None:
         return plan
@@ -149,14 +149,15 @@ def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet:
             positions = choose_positions(checkpoint, plan.latent_layers, text, folder, progress)
         shutil.rmtree(folder)
         staging.record(POSITIONS, positions)
-    return remake(checkpoint, plan, replace(recipe, positions=tuple(staging.finished[POSITIONS])))
+    recipe = replace(recipe, positions=tuple(staging.finished[POSITIONS]))
+    return plan_recipe(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 
-def remake(checkpoint: Checkpoint, plan: Plan, recipe: Recipe) -> Plan:
-    """Return a plan with another recipe of the same kind."""
+def plan_recipe(checkpoint: Checkpoint, n_kv_heads: int, recipe: Recipe, max_shard_size: int | None) -> Plan:
+    """Plan a conversion by a recipe of either kind. A latent recipe ignores `n_kv_heads`."""
     if isinstance(recipe, LatentRecipe):
-        return make_latent_plan(checkpoint, recipe, plan.max_shard_size)
-    return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
+        return make_latent_plan(checkpoint, recipe, max_shard_size)
+    return make_plan(checkpoint, n_kv_heads, recipe, max_shard_size)
 
 
 def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:

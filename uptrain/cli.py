@@ -21,7 +21,7 @@ from uptrain.commands import COMMANDS
 def cli() -> None:
     """Uptrain a converted checkpoint: continue its pre-training for a small share α of the original steps.
 
-    CACHE is a token cache that `uptrain prepare` makes; RUN is the folder of a run; models are Hugging Face folders.
+    CACHE is a token cache that `uptrain prepare` writes. RUN is the folder of a run. Models are Hugging Face folders.
     """
 
 

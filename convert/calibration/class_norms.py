@@ -22,7 +22,7 @@ class ClassNorms:
         self._norms, self._back = norms, torch.argsort(order_D)
         self.weights: dict[Kind, Tensor] = {}
         self._factors: dict[Kind, Tensor | None] = {"q": None, "k": None}
-        """What observed heads, in half-split order, are multiplied by."""
+        """The factors of observed heads, in half-split order."""
         self._epsilons: dict[Kind, float] = {}
         kinds: tuple[tuple[Kind, str], ...] = (("q", norms.query), ("k", norms.key))
         for kind, name in kinds:
@@ -35,7 +35,7 @@ class ClassNorms:
             self.weights[kind] = weights_HD
             if norms.after_rotation:
                 ordered_HD = weights_HD[:, order_D].cpu().double().numpy()
-                # Where a weight is 0, nothing is observed.
+                # The weight 0 gives heads of zeros, which say nothing of the projection.
                 factors_HD = pair_means(ordered_HD, n_rotary_pairs) / np.where(ordered_HD == 0, np.inf, ordered_HD)
                 self._factors[kind] = torch.from_numpy(factors_HD).float().to(order_D.device)
 
@@ -46,7 +46,7 @@ class ClassNorms:
         return heads_BTHD * torch.rsqrt(mean_square + self._epsilons[kind]) * self.weights[kind]
 
     def key_scales(self, k_BTGD: Tensor) -> Tensor | None:
-        """Return what the norm multiplies projected keys by, relative to a norm of all heads together, [B, T, G].
+        """Return the norm's factors of projected keys, relative to a norm of all heads together, [B, T, G].
 
         None for a norm of all heads together.
         """

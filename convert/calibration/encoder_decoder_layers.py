@@ -71,7 +71,7 @@ class EncoderDecoderLayers(ModelLayers):
 
     @cached_property
     def _added_1HAA(self) -> Tensor:
-        """What is added to the logits of self-attention: the mask, and a bias that the first layer has for all."""
+        """The sum of the mask and the first layer's bias, which all self-attention adds to its logits."""
         attention = self._load("decoder.block.0.layer.0.").SelfAttention
         zeros_1AM = attention.q.weight.new_zeros(1, self._n_decoded, self._geometry.hidden_size)
         bias_1HAA: Tensor = attention(zeros_1AM)[1]
@@ -135,7 +135,7 @@ class DecoderLayer(LayerModule):
         self._sublayer, self._attention, self._feed_forward = sublayer, attention, feed_forward
         self._added_1HAA, self.device = added_1HAA, attention.o.weight.device
         self._last_call: dict[str, Any] = {}
-        """What the class's attention function received last."""
+        """The last arguments of the class's attention function."""
 
     def _arguments(self, encoded_BEM: Tensor) -> dict[str, Any]:
         """Return the arguments of the attention, but for the states."""

@@ -26,13 +26,13 @@ from model.checkpoint import Checkpoint
 from model.decoder.devices import faster_products
 
 _MEASURED_OPERATIONS = 5e10
-"""Maximum FLOPs of the layer's run, and of its key moments, that are measured: a quarter of a second at 200 GFLOP/s."""
+"""Maximum FLOPs of a measurement, of the layer's run and of its key moments: a quarter of a second at 200 GFLOP/s."""
 _LEAST_TOKENS = 16
 _REPEATS, _ENOUGH_SECONDS = 3, 0.2
-"""Runs of which the fastest counts; fewer if they take longer than this."""
+"""Number of runs, of which the fastest counts, and the seconds after which no further one begins."""
 _SQUARE = 512
 _SOLUTIONS = 3
-"""Solutions that are compared, of a method with alternatives."""
+"""Number of solutions of a method with alternatives."""
 TRAINING = 3
 """Cost of training on a token, in forward passes."""
 _WRITING_EFFICIENCY = 0.5

@@ -32,7 +32,7 @@ class Pairs:
 
 
 _FLOOR = 1e-6
-"""Added to the moments' diagonal, as a share of its mean: directions that the text hardly uses stay defined."""
+"""Ridge on the moments' diagonal, as a share of its mean. It keeps directions defined that the text rarely uses."""
 
 
 class InputSums:

@@ -7,50 +7,38 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights, with_latent_weights
 from convert.calibration.layer_output import outputs, squared_error
-from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
+from convert.calibration.layer_stream import Layer, Progress
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import is_held_out, refit_output
-from convert.calibration.solve import JUDGED_TOKENS
+from convert.calibration.solve import judged_windows, write_layers
 from convert.calibration.text import CalibrationText
 from convert.latent.attention import LatentAttention
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve
 from convert.latent.layer import LatentLayer
 from convert.latent.rotation import frequencies_at
-from convert.merging.layer import save_layer
+from convert.merging.layer import MergedLayer
 from model.checkpoint import Checkpoint
-from model.common.files import sync_folder
-from model.decoder.devices import faster_products, naming_lack_of_memory
 
 BALANCES = (0.1, 1.0, 10.0)
 """Weights of keys against values in the latent that are tried."""
 
 
-@torch.no_grad()
 def calibrate_latent(
     checkpoint: Checkpoint, works: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
 ) -> None:  # fmt: skip
-    """Write every converted layer into `folder`. `progress` counts tokens, of the text and of refining, layer by layer.
+    """Write every converted layer into `folder`. See `write_layers`."""
 
-    A killed run resumes at the layer it had reached.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "finished").exists():
-        return
-    recipe = works[0].recipe
-    with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
-        for layer in iter_layers(checkpoint, text, folder, progress, recipe.device, recipe.refine):
-            work = works[layer.index]
-            save_layer(work.finish(checkpoint, _convert(checkpoint, work, layer, progress)), work, folder)
-    sync_folder(folder)
-    (folder / "finished").touch()
-    last_states(folder).unlink()
+    def convert(layer: Layer) -> MergedLayer:
+        work = works[layer.index]
+        return work.finish(checkpoint, _convert(checkpoint, work, layer, progress))
+
+    write_layers(checkpoint, works, text, folder, progress, convert)
 
 
 def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: Progress) -> LatentAttention:
@@ -60,7 +48,7 @@ def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: 
     assert positions is not None
     before, moments = work.read(checkpoint), sums.moments()
     frequencies_F = frequencies_at(work.rope, positions)
-    windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
+    windows = judged_windows(layer)
     fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
 
     def candidates() -> Iterator[LatentAttention]:

@@ -1,4 +1,4 @@
-"""Read what a conversion to latent attention needs to know of a source, and refuse sources that do not fit the class.
+"""Read the source of a conversion to latent attention, and refuse sources that do not fit the class.
 
 The target is transformers' DeepseekV3ForCausalLM with dense layers: Llama's decoder, but for attention.
 """

@@ -87,9 +87,9 @@ def _errors(
 ) -> Real:  # fmt: skip
     """Return the squared output error of the layer on held-out windows for each candidate, as shares of its power."""
     before, moments = work.read(checkpoint), sums.moments()
-    held = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+    windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
     fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
-    batches = layer.text.batches(held)
+    batches = layer.text.batches(windows)
     power = sum(float(to_float64(parents_output(layer, batch)).square().sum()) for batch in batches) or 1.0
     errors = []
     for positions in candidates:
@@ -97,5 +97,5 @@ def _errors(
         latent = solve(before, moments, work.sizes, work.rope, positions)
         both = np.array(work.rope.frequencies), frequencies_F
         latent = solve_queries(layer, before, latent, work.sizes, both, fitted)
-        errors.append(squared_error(layer, latent_weights(latent, frequencies_F), held) / power)
+        errors.append(squared_error(layer, latent_weights(latent, frequencies_F), windows) / power)
     return np.array(errors)

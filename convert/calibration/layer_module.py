@@ -27,7 +27,7 @@ class Heads:
     rotated_k_BTGD: Tensor
     v_BTGD: Tensor
     key_scales_BTG: Tensor | None = None
-    """What norms of each head multiply the keys by, relative to a norm of all heads together; None without them."""
+    """The keys' factors by norms of each head, relative to a norm of all heads together; None without them."""
 
 
 Watch = Callable[[Heads], None]

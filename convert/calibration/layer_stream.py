@@ -34,7 +34,7 @@ _BATCH_TOKENS = 1024
 """Tokens per batch. Larger batches do not fit in a processor's cache."""
 
 _CHECKED_LENGTH = 8
-"""Tokens of the text that a model is tried on."""
+"""Tokens of the text on which a model is tried."""
 
 States = NDArray[np.float32]
 

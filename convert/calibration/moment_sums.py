@@ -100,7 +100,7 @@ class MomentSums:
 
     @property
     def key_scales(self) -> np.ndarray | None:
-        """What norms of each head multiply the keys by on average, [K]; None if they do not differ."""
+        """The mean factors of the keys by norms of each head, [K]; None if they do not differ."""
         products_K, powers_K = self._scales_2K.cpu()
         return (products_K / powers_K).nan_to_num(1.0).numpy() if powers_K.any() else None
 

@@ -42,11 +42,11 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, progress: Progress) 
 
     Reads the file that `Layer.run` writes, so call that first.
     """
-    held = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+    held_out = [n for n in range(layer.text.n_windows) if is_held_out(n)]
     batch = max(1, BATCH_TOKENS // layer.text.length)
     n_steps = max(1, n_tokens // (batch * layer.text.length))
     start = merged.to(layer.module.device)
-    best, least = merged, squared_error(layer, start, held)
+    best, least = merged, squared_error(layer, start, held_out)
     with torch.enable_grad():
         training = _Training(layer, start, n_steps)
         for step, windows in enumerate(islice(_shuffled(layer, batch), n_steps), start=1):
@@ -55,14 +55,14 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, progress: Progress) 
             if step * EVALUATIONS // n_steps > (step - 1) * EVALUATIONS // n_steps:
                 weights = training.weights()
                 with torch.no_grad():
-                    error = squared_error(layer, weights, held)
+                    error = squared_error(layer, weights, held_out)
                 if error < least:
                     best, least = weights, error
     return best
 
 
 def _shuffled(layer: Layer, batch: int) -> Iterator[list[int]]:
-    """Yield batches of the training windows without end, shuffled anew for each pass."""
+    """Yield batches of the training windows without end. Each pass has another random order."""
     windows = [n for n in range(layer.text.n_windows) if not is_held_out(n)]
     generator = torch.Generator().manual_seed(layer.index)
     waiting: list[int] = []

@@ -46,12 +46,12 @@ def refit_output(
     projection's bias, on `device`.
     """
     old_CM = torch.from_numpy(output_matrix(merged).T.copy()).to(float64_device(torch.device(device)))
-    fit, held = (_Sums(old_CM) for _ in range(2))
+    fit, held_out = (_Sums(old_CM) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
-        (held if is_held_out(window) else fit).add(heads_TC, target_TM)
-    best_CM, least = old_CM, held.error(old_CM)
+        (held_out if is_held_out(window) else fit).add(heads_TC, target_TM)
+    best_CM, least = old_CM, held_out.error(old_CM)
     for o_CM in _solutions(old_CM, fit):
-        if (error := held.error(o_CM)) < least:
+        if (error := held_out.error(o_CM)) < least:
             best_CM, least = o_CM, error
     return merged if best_CM is old_CM else with_output(merged, best_CM.T.cpu().numpy())
 

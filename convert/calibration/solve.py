@@ -7,6 +7,7 @@ head_dim, X inputs (the hidden size, and a constant 1 where there are biases).
 """
 
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,11 +20,12 @@ from convert.calibration.refine import refine
 from convert.calibration.refit_output import is_held_out, refit_output
 from convert.calibration.text import CalibrationText
 from convert.latent.layer import FittedLatent
-from convert.merging.layer import LayerMerge, apply_maps, finish_layer, read_attention, save_layer
+from convert.merging.layer import LayerMerge, LayerWork, MergedLayer, apply_maps, finish_layer, read_attention
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
 from convert.merging.weights import LayerAttention
+from convert.output.merged_layers import save_layer
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.files import sync_folder
@@ -33,22 +35,30 @@ JUDGED_TOKENS = 4096
 """Maximum held-out tokens on which solutions are compared."""
 
 
-@torch.no_grad()
 def calibrate_layers(
     checkpoint: Checkpoint, merges: list[LayerMerge], text: CalibrationText, folder: Path, progress: Progress
 ) -> None:  # fmt: skip
-    """Write every merged layer into `folder`. `progress` counts tokens, of the text and of refining, layer by layer.
+    """Write every merged layer into `folder`. See `write_layers`."""
+    write_layers(checkpoint, merges, text, folder, progress, partial(_merge, checkpoint, merges, progress))
 
-    A killed run resumes at the layer it had reached.
+
+@torch.no_grad()
+def write_layers(
+    checkpoint: Checkpoint, works: Sequence[LayerWork], text: CalibrationText, folder: Path, progress: Progress,
+    convert: Callable[[Layer], MergedLayer],
+) -> None:  # fmt: skip
+    """Run the text through the source's layers, and write what `convert` returns for each into `folder`.
+
+    `progress` counts tokens, of the text and of refining, layer by layer. A killed run resumes at the layer it had
+    reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "finished").exists():
         return
-    recipe = merges[0].recipe
+    recipe = works[0].recipe
     with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, progress, recipe.device, recipe.refine):
-            merge = merges[layer.index]
-            _merge(checkpoint, merge, layer, folder, progress)
+            save_layer(convert(layer), works[layer.index], folder)
     sync_folder(folder)
     (folder / "finished").touch()
     last_states(folder).unlink()
@@ -84,8 +94,9 @@ def _error(layer: Layer, attention: LayerAttention | FittedLatent, windows: list
     return squared_error(layer, weights_of(attention), windows)
 
 
-def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path, progress: Progress) -> None:
-    after = _solve(checkpoint, merge, layer)  # what it needed is free again for the next steps
+def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress, layer: Layer) -> MergedLayer:
+    merge = merges[layer.index]
+    after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
     if merge.recipe.refit:
         answers = outputs(layer, weights_of(after), range(layer.text.n_windows))
         after = refit_output(after, answers, layer.module.device)
@@ -93,7 +104,7 @@ def _merge(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer, folder: Path
         start = weights_of(after)
         best = refine(layer, start, merge.recipe.refine, progress)
         after = after if best is start else with_weights(after, best)
-    save_layer(finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after), merge, folder)
+    return finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
 
 
 def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAttention:
@@ -113,7 +124,7 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: 
     best = apply_maps(before, moments, maps)
     if find_others is None:
         return best
-    windows = [n for n in range(layer.text.n_windows) if is_held_out(n)][: -(-JUDGED_TOKENS // layer.text.length)]
+    windows = judged_windows(layer)
     least = squared_error(layer, weights_of(best), windows)
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
     others = [find_others(known, own_maps, moments_from_weights(group)) for known, own_maps, group in groups]
@@ -123,3 +134,9 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: 
         if error < least:
             best, least = merged, error
     return best
+
+
+def judged_windows(layer: Layer) -> list[int]:
+    """Return the held-out windows on which solutions are compared."""
+    held_out = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+    return held_out[: -(-JUDGED_TOKENS // layer.text.length)]

@@ -89,7 +89,7 @@ class CalibrationText:
 
     @property
     def facts(self) -> dict[str, object]:
-        """All that determines the output before the model has written its windows."""
+        """Everything that determines the output before the model has written its windows."""
         return {**self.record, "sha256_of_read": _sha256(self.read_NT)}
 
     def with_own(self, own_NT: NDArray[np.int64]) -> "CalibrationText":

@@ -21,7 +21,6 @@ from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
 from model.decoder.observed_attention import attention_weights, observe_attention
 from model.decoder.transformers_classes import no_attention_function
-from model.families import Family
 from model.geometry import Geometry
 
 _ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
@@ -84,10 +83,12 @@ class TransformersLayer(LayerModule):
         order = half_split_order(self.head_dim, self._n_rotated // 2, family.rotary_pairing)
         self._order = torch.from_numpy(order).to(self.device)
         self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
-        self._norms = _class_norms(self._attention, family, self._order, self._n_rotated // 2)
+        self._norms: ClassNorms | None = None
+        if family.head_norms is not None and family.head_norms.kind == "rms":  # others: see `check_layer_merge`
+            self._norms = ClassNorms(self._attention, family.head_norms, self._order, self._n_rotated // 2)
         self._calls: dict[int, Call] = {}
         self._last_call: Call = {}
-        """What the class's attention function received last."""
+        """The last arguments of the class's attention function."""
         if self._attention_call(1).get("attention_mask") is None:
             raise CheckpointError(f"layer {index} has no causal mask (is_causal), which calibrating needs.")
         self.rotation = self._rotation()
@@ -234,12 +235,12 @@ class TransformersLayer(LayerModule):
                     "(clip_qkv, norms) in a way that Groupwise does not know; use --method mean."
                 )
         for kind in KINDS[:2]:
-            ours, theirs = self.unrotated(self._heads_of(rotated, kind)), self._heads_of(plain, kind)
+            ours, expected = self.unrotated(self._heads_of(rotated, kind)), self._heads_of(plain, kind)
             first = slice(0, self._n_rotated)
-            # A rotary embedding may also scale what it rotates (`attention_scaling`).
-            power = theirs[..., first].square().sum().clamp(min=1e-30)
-            scaled = theirs.clone()
-            scaled[..., first] *= (ours * theirs)[..., first].sum() / power
+            # A rotary embedding may also scale the rotated dimensions (`attention_scaling`).
+            power = expected[..., first].square().sum().clamp(min=1e-30)
+            scaled = expected.clone()
+            scaled[..., first] *= (ours * expected)[..., first].sum() / power
             if _relative_error(ours, scaled) > _ROTATION_ERROR:
                 raise CheckpointError(
                     f"layer {self.index}: transformers' class rotates queries and keys differently from what Groupwise "
@@ -263,13 +264,5 @@ class TransformersLayer(LayerModule):
         return heads_BTC.view(*heads_BTC.shape[:2], -1, self.head_dim)
 
 
-def _class_norms(attention: Any, family: Family, order_D: Tensor, n_rotary_pairs: int) -> ClassNorms | None:
-    """Return the norms of an attention module that a layer method can merge (`check_layer_merge`)."""
-    norms = family.head_norms
-    if norms is None or norms.kind != "rms":
-        return None
-    return ClassNorms(attention, norms, order_D, n_rotary_pairs)
-
-
-def _relative_error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
+def _relative_error(ours: Tensor, expected: Tensor) -> float:
+    return float((ours - expected).norm() / expected.norm().clamp(min=1e-30))

@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 @click.command("inspect")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--heads", is_flag=True,
-              help="Also show how alike the K/V heads of each layer are, and what merging them would lose. "
-              "Reads all attention weights.")  # fmt: skip
+              help="Also show how similar the K/V heads of each layer are, and what merging them would lose. Reads "
+              "all attention weights.")  # fmt: skip
 @click.option("--figure", type=click.Path(path_type=Path), metavar="FILE.png",
               help="Draw the result of --heads.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
 def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> None:
-    """Show the geometry of SOURCE, and the possible values of --groups.
+    """Show the geometry of SOURCE and the possible --groups.
 
-    For each number of groups: the size, the KV cache, and the tensor-parallel sizes it allows.
+    For each number of groups, show the size of the weights and of the KV cache, and the possible tensor-parallel
+    sizes.
     """
     from convert import tables
     from convert.inspection.summary import inspect
     from model.checkpoint import open_checkpoint
 
     if figure is not None and not heads:
-        raise click.UsageError("--figure draws what --heads finds; give --heads too.")
+        raise click.UsageError("--figure draws the result of --heads; give --heads too.")
     with open_checkpoint(source) as checkpoint:
         summary = inspect(checkpoint)
         report = _compare_heads(checkpoint, figure, as_json) if heads else None

@@ -15,15 +15,15 @@ from model.common.command_options import pop_fields
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--groups", type=int, required=True, metavar="G",
-    help="K/V heads to keep: 8 makes GQA-8. Not the number of heads in a group.",
+    help="K/V heads in OUT: 8 makes GQA-8. Not the number of heads in a group.",
 )  # fmt: skip
 @merge_options
 @output_options
 def command(source: Path, out: Path, groups: int, **options: Any) -> None:
     """Merge the K/V heads of SOURCE into G groups.
 
-    OUT becomes the merged model. G must divide the number of K/V heads SOURCE has; `convert inspect SOURCE` lists the
-    possible values. A killed run writes no OUT; the same command resumes it.
+    G must divide the number of K/V heads in SOURCE; `convert inspect SOURCE` lists the possible values. If the command
+    is killed, OUT is not written; run the same command again to continue.
     """
     from convert.commands.convert import convert
 

@@ -15,11 +15,11 @@ from model.common.command_options import pop_fields
 @latent_options
 @output_options
 def command(source: Path, out: Path, **options: Any) -> None:
-    """Replace the K/V heads of SOURCE by multi-head latent attention (MLA).
+    """Replace the K/V heads of SOURCE by latent attention (MLA).
 
-    OUT becomes a checkpoint of DeepSeek-V3's class with dense layers, which caches LATENT + ROPE numbers for each token
-    and layer, whatever the number of heads. SOURCE is a Llama or Mistral, with MHA or GQA. A killed run writes no OUT;
-    the same command resumes it.
+    OUT is a checkpoint of DeepSeek-V3's class with dense layers. Its KV cache holds LATENT + ROPE numbers for each
+    token and layer, whatever the number of heads. SOURCE is a Llama or Mistral, with MHA or GQA. If the command is
+    killed, OUT is not written; run the same command again to continue.
     """
     from convert.commands.convert import convert_to_latent
     from convert.planning.resolve_latent import LatentOptions

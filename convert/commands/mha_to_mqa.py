@@ -18,7 +18,7 @@ from model.common.command_options import pop_fields
 def command(source: Path, out: Path, **options: Any) -> None:
     """Merge all K/V heads of SOURCE into one.
 
-    That is multi-query attention, the same as `mha-to-gqa --groups 1`.
+    The result is multi-query attention, as with `mha-to-gqa --groups 1`.
     """
     from convert.commands.convert import convert
 

@@ -28,12 +28,12 @@ def output_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--max-shard-size", metavar="SIZE",
-                     help="Divide the output anew, e.g. 5GB.  [default: the source's own shards]"),
+                     help="Largest weight file of OUT, e.g. 5GB.  [default: the shards of SOURCE]"),
         click.option("--workers", type=click.IntRange(min=1), default=WORKERS, show_default=True,
                      help="Threads that copy, merge and checksum. They mostly wait for the disk."),
         click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing."),
         click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar."),
     )  # fmt: skip
 
 
@@ -42,23 +42,23 @@ def merge_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS)),
-                     help="How heads are merged: their mean (the paper's method), the first, or random ones. With "
-                     "queries and output projections changed to fit: the mean of aligned heads, or shared "
-                     "principal components (pca), or these fitted to what attention computes (fit).  "
-                     "[default: fit with --refit and --refine]"),
+                     help="How heads are merged. mean (the paper's method), first, random: their mean, the first "
+                     "one, or random numbers. aligned: the mean after rotating the heads to be similar. pca: shared "
+                     "principal components. fit: heads fitted to what attention computes on a text. The last three "
+                     "also change queries and output projections, to match.  [default: fit with --refit and "
+                     "--refine]"),
         click.option("--refit", is_flag=True,
                      help="Fit output projections to the original layers' outputs, where that lowers the error on "
-                     "held-out text.  [default: only where no --method is given]"),
+                     "held-out text.  [default: only without --method]"),
         click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
                      help="Then train each merged layer's attention on this many tokens of the calibration text, to "
-                     "reproduce the original layer's output. Keeps the weights with the least error on held-out text.  "
-                     "[default: as many as --calibration-tokens if no --method is given, else 0]"),
+                     "reproduce the original layer's output. Keep the weights with the least error on held-out text.  "
+                     "[default: as many as --calibration-tokens without --method, else 0]"),
         click.option("--calibration", metavar="TEXT",
-                     help="Text to run the model on, for aligned, pca and fit: shipped (a text of many kinds, part "
-                     "of Groupwise), self (the model writes it, which needs the whole model in memory), a .jsonl, "
-                     ".parquet or .txt file, a folder of them, or hub:NAME[:[CONFIG:]SPLIT]; self+shipped, "
-                     "self+TEXT, … alternate between their windows. none merges by the weights alone.  "
-                     "[default: shipped]"),
+                     help="Text to run the model on, for aligned, pca and fit. shipped: a mixture that comes with "
+                     "Groupwise. self: the model writes it, which needs the whole model in memory. Or a .jsonl, "
+                     ".parquet or .txt file, a folder of these, or hub:NAME[:[CONFIG:]SPLIT]. self+shipped, "
+                     "self+TEXT, …: windows of each in turn. none: merge by the weights alone.  [default: shipped]"),
         click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                      help="Tokens of the text to use.  [default: 65536]"),
         device_option("calibrate on"),
@@ -72,29 +72,26 @@ def latent_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--latent", type=click.IntRange(min=1), default=DEFAULT_LATENT, show_default=True, metavar="N",
-                     help="Numbers of the latent, which values and unrotated keys of all heads are made of."),
+                     help="Size of the latent, from which the values and unrotated keys of all heads are computed."),
         click.option("--rope", type=click.IntRange(min=2), default=DEFAULT_ROPE, show_default=True, metavar="N",
-                     help="Numbers of the rotated key that all heads share."),
+                     help="Size of the rotated key that all heads share."),
         click.option("--latent-norm", type=click.Choice(LATENT_NORMS), default="eps", show_default=True,
-                     help="How the norm of the latent, which the class has, is undone. eps: by small numbers and the "
-                     "norm's epsilon, for bfloat16 and float32. bias: by a constant channel of the latent, for float16 "
-                     "too, but only where the engine reads biases."),
+                     help="How to undo the norm that the class applies to the latent. eps: by small numbers and the "
+                     "norm's epsilon, for bfloat16 and float32. bias: by a constant channel of the latent, for "
+                     "float16 too, but only where the engine reads biases."),
         click.option("--frequencies", type=click.Choice(FREQUENCIES),
                      help="Frequencies of the rotated key. stock: powers of a base, which every engine computes. "
-                     "longrope: those that the heads use most, each as often as needed, which loses much less; "
-                     "transformers computes them.  [default: longrope; stock where it loses nothing]"),
-        click.option("--method", type=click.Choice(LATENT_METHODS), default="fit", show_default=True,
-                     help="How latent and rotated key are found. The others are published methods, for comparison, "
-                     "with stock frequencies."),
-        click.option("--refit", is_flag=True,
-                     help="Fit output projections to the original layers' outputs, where that lowers the error on "
-                     "held-out text. Always done with --method fit."),
+                     "longrope: those that the heads use most, each as often as needed. It loses much less, but not "
+                     "every engine computes it; transformers does.  [default: longrope; stock where it loses "
+                     "nothing]"),
+        # Published methods beside `fit`, for the study (docs/latent.md).
+        click.option("--method", type=click.Choice(LATENT_METHODS), default="fit", hidden=True),
         click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
-                     help="Train each layer's attention on this many tokens of the calibration text, to reproduce the "
-                     "original layer's output. Keeps the weights with the least error on held-out text.  "
-                     "[default: as many as --calibration-tokens with --method fit, else 0]"),
+                     help="Train each layer's attention on this many tokens of the calibration text, to reproduce "
+                     "the original layer's output. Keep the weights with the least error on held-out text.  "
+                     "[default: as many as --calibration-tokens]"),
         click.option("--calibration", metavar="TEXT",
-                     help="Text to run the model on, as for mha-to-gqa. none converts by the weights alone.  "
+                     help="Text to run the model on, as for mha-to-gqa. none: convert by the weights alone.  "
                      "[default: shipped; none where the sizes lose nothing]"),
         click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                      help="Tokens of the text to use.  [default: 65536]"),

@@ -14,13 +14,14 @@ from model.common.command_options import RenamedOption, pop_fields
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--groups", "--kv-heads", cls=RenamedOption, type=int, required=True, metavar="G",
-              help="K/V heads to have, each of SOURCE's repeated.")  # fmt: skip
+              help="K/V heads in OUT; each of SOURCE's is repeated.")  # fmt: skip
 @output_options
 def command(source: Path, out: Path, groups: int, **options: Any) -> None:
-    """Repeat the K/V heads of SOURCE to make G.
+    """Repeat the K/V heads of SOURCE, so that OUT has G.
 
-    For engines that cannot divide few K/V heads among more devices. OUT gives the same results as SOURCE, with a larger
-    KV cache. G must be a multiple of SOURCE's number that divides the query heads; `convert inspect SOURCE` lists them.
+    This is for engines that divide K/V heads among more devices than there are heads. OUT computes what SOURCE does,
+    with a larger KV cache. G must be a multiple of the number of K/V heads in SOURCE, and divide the number of query
+    heads; `convert inspect SOURCE` lists the possible values.
     """
     from convert.commands.convert import convert
     from convert.merging.methods import REPEAT

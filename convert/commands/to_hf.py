@@ -15,9 +15,9 @@ from model.common.command_options import pop_fields
 @click.argument("out", type=click.Path(path_type=Path))
 @output_options
 def command(source: Path, out: Path, **options: Any) -> None:
-    """Write SOURCE as a Hugging Face folder with safetensors, without merging heads.
+    """Write SOURCE as a Hugging Face folder, without merging heads.
 
-    For checkpoints in another format: Meta's, .bin, .gguf, torch.distributed.checkpoint.
+    OUT holds safetensors. This is for checkpoints in another format: Meta's, .bin, .gguf, torch.distributed.checkpoint.
     """
     from convert.commands.convert import convert
 

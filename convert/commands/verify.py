@@ -11,7 +11,7 @@ from model.common import console
 from model.common.command_options import device_option
 
 if TYPE_CHECKING:
-    from convert.verify import Findings
+    from convert.verification.findings import Findings
 
 DIFFERENT, NOT_ALL_CHECKED = 3, 4
 
@@ -20,14 +20,15 @@ DIFFERENT, NOT_ALL_CHECKED = 3, 4
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @device_option("repeat the calibration on")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
 def command(source: Path, out: Path, device: str, as_json: bool) -> None:
     """Check OUT against SOURCE.
 
-    Every merged tensor is recomputed, and every other byte, key and file compared. Exit code 0 if all agree, 3 if
-    anything differs, 4 if something could not be compared, e.g. if OUT lacks the tokens it was calibrated on.
+    Recompute every merged tensor, and compare every other byte, key and file. The exit code is 0 if all agree, 3 if
+    anything differs, and 4 if something could not be compared, for instance because OUT lacks the tokens it was
+    calibrated on.
     """
-    from convert.verify import verify
+    from convert.verification.verify import verify
     from model.checkpoint import open_checkpoint
 
     with open_checkpoint(source) as checkpoint:

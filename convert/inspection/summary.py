@@ -20,6 +20,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
     dtypes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         dtypes[tensor.dtype] += tensor.nbytes
+    latent_sizes = suggested_sizes(geometry) if geometry.model_type in LATENT_SOURCES else []
     return {
         "source": str(checkpoint.path),
         "format": checkpoint.format,
@@ -39,7 +40,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "left_out": list(checkpoint.skipped_files),
         "notes": list(find_notes(checkpoint, geometry.attention.family)),
         "repeats": list(geometry.legal_repeats),
-        "latent": [_latent_row(geometry, sizes) for sizes in _latent_sizes(geometry)],
+        "latent": [_latent_row(geometry, sizes) for sizes in latent_sizes],
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }
 
@@ -47,11 +48,6 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
 def attention_kind(n_heads: int, n_kv_heads: int) -> str:
     """Return MHA, MQA or GQA-G."""
     return "MQA" if n_kv_heads == 1 else "MHA" if n_kv_heads == n_heads else f"GQA-{n_kv_heads}"
-
-
-def _latent_sizes(geometry: Geometry) -> list[LatentSizes]:
-    """Return sizes of latent attention to show; none if the model cannot have it."""
-    return suggested_sizes(geometry) if geometry.model_type in LATENT_SOURCES else []
 
 
 def _latent_row(geometry: Geometry, sizes: LatentSizes) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from convert.latent import LatentMethod
 from convert.latent.attention import LatentAttention
-from convert.latent.closed_form import InputMoments
+from convert.latent.closed_form import InputMoments, join_parts
 from convert.latent.rotation import SourceRope, folds
 from convert.latent.sizes import LatentSizes
 from convert.merging.weights import LayerAttention, Real
@@ -51,32 +51,22 @@ def solve_as(
         weights_KP = weights_F.reshape(n_kv_heads, len(planes))
         query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(per_head, axis=0), q_HPX[:, planes])
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
-    latent_LX, k_KDL, v_KDL = _latent(method, rest_KDX, before.v_KDX, moments, sizes.free)
-    padding = ((0, 0), (0, sizes.nope - sizes.head_dim), (0, 0))
-    turns = rope.scale**2
-    return LatentAttention(
-        q_HNX=np.pad(before.q_HDX * turns, padding),
-        q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * turns,
-        latent_LX=latent_LX,
-        key_RX=np.concatenate([key_CX.real, key_CX.imag]),
-        k_HNL=np.pad(np.repeat(k_KDL, per_head, axis=0), padding),
-        v_HDL=np.repeat(v_KDL, per_head, axis=0),
-        o_HMD=before.o_HMD,
-    )
+    latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.free)
+    return join_parts(before, query_HCX, key_CX, latent, sizes, rope)
 
 
 def _latent(
     method: LatentMethod, rest_KDX: Real, v_KDX: Real, moments: InputMoments, size: int
 ) -> tuple[Real, Real, Real]:  # fmt: skip
-    """Return the latent, and what makes unrotated keys and values of it."""
+    """Return the latent, and its maps to unrotated keys and values."""
     keys_WX, values_WX = (heads.reshape(-1, heads.shape[2]) for heads in (rest_KDX, v_KDX))
     ratio = 1.0
     if method == "transmla":
         key_power, value_power = (float(((rows @ moments.queries_XX) * rows).sum()) for rows in (keys_WX, values_WX))
         ratio = np.sqrt(key_power / value_power) if key_power and value_power else 1.0
     rows_WX = np.concatenate([keys_WX / ratio, values_WX])
-    spread_WW = rows_WX @ (rows_WX.T if method == "svd" else moments.queries_XX @ rows_WX.T)
-    found_WL = np.linalg.eigh(spread_WW)[1][:, ::-1][:, :size]
-    keys_WL, values_WL = np.split(found_WL, 2)
+    power_WW = rows_WX @ (rows_WX.T if method == "svd" else moments.queries_XX @ rows_WX.T)
+    vectors_WL = np.linalg.eigh(power_WW)[1][:, ::-1][:, :size]
+    keys_WL, values_WL = np.split(vectors_WL, 2)
     k_KDL, v_KDL = (part.reshape(*rest_KDX.shape[:2], -1) for part in (keys_WL * ratio, values_WL))
-    return found_WL.T @ rows_WX, k_KDL, v_KDL
+    return vectors_WL.T @ rows_WX, k_KDL, v_KDL

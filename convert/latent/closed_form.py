@@ -73,13 +73,28 @@ def solve(
         _share(fold, q_HPX, k_KPX, moments, query_HCX, key_CX, rest_KPX)
     rest_KPX *= coherence(rope.frequencies, rope.context)[:, None]
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
-    latent_LX, k_KDL, v_KDL = _latent(before, rest_KDX, moments, sizes.free, balance)
+    return join_parts(before, query_HCX, key_CX, _latent(before, rest_KDX, moments, sizes.free, balance), sizes, rope)
+
+
+def join_parts(
+    before: LayerAttention,
+    query_HCX: Complex,
+    key_CX: Complex,
+    latent: tuple[Real, Real, Real],
+    sizes: LatentSizes,
+    rope: SourceRope,
+) -> LatentAttention:
+    """Return the latent attention of rotated queries and key, and of the latent with its maps to keys and values.
+
+    `latent`: the latent [L, X], and its maps to the source's keys and values, [K, D, L] each.
+    """
+    latent_LX, k_KDL, v_KDL = latent
     per_head = len(before.q_HDX) // len(before.k_KDX)
     padding = ((0, 0), (0, sizes.nope - sizes.head_dim), (0, 0))
-    turns = rope.scale**2  # on logits; here on queries
+    scale = rope.scale**2  # of logits; queries take it
     return LatentAttention(
-        q_HNX=np.pad(before.q_HDX * turns, padding),
-        q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * turns,
+        q_HNX=np.pad(before.q_HDX * scale, padding),
+        q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * scale,
         latent_LX=latent_LX,
         key_RX=np.concatenate([key_CX.real, key_CX.imag]),
         k_HNL=np.pad(np.repeat(k_KDL, per_head, axis=0), padding),
@@ -92,10 +107,10 @@ def plane_powers(before: LayerAttention, moments: InputMoments) -> Real:
     """Return the power of the logits from each plane's principal components, [P, K], the largest first."""
     half = before.q_HDX.shape[1] // 2
     q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
-    return np.array([_spread((plane,), q_HPX, k_KPX, moments)[0] for plane in range(half)])
+    return np.array([_components((plane,), q_HPX, k_KPX, moments)[0] for plane in range(half)])
 
 
-def _spread(
+def _components(
     planes: tuple[int, ...], q_HPX: Complex, k_KPX: Complex, moments: InputMoments
 ) -> tuple[Real, Complex, Complex, Complex]:  # fmt: skip
     """Return the principal components of some planes of the keys, weighted by the queries.
@@ -127,10 +142,10 @@ def _share(
     """Fill the channels of a fold with the principal components of its planes; subtract them from `rest_KPX`."""
     planes, n_kv_heads = list(fold.planes), len(k_KPX)
     keys_FX = k_KPX[:, planes].reshape(-1, k_KPX.shape[2])
-    _, vectors_FF, root_FF, inverse_FF = _spread(fold.planes, q_HPX, k_KPX, moments)
-    found_FC = vectors_FF[:, : len(fold.channels)]
-    shared_CX = found_FC.conj().T @ root_FF @ keys_FX
-    decoded_FC = inverse_FF @ found_FC
+    _, vectors_FF, root_FF, inverse_FF = _components(fold.planes, q_HPX, k_KPX, moments)
+    largest_FC = vectors_FF[:, : len(fold.channels)]
+    shared_CX = largest_FC.conj().T @ root_FF @ keys_FX
+    decoded_FC = inverse_FF @ largest_FC
     lengths_C = np.linalg.norm(shared_CX, axis=1)
     usual = np.linalg.norm(keys_FX) / np.sqrt(len(keys_FX))  # shared rows are as long as the source's
     scales_C = np.where(lengths_C > _NEGLIGIBLE * lengths_C.max(initial=0.0), lengths_C / (usual or 1.0), 1.0)
@@ -160,9 +175,9 @@ def _latent(
         power = float((values_XX * moments.values_XX).sum())  # what an error of the logits spoils
         loss_XX += balance * power * key_DX.T @ queries_DD @ key_DX + values_XX
     root_XX, inverse_XX = moments.roots
-    spread_XX = root_XX @ loss_XX @ root_XX
-    found_XL = _largest(spread_XX)[1][:, :size]
-    latent_LX, decoded_XL = found_XL.T @ inverse_XX, root_XX @ found_XL
+    power_XX = root_XX @ loss_XX @ root_XX
+    vectors_XL = _largest(power_XX)[1][:, :size]
+    latent_LX, decoded_XL = vectors_XL.T @ inverse_XX, root_XX @ vectors_XL
     if latent_LX.shape[0] < size:
         latent_LX = np.pad(latent_LX, ((0, size - len(latent_LX)), (0, 0)))
         decoded_XL = np.pad(decoded_XL, ((0, 0), (0, size - decoded_XL.shape[1])))

@@ -41,7 +41,7 @@ class LatentLayer:
     attention_norm: str
     """The weight of the norm before the attention."""
     scale: float
-    """What the residual stream is multiplied by."""
+    """The factor of the residual stream."""
 
     @property
     def names(self) -> StockNames:

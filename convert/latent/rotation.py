@@ -49,7 +49,7 @@ def stock_positions(spacing: float, n_channels: int) -> tuple[float, ...]:
 
 
 def spacings(n_planes: int, n_channels: int) -> tuple[float, ...]:
-    """Return the spacings worth trying, from the faster half of all planes to all of them.
+    """Return the spacings to try, from the faster half of all planes to all of them.
 
     Slow planes hardly rotate within the attended distance, so the latent can hold them.
     """

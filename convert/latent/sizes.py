@@ -57,18 +57,18 @@ class LatentSizes:
 
 
 def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
-    """Return sizes worth a look, the largest cache first: those of vLLM's kernels, and those of 4, 2 and 1 K/V heads.
+    """Return common sizes, the largest cache first: those of vLLM's kernels, and those of 4, 2 and 1 K/V heads.
 
     They cache less than the source does.
     """
     heads = ((n * geometry.head_dim, n * geometry.head_dim) for n in (4, 2, 1))
-    found = {}
+    useful = {}
     for latent, rope in ((512, 64), (256, 64), *heads):
         with suppress(CheckpointError):
             sizes = choose_sizes(geometry, latent, rope, "eps")
             if sizes.cached < sizes.source_cached:
-                found[latent, rope] = sizes
-    return sorted(found.values(), key=lambda sizes: -sizes.cached)
+                useful[latent, rope] = sizes
+    return sorted(useful.values(), key=lambda sizes: -sizes.cached)
 
 
 def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNorm) -> LatentSizes:

@@ -104,7 +104,7 @@ def unfold(tensors: dict[str, Real], sizes: LatentSizes, names: StockNames, scal
 
 
 def rounded_weight(sizes: LatentSizes) -> float:
-    """Return the norm's weight as bfloat16 holds it. So every dtype holds it, and saving the model anew keeps it."""
+    """Return the norm's weight as bfloat16 holds it. Every dtype holds it, so saving the model again keeps it."""
     return float(round_once(np.array([norm_weight(sizes.norm, sizes.latent)]), BFLOAT16).astype(np.float64)[0])
 
 

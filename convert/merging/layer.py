@@ -1,11 +1,6 @@
 """Merge the K/V heads of a whole layer, and adapt its queries and output projection."""
 
-import json
-import threading
-from collections import OrderedDict
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -13,15 +8,14 @@ from numpy.typing import NDArray
 
 from convert.merging.heads import GroupReport, compare_heads
 from convert.merging.methods import find_group_method
-from convert.merging.moments import Maps, Moments, apply, keep_spread, moments_from_weights
+from convert.merging.moments import Maps, Moments, apply, keep_logit_variance, moments_from_weights
 from convert.merging.norms import normalise, with_norms
 from convert.merging.rounding import round_once, widen
 from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join
 from convert.planning.recipe import Recipe
 from model.attention_layout import Heads, Sizes
-from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint
+from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError
-from model.common.files import sync_file
 from model.families.family import HeadNorms
 
 
@@ -154,8 +148,8 @@ def merge_attention(attention: LayerAttention, moments: list[Moments], method: s
 
 
 def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
-    """Return the attention with each group's heads mapped. Each query head keeps the spread of its logits."""
-    maps = [keep_spread(*pair) for pair in zip(moments, maps, strict=True)]
+    """Return the attention with each group's heads mapped. Each query head keeps the variance of its logits."""
+    maps = [keep_logit_variance(*pair) for pair in zip(moments, maps, strict=True)]
     groups = zip(attention.groups(len(moments)), maps, strict=True)
     merged = join([apply(group, group_maps) for group, group_maps in groups])
     return merged if attention.norms is None else with_norms(merged, attention.norms, moments, maps)
@@ -182,64 +176,6 @@ def finish_layer(
     return MergedLayer(tensors, reports)
 
 
-class MergedLayerCache:
-    """Merged layers shared by several workers. Each layer is computed once for all its tensors.
-
-    With a `calibrated` folder, layers are read from the files that `convert.calibration.solve` wrote there.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, n_workers: int, calibrated: Path | None = None) -> None:
-        self._checkpoint, self._size, self._calibrated = checkpoint, n_workers, calibrated
-        self._lock = threading.Lock()
-        self._layers: OrderedDict[LayerWork, Future[MergedLayer]] = OrderedDict()
-
-    def get(self, merge: LayerWork) -> MergedLayer:
-        """Return a layer. The first worker to request it computes it. The cache holds one layer per worker."""
-        with self._lock:
-            future, mine = self._layers.get(merge), merge not in self._layers
-            if future is None:
-                future = self._layers[merge] = Future()
-            while len(self._layers) > self._size:
-                self._layers.popitem(last=False)
-        if mine:
-            try:
-                if self._calibrated is None:
-                    layer = merge.compute(self._checkpoint)
-                else:
-                    layer = load_layer(merge, self._calibrated)
-                future.set_result(layer)
-            except BaseException as error:
-                future.set_exception(error)
-        return future.result()
-
-
-def save_layer(layer: MergedLayer, merge: LayerWork, folder: Path) -> None:
-    """Write a layer into a folder, atomically."""
-    partial = folder / f"{merge.file}.partial"
-    with partial.open("wb") as file:
-        text = json.dumps({name: [asdict(report) for report in reports] for name, reports in layer.reports.items()})
-        arrays: dict[str, Any] = {name: values.reshape(-1).view(np.uint8) for name, values in layer.tensors.items()}
-        forms = json.dumps({name: [values.dtype.name, values.shape] for name, values in layer.tensors.items()})
-        np.savez(file, reports=np.array(text), forms=np.array(forms), **arrays)
-    sync_file(partial)
-    partial.rename(folder / merge.file)
-
-
-_READING = threading.Lock()
-"""numpy parses each array's header with `ast`, which fails at times in several threads at once before Python 3.12."""
-
-
-def load_layer(merge: LayerWork, folder: Path) -> MergedLayer:
-    """Read a layer that `save_layer` wrote."""
-    with _READING, np.load(folder / merge.file, allow_pickle=False) as file:
-        reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))
-        dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
-        tensors = {name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1]) for name in merge.tensors}
-    return MergedLayer(
-        tensors, {name: [GroupReport(**report) for report in entries] for name, entries in reports.items()}
-    )
-
-
 def read_finite(checkpoint: Checkpoint, name: str) -> Real:
     """Read a tensor as float64. Raises CheckpointError for NaN or infinity."""
     tensor = checkpoint.tensors[name]
@@ -260,9 +196,11 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
         q_HDX, k_KDX = q_HDX[:, order], k_KDX[:, order]
     o_HMD = tensors[merge.output].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
     norms = _norms(tensors, merge, q_HDX, k_KDX)
-    if norms is not None and heads == merge.source:
-        norms = _linear(norms, merge)
     if norms is not None:
+        assert merge.norms is not None
+        if merge.norms.after_rotation and heads == merge.source:
+            # Then the source's heads after the norms are rotated projections, but for one number a head.
+            norms = norms.with_pair_means(merge.n_rotary_pairs)
         q_HDX, k_KDX = q_HDX * norms.q_HD[:, :, None], k_KDX * norms.k_KD[:, :, None]
     return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs, norms)
 
@@ -274,12 +212,6 @@ def _norms(tensors: dict[str, Real], merge: LayerMerge, q_HDX: Real, k_KDX: Real
     q_HD, k_KD = (_ordered(tensors[name], merge) for name in merge.norm_tensors)
     q_length, k_length = (float(np.sqrt(np.square(heads_HDX).sum(axis=2).mean())) for heads_HDX in (q_HDX, k_KDX))
     return NormWeights(q_HD, k_KD, q_length, k_length)
-
-
-def _linear(norms: NormWeights, merge: LayerMerge) -> NormWeights:
-    """Return a source's norms so that the heads after them are rotated projections, but for one number a head."""
-    assert merge.norms is not None
-    return norms.with_pair_means(merge.n_rotary_pairs) if merge.norms.after_rotation else norms
 
 
 def _ordered(norm: Real, merge: LayerMerge) -> Real:

@@ -140,7 +140,7 @@ def head_selector(moments: Moments, head: int) -> Real:
     return map_DF
 
 
-def keep_spread(moments: Moments, maps: Maps) -> Maps:
+def keep_logit_variance(moments: Moments, maps: Maps) -> Maps:
     """Return the maps with queries scaled so that each query head's logits keep their variance.
 
     The model's loss depends more on the variance of the logits than on their squared error: attention that is too

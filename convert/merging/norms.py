@@ -39,7 +39,7 @@ def normalise(attention: LayerAttention, norms: HeadNorms | None, key_scales_K: 
 
 
 def _lengths(heads_HDX: Real, per_head: bool) -> Real:
-    """Return what a norm divides projected heads by, for inputs of independent numbers, [H]; 1 for a head of zeros."""
+    """Return a norm's divisors of projected heads, for inputs of independent numbers, [H]; 1 for a head of zeros."""
     power_H = np.square(heads_HDX).sum(axis=2).mean(axis=1)
     if not per_head:
         power_H = np.full_like(power_H, power_H.mean())
@@ -83,7 +83,7 @@ def _merge_weights(weights_KD: Real, before_KD: Real, after_GD: Real) -> Real:
         weights_GD = np.sqrt(np.square(weights_KD).reshape(len(after_GD), -1, weights_KD.shape[1]).mean(axis=1))
     smallest = SMALLEST_WEIGHT * np.sqrt(np.square(weights_GD).mean())
     weights_GD = np.maximum(np.abs(weights_GD), smallest or 1.0)
-    # What a norm makes of heads has a mean square of about 1: less where its epsilon counts, before as after.
+    # Normalised heads have a mean square of about 1, and less where the epsilon counts. That holds before and after.
     old = (before_KD / np.where(weights_KD == 0, 1, np.square(weights_KD))).mean()
     new = (after_GD / np.square(weights_GD)).mean()
     return np.asarray(weights_GD * np.sqrt(new / old)) if old > 0 < new else weights_GD

@@ -63,7 +63,7 @@ class LayerAttention:
         """The rows of the projections of queries and of keys, before norms, [H, D, X] and [K, D, X]."""
         if self.norms is None:
             return self.q_HDX, self.k_KDX
-        # Where a weight is 0, so is the row, and what the projection held is lost.
+        # Where a weight is 0, the row is 0 too, and the projection's values cannot be recovered.
         q_HD, k_KD = (np.where(weights == 0, 1, weights) for weights in (self.norms.q_HD, self.norms.k_KD))
         return self.q_HDX / q_HD[:, :, None], self.k_KDX / k_KD[:, :, None]
 

@@ -4,7 +4,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from convert.merging.heads import merge_groups
-from convert.merging.layer import MergedLayer, MergedLayerCache
+from convert.merging.layer import MergedLayer
 from convert.merging.rounding import round_once, widen
+from convert.output.merged_layers import MergedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Array, Checkpoint, Shard, Span
@@ -44,7 +45,7 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
     calibrated = staging.scratch if plan.recipe.text else None
     layers = MergedLayerCache(checkpoint, plan.workers(workers), calibrated)
     jobs = [_ShardJob(checkpoint, plan, staging, shard, layers) for shard in plan.shards]
-    checksums = [_Checksum(staging, path) for path in checkpoint.weight_files]
+    checksums = [partial(_record_checksum, staging, path) for path in checkpoint.weight_files]
     pool = ThreadPoolExecutor(plan.workers(workers))
     stop = threading.Event()
 
@@ -56,7 +57,7 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
     try:
         # Checksum a file while its copies run, so that its bytes are in memory. Start the longest task first.
         for checksum, job in zip_longest(checksums, jobs):
-            tasks = [*(checksum.tasks() if checksum else ()), *(job.tasks() if job else ())]
+            tasks = [*([checksum] if checksum else ()), *(job.tasks() if job else ())]
             futures += [pool.submit(work, task) for task in tasks]
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             future.result()
@@ -67,22 +68,13 @@ def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, 
             job.close()
 
 
-@dataclass
-class _Checksum:
-    """The SHA-256 of one source file, for the record."""
-
-    staging: Staging
-    path: Path
-
-    def tasks(self) -> Iterator[Task]:
-        yield self._run
-
-    def _run(self) -> int:
-        key = checksum_key(self.path)
-        if key not in self.staging.finished:
-            with self.path.open("rb", buffering=0) as file:
-                self.staging.record(key, hashlib.file_digest(file, "sha256").hexdigest())
-        return self.path.stat().st_size
+def _record_checksum(staging: Staging, path: Path) -> int:
+    """Record the SHA-256 of a source file in the journal, unless it is there. Return the file's bytes."""
+    key = checksum_key(path)
+    if key not in staging.finished:
+        with path.open("rb", buffering=0) as file:
+            staging.record(key, hashlib.file_digest(file, "sha256").hexdigest())
+    return path.stat().st_size
 
 
 def checksum_key(path: Path) -> str:
@@ -115,17 +107,14 @@ class _ShardJob:
         regroupings = [partial(self._regroup, regrouped[name]) for name in self._shard.tensors if name in regrouped]
         tasks: list[Task] = [*regroupings, *self._copies()]
         self._left = len(tasks)
-        return [self._counted(task) for task in tasks] or [self._finish]
+        return [partial(self._run, task) for task in tasks] or [self._finish]
 
-    def _counted(self, task: Task) -> Task:
-        def run() -> int:
-            n = task()
-            with self._lock:
-                self._left -= 1
-                last = self._left == 0
-            return n + self._finish() if last else n
-
-        return run
+    def _run(self, task: Task) -> int:
+        n = task()
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        return n + self._finish() if last else n
 
     def _output(self) -> ShardFile:
         with self._lock:

@@ -25,7 +25,7 @@ class LatentRecipe(Recipe):
     norm: LatentNorm = "eps"
     frequencies: Frequencies = "stock"
     solver: LatentMethod = "fit"
-    """How latent and rotated key are found; all but `fit` are for comparison (`convert.latent.baselines`)."""
+    """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
     positions: tuple[float, ...] | None = None
     """The channels of the rotated key (`convert.latent.rotation`); None until the calibration has chosen them."""
 
@@ -49,13 +49,13 @@ class LatentRecipe(Recipe):
 
 
 def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
-    """Return whether latent attention of these sizes computes what the source does, whatever its weights are."""
+    """Return whether latent attention of these sizes computes the source's function for any weights."""
     keys = sizes.n_kv_heads * sizes.head_dim
     return sizes.rope == keys and sizes.free >= keys and (sizes.n_kv_heads == 1 or frequencies == "longrope")
 
 
 def default_positions(rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
-    """Return channels spread over all planes, without a look at the model."""
+    """Return channels spread evenly over all planes, whatever the model."""
     if frequencies == "longrope":
         return evenly(rope.n_planes, sizes.rope // 2)
     return stock_positions(rope.n_planes / (sizes.rope // 2), sizes.rope // 2)

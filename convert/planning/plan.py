@@ -27,7 +27,7 @@ MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
 _INTERPRETER, TORCH_BYTES, _TRANSFORMERS = 44_000_000, 450_000_000, 200_000_000
 _SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
-"""Bytes a worker needs beside its group; the latter where source tensors must be rewritten (`Plan.rewrites`)."""
+"""Bytes of a worker besides its group; the second number if source tensors must be rewritten (`Plan.rewrites`)."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Recipe:
     text: "CalibrationText | None" = None
     """The calibration text; None to merge by the weights alone."""
     device: str = "cpu"
-    """The device that runs the model. It is not recorded, since it changes no more than rounding."""
+    """The device that runs the model. It is not recorded, since it changes the rounding only."""
 
     @property
     def by_layer(self) -> bool:
@@ -39,7 +39,7 @@ class Recipe:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The recipe's entries in `groupwise.json`: all that the output depends on, but for rounding."""
+        """The recipe's entries in `groupwise.json`: everything that the output depends on, rounding aside."""
         record: dict[str, Any] = {"method": self.method, "seed": self.seed}
         if self.method == REPEAT:
             return record

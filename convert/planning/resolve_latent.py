@@ -17,14 +17,16 @@ from model.common.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LatentOptions:
-    """The options of `convert mha-to-mla`. None: not set by the user."""
+    """The options of `convert mha-to-mla`. None: not set by the user.
+
+    `method`, which the help does not show, is for comparison with published methods: they are not refined by default.
+    """
 
     latent: int
     rope: int
     latent_norm: LatentNorm
     frequencies: Frequencies | None
     method: LatentMethod
-    refit: bool
     refine: int | None
     calibration: str | None
     calibration_tokens: int | None
@@ -58,12 +60,11 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     elif options.calibration == NONE or is_exact(sizes, frequencies):
         _refuse_unused(options, sizes, frequencies)
         return replace(recipe, positions=default_positions(source.rope, sizes, frequencies))
-    refit, refine = options.refit, options.refine or 0
-    if options.method == "fit":
-        refit = True
-        refine = options.calibration_tokens or DEFAULT_TOKENS if options.refine is None else options.refine
+    fits, refine = options.method == "fit", options.refine
+    if refine is None:
+        refine = options.calibration_tokens or DEFAULT_TOKENS if fits else 0
     text, device = read_text(checkpoint, options.of_text)
-    return replace(recipe, refit=refit, refine=refine, text=text, device=device, seed=options.seed)
+    return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
 
 
 def _check_baseline(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:

@@ -66,19 +66,14 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
         check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
     if by_layer and options.calibration != NONE:
         try:
-            recipe = _calibrated(checkpoint, recipe, options)
+            text, device = read_text(checkpoint, options)
         except UnsupportedMethodError as error:
             if options.refit or options.refine or options.method in CALIBRATED:
                 raise
             raise UnsupportedMethodError(f"{error} --calibration none merges by the weights alone.") from error
+        recipe = replace(recipe, text=text, device=device)
     recipe.check()
     return recipe
-
-
-def _calibrated(checkpoint: Checkpoint, recipe: Recipe, options: MergeOptions) -> Recipe:
-    """Return the recipe with its calibration text. Raises UnsupportedMethodError if the model cannot be run on it."""
-    text, device = read_text(checkpoint, options)
-    return replace(recipe, text=text, device=device)
 
 
 def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[CalibrationText, str]:

@@ -1,7 +1,7 @@
 """Map the tensors with K/V heads to the output's tensors: the rows to merge and the rows to copy."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from convert.merging.heads import Merge
@@ -160,17 +160,12 @@ def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str
         if output.n < source.n:
             merges.append(Merge(name, source, output, heads))
         else:
-            copies += _copies(source, output, heads)
+            for head in heads:
+                source_name, source_row = source.place(head // (output.n // source.n))
+                copies.append(Rows(output.place(head)[1], source_name, source_row, output.rows_per_head))
     like = tensors[pairs[0][0].tensors[0]]
     tensor = replace(like, name=name, shape=(n_rows, *like.shape[1:]))
     return OutputTensor(tensor, tuple(_coalesced(copies)), tuple(merges))
-
-
-def _copies(source: Heads, output: Heads, heads: Iterable[int]) -> Iterable[Rows]:
-    repeats = output.n // source.n
-    for head in heads:
-        name, source_row = source.place(head // repeats)
-        yield Rows(output.place(head)[1], name, source_row, output.rows_per_head)
 
 
 def _coalesced(copies: list[Rows]) -> list[Rows]:

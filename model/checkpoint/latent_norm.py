@@ -134,6 +134,14 @@ class WithoutLatentNorm(_Wrapped):
         return rows[:, : norm.free] if _part(name) == KV_B else rows
 
 
+def without_latent_norm(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint as the native model reads it: without the norm of a latent, if it has one that is undone."""
+    norm = read_latent_norm(checkpoint.config)
+    if norm is None or isinstance(checkpoint, WithoutLatentNorm):
+        return checkpoint
+    return WithoutLatentNorm(checkpoint, norm)
+
+
 class WithLatentNorm(_Wrapped):
     """A checkpoint as `WithoutLatentNorm` presents it, with the tensors of the stock class."""
 

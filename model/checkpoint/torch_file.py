@@ -263,7 +263,7 @@ def _view(path: Path, tensor: "torch.Tensor", data: Array, storage: int) -> Stor
     strides = tuple(n * kind.itemsize for n in tensor.stride())
     try:
         array: Array = np.ndarray(tuple(tensor.shape), kind, data, start, strides)
-    except ValueError as error:  # raised by numpy if the view would leave its buffer
+    except ValueError as error:  # numpy raises it for a view beyond its buffer
         raise damaged(path, error) from error
     return Stored(dtype, array, Span(path, start, array.nbytes) if array.flags.c_contiguous else None)
 

@@ -85,3 +85,7 @@ class FiniteFloat(click.FloatRange):
         if not is_finite(number := super().convert(value, param, ctx)):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+    def _describe_range(self) -> str:
+        """Return the range for the help; without bounds, click would show `x<=None`."""
+        return "" if self.min is None and self.max is None else super()._describe_range()

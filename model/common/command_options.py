@@ -35,7 +35,7 @@ def pop_fields(kind: type[T], options: dict[str, Any]) -> T:
 
 
 class RenamedOption(click.Option):
-    """An option with its present name and its earlier one, which still works and is not in the help."""
+    """An option that was renamed. The earlier name works too, but is not in the help."""
 
     def __init__(self, names: list[str], **attributes: Any) -> None:
         self.earlier = names[1]

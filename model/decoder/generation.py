@@ -160,10 +160,30 @@ def _cached(config: LlamaConfig) -> str:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--prompt", required=True, help="Text to continue.")
-@click.option("--max-new-tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True)
-@click.option("--temperature", type=checks.FiniteFloat(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=checks.FiniteFloat(0, 1, min_open=True), default=1.0, show_default=True)
-@click.option("--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1, 1 << 20),
+    default=64,
+    show_default=True,
+    help="Tokens to generate at most.",
+)
+@click.option(
+    "--temperature",
+    type=checks.FiniteFloat(min=0),
+    default=0.0,
+    show_default=True,
+    help="Temperature of the sampling. 0 takes the likeliest token.",
+)
+@click.option(
+    "--top-p",
+    type=checks.FiniteFloat(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Draw from the likeliest tokens that together have this probability.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True, help="Seed of the sampling."
+)
 @device_option("run the model on")
 def command(folder: Path, **options: Any) -> None:
     """Generate text with the checkpoint in FOLDER."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
 from model.checkpoint import Tensor as Stored
-from model.checkpoint.latent_norm import WithoutLatentNorm, read_latent_norm
+from model.checkpoint.latent_norm import read_latent_norm, without_latent_norm
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import checks
 from model.common.errors import CheckpointError, InputError
@@ -91,14 +91,6 @@ def build_meta(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]
     with torch.device("meta"):
         model = LlamaForCausalLM(read_llama_config(checkpoint.config))
     return model, _match_names(checkpoint, model)
-
-
-def without_latent_norm(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint as the native model reads it: without the norm of a latent, if it has one that is undone."""
-    norm = read_latent_norm(checkpoint.config)
-    return (
-        checkpoint if norm is None or isinstance(checkpoint, WithoutLatentNorm) else WithoutLatentNorm(checkpoint, norm)
-    )
 
 
 def check_runnable(checkpoint: Checkpoint) -> None:

@@ -32,7 +32,7 @@ def attention_function(model_type: str) -> str | None:
 
 @contextmanager
 def observe_attention(model_type: str, attention: Any, observer: Observer) -> Iterator[None]:
-    """Call `observer` whenever this attention module of a model runs, with what it computes attention from.
+    """Call `observer` whenever this attention module of a model runs, with its queries, keys, values, mask and softmax.
 
     That is `q`, `k` and `v` [B, heads, T, D] after rotation, the `mask` [B, 1 or heads, T, T] that is added to the
     logits, and `softmax(products, mask)`, which turns the products of queries and keys into weights as the class does.

@@ -27,7 +27,7 @@ class HeadNorms:
     after_rotation: bool = False
     """Whether queries and keys are rotated before they are normalised."""
     offset: float = 0.0
-    """What the class adds to the stored weights."""
+    """Offset that the class adds to the stored weights."""
 
     @property
     def per_head(self) -> bool:

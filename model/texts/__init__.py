@@ -1,4 +1,4 @@
-"""Find and read texts: files, folders and datasets, in all programs in the same way.
+"""Find and read texts (files, folders, datasets), for all programs.
 
 `sources` finds the files that a name stands for, `jsonl`, `parquet`, `txt` and `arrow` read them. A new format needs a
 module with the interface `Reader` and its name in `READERS`.

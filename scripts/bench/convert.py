@@ -2,22 +2,26 @@
 
 Writes a synthetic sharded bf16 Llama checkpoint of each requested size, and measures alternately in one run:
 
-    ours         convert mha-to-gqa, a quarter of the K/V heads (a whole process, with start-up, fsync and SHA-256)
-    no-digest    the same without the SHA-256 of the source files, to show the cost of provenance
-    cp           cp -r of the folder
-    cp+sha256    cp -r and sha256sum of the source: the same result with standard tools
-    usual        from_pretrained, mean-pool the K/V projections, save_pretrained (transformers)
+    ours             convert mha-to-gqa, a quarter of the K/V heads (a whole process, with start-up, fsync and SHA-256)
+    no-digest        the same without the SHA-256 of the source files, to show the cost of provenance
+    cp               cp -r of the folder
+    cp+sync          cp -r, then sync of the file system: the copy is on the disk, as ours is
+    cp+sync+sha256   the same, then the SHA-256 of the source's shards, a process for each core: all that ours does
+                     (by openssl where it is installed: coreutils' sha256sum may not use the processor's instructions)
+    usual            from_pretrained, mean-pool the K/V projections, save_pretrained (transformers)
 
-Times are the best of --rounds after one warm-up round, in an order that changes each round. Memory is the peak of one
-process: RSS, and RssAnon (anonymous memory, without mapped and cached files), sampled from /proc.
+Ratios are medians over --rounds of the ratios within a round, after one warm-up round; the order changes each round.
+Memory is the peak of one process: RSS, and RssAnon (anonymous memory, without mapped and cached files), sampled from
+/proc.
 
-    python -m scripts.bench.convert --gb 2 4 8 --json docs/bench/convert.json
+    python -m scripts.bench.convert --gb 4 8 16 --json docs/bench/convert.json
 """
 
 import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +29,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+
+from scripts.bench.machine import facts
 
 HEADS, HEAD_DIM, LAYER_SHARD = 32, 64, 3
 HIDDEN, MLP, VOCAB = HEADS * HEAD_DIM, 5632, 32000
@@ -135,12 +141,15 @@ def read_kb(path: Path, key: str) -> int:
 
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
     arguments = ["mha-to-gqa", str(source), str(out), "--groups", str(HEADS // 4), "--method", "mean"]
-    copy = f"cp -r {source} {out}"
+    synced = f"cp -r {source} {out} && sync -f {out}"
+    sha256 = "openssl dgst -sha256" if shutil.which("openssl") else "sha256sum"
+    digests = f"printf '%s\\0' {source}/*.safetensors | xargs -0 -n 1 -P {os.cpu_count()} {sha256}"
     return {
         "ours": [sys.executable, "-m", "convert", *arguments],
         "no-digest": [sys.executable, "-c", NO_DIGEST, *arguments],
         "cp": ["cp", "-r", str(source), str(out)],
-        "cp+sha256": ["sh", "-c", f"{copy} && sha256sum {source}/*.safetensors"],
+        "cp+sync": ["sh", "-c", synced],
+        "cp+sync+sha256": ["sh", "-c", f"{synced} && {digests}"],
         "usual": [sys.executable, "-c", USUAL, str(source), str(out), str(HEADS // 4)],
     }
 
@@ -157,17 +166,20 @@ def bench(source: Path, out: Path, rounds: int, slow_rounds: int) -> dict[str, d
             row = measure(commands(source, out)[name])
             if turn:
                 rows.setdefault(name, []).append(row)
-    best = {}
+    ours, summary = [row["seconds"] for row in rows["ours"]], {}
     for name, runs in rows.items():
         shutil.rmtree(out, ignore_errors=True)
         os.sync()
-        best[name] = {
-            "seconds": min(r["seconds"] for r in runs),
-            "anon_mb": max(r["anon_mb"] for r in runs),
+        seconds = [row["seconds"] for row in runs]
+        summary[name] = {
+            "seconds": statistics.median(seconds),
+            "least_seconds": min(seconds),
+            "ours_to_it": statistics.median(own / its for own, its in zip(ours, seconds, strict=False)),
+            "anon_mb": max(row["anon_mb"] for row in runs),
             "rss_mb": peak_rss_mb(commands(source, out)[name]),
         }
     shutil.rmtree(out, ignore_errors=True)
-    return best
+    return summary
 
 
 def main() -> None:
@@ -185,22 +197,21 @@ def main() -> None:
         source, out = options.work / "source", options.work / "out"
         shutil.rmtree(options.work, ignore_errors=True)
         total = make_checkpoint(source, gigabytes)
-        best = bench(source, out, options.rounds, options.slow_rounds)
+        summary = bench(source, out, options.rounds, options.slow_rounds)
         shutil.rmtree(options.work)
-        results.append({"bytes": total, "rounds": options.rounds, "best": best})
-        show(total, best)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        results.append({"bytes": total, "rounds": options.rounds, "machine": facts(), "candidates": summary})
+        show(total, summary)
+        if options.json:  # after each size, so that a stop loses little
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def show(total: int, best: dict[str, dict[str, float]]) -> None:
+def show(total: int, summary: dict[str, dict[str, float]]) -> None:
     print(f"\n{total / 1e9:.2f} GB, {HEADS} → {HEADS // 4} K/V heads, {os.cpu_count()} cores")
-    print("| | seconds | ÷ cp -r | ours ÷ it | peak RSS MB | peak anonymous MB |\n|---|---|---|---|---|---|")
-    for name, row in best.items():
-        of_cp, of_it = row["seconds"] / best["cp"]["seconds"], best["ours"]["seconds"] / row["seconds"]
+    print("| | seconds | least | ours ÷ it | peak RSS MB | peak anonymous MB |\n|---|---|---|---|---|---|")
+    for name, row in summary.items():
         print(
-            f"| {name} | {row['seconds']:.2f} | {of_cp:.2f} | {of_it:.2f} "
+            f"| {name} | {row['seconds']:.2f} | {row['least_seconds']:.2f} | {row['ours_to_it']:.2f} "
             f"| {row['rss_mb']:.0f} | {row['anon_mb']:.0f} |"
         )
 

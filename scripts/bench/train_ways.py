@@ -105,7 +105,7 @@ def compare(work: Path, steps: int, rounds: int, precision: str) -> list[Row]:
     for turn in range(rounds):
         for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
             speeds[name] += ways[name](work / f"{name}-{turn}")
-    medians = {name: statistics.median(found) for name, found in speeds.items()}
+    medians = {name: statistics.median(each) for name, each in speeds.items()}
     return [
         {"ratio_of": name, "precision": precision, "ratio": medians[a] / medians[b],
          "tokens_per_s": [medians[a], medians[b]]}

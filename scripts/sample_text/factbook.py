@@ -18,8 +18,8 @@ LEFT_OUT = ("overview", "comparative", "Map")
 def paragraphs(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield each country's name and its paragraphs of prose."""
     for path, entry in _entries(folder):
-        found = [_prose(entry.get(section, {}).get(field, {})) for section, field in PROSE]
-        long = [text for text in found if len(text) > 300]
+        texts = [_prose(entry.get(section, {}).get(field, {})) for section, field in PROSE]
+        long = [text for text in texts if len(text) > 300]
         if long:
             yield path.stem, ["\n\n".join(long)]
 

@@ -50,6 +50,10 @@ class Case:
     """None is the evaluation right after conversion."""
 
     @property
+    def latent(self) -> tuple[int, int] | None:
+        return self.arm.sizes(self.groups)
+
+    @property
     def name(self) -> str:
         groups = "" if self.groups is None else f"-g{self.groups}"
         return f"{self.subject.name}-s{self.subject.seed}-{self.arm.name}{groups}"
@@ -87,7 +91,7 @@ def missing_cases(workspace: Workspace) -> list[Case]:
 def key(case: Case, stage: Stage | None) -> tuple[object, ...]:
     """Return the identity of a figure. An arm whose arguments have changed is another arm."""
     convert = None if case.arm.convert is None else tuple(case.arm.convert)
-    identity = (case.subject.name, case.subject.seed, case.arm.name, convert, case.groups)
+    identity = (case.subject.name, case.subject.seed, case.arm.name, convert, case.groups, case.latent)
     return (*identity, *stage_values(case, stage).values())
 
 
@@ -95,7 +99,8 @@ def key_of_line(line: Result) -> tuple[object, ...]:
     convert = None if line["convert"] is None else tuple(line["convert"])
     groups = None if is_parent(line) else line["groups"]
     names = ("alpha", "loss", "lr", "schedule", "global_batch_tokens", "trainable")
-    return (line["parent"], line["seed"], line["arm"], convert, groups, *(line[name] for name in names))
+    latent = line["latent"] and tuple(line["latent"])
+    return (line["parent"], line["seed"], line["arm"], convert, groups, latent, *(line[name] for name in names))
 
 
 def stage_values(case: Case, stage: Stage | None) -> Result:
@@ -133,8 +138,10 @@ def begin(workspace: Workspace, case: Case, out: Path) -> Path:
     if case.arm.convert is None:
         return workspace.parent(case.subject.seed, f"g{case.groups}") if case.arm.from_nothing else case.subject.folder
     convert = (word.replace(REGISTERS, f"{case.subject.registers}/own") for word in case.arm.convert)
-    arguments = ("--groups", case.groups, *convert, "--overwrite", "--json")
-    programs.run("convert", "mha-to-gqa", case.subject.folder, out, *arguments)
+    command, size = "mha-to-gqa", ("--groups", case.groups)
+    if case.latent is not None:
+        command, size = "mha-to-mla", ("--latent", case.latent[0], "--rope", case.latent[1])
+    programs.run("convert", command, case.subject.folder, out, *size, *convert, "--overwrite", "--json")
     return out
 
 
@@ -189,7 +196,7 @@ def describe(workspace: Workspace, case: Case, stage: Stage | None, measures: Re
         "groups": case.groups or config["num_key_value_heads"], "seed": subject.seed, **stage_values(case, stage),
         "tokens": measures["tokens"], "held_out_loss": measures["loss"], "parent_loss": measures["teacher_loss"],
         "kl": measures["kl"], "agreement": measures["agreement"], "targets": measures["targets"],
-        "convert": case.arm.convert, "from_nothing": case.arm.from_nothing,
+        "convert": case.arm.convert, "latent": case.latent, "from_nothing": case.arm.from_nothing,
         "original_tokens": subject.tokens, "precision": subject.precision,
         "parent_sha256": weights_hash(subject.folder),
         "caches": cache_hashes(subject.caches), "commit": commit(),

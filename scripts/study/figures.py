@@ -2,7 +2,7 @@
 
 headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
 uptraining, of the better-trained parents. weak.png: the same of the weak ones. compute.png: loss against compute, of
-the weak ones. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
+both. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
 against the peak of the learning rate. parts.png: the same by the part that is trained.
 """
 
@@ -42,13 +42,14 @@ SOURCES = {
         "merges.jsonl",
         "smollm2.jsonl",
         "refine.jsonl",
+        "refine_longer.jsonl",
         "registers.jsonl",
         *(f"{plan}.jsonl" for plan in BETTER),
     ),
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
     RATES: ("rates.jsonl",),
-    COMPUTE: (*(f"{plan}.jsonl" for plan in WEAK), "refine.jsonl", "parts.jsonl"),
+    COMPUTE: tuple(f"{plan}.jsonl" for plan in (*WEAK, *BETTER, "refine", "refine_longer", "parts")),
     PARTS: ("parts.jsonl",),
 }
 """What each figure is drawn from."""
@@ -64,7 +65,7 @@ PLACES = (
     ("merges", 1, "8 → 1", ORANGE, ORANGE, "s"), ("longer", 1, "8 → 1, better-trained parents", ORANGE, "white", "s"),
     ("smollm2", 1, "SmolLM2 3 → 1", GREEN, GREEN, "^"),
 )  # fmt: skip
-TODAYS_PLANS = {"merges": "refine", "smollm2": "registers"}
+TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "registers"}
 """The plans that have the default merge as it is now. All other merges were calibrated on less text, of one kind."""
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
@@ -72,7 +73,12 @@ CURVES = (
     ("fit-refit", "distill", "fit --refit, distilled", BLUE, "o"),
     ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
 )
+TODAYS_CURVE = (TODAY["refine_longer"], "distill", "the default, distilled", GREEN, "^")
 DEFAULT_BY_TOKENS = ("closed form", "refined 65536", "refined 262144")
+DISTILLED_DEFAULT = (DEFAULT, "refined 65536")
+"""Names of the default merge in the plans that distil it."""
+SHARES, GAPS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2), (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""Ticks: compute as a share of the recipe's, and nats."""
 TOP = 0.55
 BEYOND = "nats per token beyond the parent"
 SCRATCH = "trained with so few heads from the start"
@@ -106,7 +112,8 @@ def headline(results: Path) -> Figure:
     plans = {name: read(results / f"{name}.jsonl") for name in names}
     draw_merges(figure.add_subplot(grid[0, :]), plans)
     left = figure.add_subplot(grid[1, 0])
-    draw_both(figure, left, figure.add_subplot(grid[1, 1], sharey=left), united(results, BETTER))
+    lines = [*united(results, BETTER), *read(results / "refine_longer.jsonl")]
+    draw_both(figure, left, figure.add_subplot(grid[1, 1], sharey=left), lines)
     return figure
 
 
@@ -166,40 +173,49 @@ def rates(results: Path) -> Figure:
 
 
 def compute(results: Path) -> Figure:
-    """Draw what each way from the parent to fewer heads comes to, against its compute, on the weak parents."""
-    figure = Figure(figsize=(8.2, 3.8), layout="constrained")
-    former, refined = united(results, WEAK), read(results / "refine.jsonl")
-    parts = [line for line in read(results / "parts.jsonl") if line["arm"] == "default"]
+    """Draw the loss of each way from the parent to fewer heads against its compute: a row of panels for each kind."""
+    better = [*united(results, BETTER), *read(results / "refine_longer.jsonl")]
+    weak = [*united(results, WEAK), *read(results / "refine.jsonl")]
+    weak += [line for line in read(results / "parts.jsonl") if line["arm"] == DEFAULT and line["alpha"]]
+    kinds = [("weak", weak), ("better-trained", better)]
+    figure = Figure(figsize=(8.2, 6.4), layout="constrained")
+    rows = figure.subplots(2, 2, sharex=True, sharey="row")
+    for (name, lines), panels in zip(kinds, rows, strict=True):
+        for axes, groups in zip(panels, (2, 1), strict=True):
+            draw_compute(axes, [line for line in lines if line["groups"] == groups])
+            axes.set_title(f"8 → {groups}, {name} parents")
+        panels[0].set_ylabel(BEYOND)
+    for axes in rows[-1]:
+        axes.set_xlabel("compute, as a share of the paper's recipe")
+    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def draw_compute(axes: Axes, lines: list[Result]) -> None:
+    """Draw the gap to the parent against compute, for each way of converting and uptraining."""
+    papers = forward_passes(at(lines, "mean", (0.05, "next-token"))[0])
     ways: list[tuple[str, list[Result], str, str]] = [
-        (label, [line for line in former if (line["arm"], line["loss"]) == (arm, loss)], colour, f"{marker}-")
+        (label, [line for line in lines if (line["arm"], line["loss"]) == (arm, loss)], colour, f"{marker}-")
         for arm, loss, label, colour, marker in CURVES[:2]
     ]
-    default = [line for line in refined if line["arm"] in DEFAULT_BY_TOKENS and not line["alpha"]]
+    default = [line for line in lines if line["arm"] in DEFAULT_BY_TOKENS and not line["alpha"]]
     ways.append(("the default, refined on 0, 65,536 and 262,144 tokens", default, BLUE, "o-"))
+    distilled = [line for line in lines if line["arm"] in DISTILLED_DEFAULT and line["loss"] == "distill"]
     for part, colour, form in (("all", GREEN, "^-"), ("attention", INK, "v:")):
-        ways.append((f"the default, distilled: {part}", [x for x in parts if x["trainable"] == part], colour, form))
-    for axes, groups in zip(figure.subplots(1, 2, sharey=True), (2, 1), strict=True):
-        recipe = at(former, "mean", (0.05, "next-token"), groups)
-        papers = forward_passes(recipe[0])
-        for label, lines, colour, form in ways:
-            own = [line for line in lines if line["groups"] == groups]
-            costs = sorted({forward_passes(line) for line in own})
-            points = {
-                cost / papers: gaps(at_best_setting([line for line in own if forward_passes(line) == cost]))
-                for cost in costs
-            }
-            if points:
-                draw_points(axes, points, label, colour, form)
-        axes.set_title(f"8 → {groups}")
-        axes.set_xlabel("compute, as a share of the paper's recipe")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
-        axes.xaxis.set_minor_locator(NullLocator())
-    figure.axes[0].set_ylabel(BEYOND)
-    figure.axes[0].set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5], ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5"])
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return figure
+        own = [line for line in distilled if line["trainable"] == part]
+        ways.append((f"the default, distilled: {part}", own, colour, form))
+    for label, of_way, colour, form in ways:
+        points = {}
+        for cost in sorted({forward_passes(line) for line in of_way}):
+            points[cost / papers] = gaps(at_best_setting([line for line in of_way if forward_passes(line) == cost]))
+        if points:
+            draw_points(axes, points, label, colour, form)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(SHARES, [f"{share:g}" for share in SHARES])
+    axes.set_yticks(GAPS, [f"{gap:g}" for gap in GAPS])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def parts(results: Path) -> Figure:
@@ -270,7 +286,7 @@ def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: i
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
     axes.set_title(f"8 → {groups}: loss against uptraining")
-    for arm, loss, label, colour, marker in CURVES:
+    for arm, loss, label, colour, marker in (*CURVES, TODAYS_CURVE):
         if points := curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss):
             percent = {100 * alpha: seeds for alpha, seeds in points.items()}
             draw_points(axes, percent, label, colour, f"{marker}-")

@@ -27,8 +27,8 @@ dataset_kwargs:
     test: {data}
 test_split: test
 output_type: {output_type}
-doc_to_text: "{given}"
-doc_to_target: "{asked}"
+doc_to_text: "{context}"
+doc_to_target: "{target}"
 metric_list:
 {metrics}
 metadata:
@@ -50,10 +50,15 @@ def main(texts: Path, out: Path, passages: int) -> None:
     data = out.resolve() / "passages.jsonl"
     rows = [row for text in documents(texts) for row, _ in zip(split(text), range(passages), strict=False)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, (output_type, given, asked, measures) in TASKS.items():
+    for name, (output_type, context, target, measures) in TASKS.items():
         metrics = "\n".join(f"  - metric: {measure}" for measure in measures)
         task = TASK.format(
-            name=name, data=json.dumps(str(data)), output_type=output_type, given=given, asked=asked, metrics=metrics
+            name=name,
+            data=json.dumps(str(data)),
+            output_type=output_type,
+            context=context,
+            target=target,
+            metrics=metrics,
         )
         (out / f"{name}.yaml").write_text(task)
     click.echo(f"{len(rows)} passages, tasks {' and '.join(TASKS)}, in {out}.")

@@ -3,8 +3,8 @@
     python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, updates tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
-`savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers` or `distilled_registers`.
-`savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers` or `parts`.
+`savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
+`calibration`, `refine`, `refine_longer`, `demo_model`, `parts` or `latent`.
 """
 
 import json
@@ -33,10 +33,10 @@ from scripts.study.results import (
     unique,
     united,
 )
-from scripts.study.table import by_heads, by_parent, by_part, kv_heads, markdown, savings, show, tables
+from scripts.study.table import by_cache, by_heads, by_parent, by_part, kv_heads, markdown, savings, show, tables
 
 RESULTS = Path("docs/study")
-PAGES = (Path("README.md"), Path("docs/study.md"), RESULTS / "tables.md")
+PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "tables.md")
 PARENTS = "parents.jsonl"
 SAME_PARENT = 1e-3
 """Tolerance for the loss of one model on different machines, in nats."""
@@ -132,11 +132,13 @@ def renewed(page: str, results: Path) -> str:
             "savings_weak": lambda folder: savings(united(folder, WEAK), BEST),
             "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
+            "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
             "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),
             "refined_registers": refined_registers,
             "distilled_registers": distilled_registers,
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
+            "latent": lambda folder: by_cache(read(folder / "latent.jsonl")),
             "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))

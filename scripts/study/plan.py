@@ -76,11 +76,19 @@ class Stage:
 class Arm:
     name: str
     convert: tuple[str, ...] | None = None
-    """Arguments of `convert mha-to-gqa`. Without them, the arm is the control: the parent itself, trained further."""
+    """Arguments of `convert mha-to-gqa`, or of `mha-to-mla` with `latent`. Without them, the arm is the control: the
+    parent itself, trained further."""
     from_nothing: bool = False
     """Whether the arm is not a merge, but a model trained from scratch like the parent, with fewer K/V heads."""
     groups: tuple[int, ...] = ()
+    latent: tuple[tuple[int, int], ...] = ()
+    """`--latent` and `--rope`: the arm is converted by `convert mha-to-mla`. `groups` are then the numbers of K/V heads
+    that cache as much."""
     uptrain: tuple[Stage, ...] = ()
+
+    def sizes(self, groups: int | None) -> tuple[int, int] | None:
+        """Return the sizes of latent attention that cache as much as some K/V heads; None for an arm without it."""
+        return self.latent[self.groups.index(groups)] if self.latent and groups is not None else None
 
     @property
     def is_parent(self) -> bool:
@@ -95,7 +103,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class ExternalParent:
-    """A parent that the study did not train, with its own tokenizer. All arms of the plan also run on it."""
+    """A parent that the study did not train, with its own tokenizer. All merges of the plan also run on it."""
 
     name: str
     model: str
@@ -157,12 +165,27 @@ def read_plan(path: Path) -> Plan:
         plan = make(Plan, table | {"name": path.stem, "home": home})
     except InputError as error:
         raise PlanError(f"{path}: {error}.") from error
+    plan = replace(plan, arms=tuple(_with_groups(arm, plan.parent.model, path) for arm in plan.arms))
     names = [arm.name for arm in plan.arms]
     if twice := {name for name in names if names.count(name) > 1}:
         raise PlanError(f"{path}: two arms are called {min(twice)}.")
     if plan.parent.families and any(arm.from_nothing for arm in plan.arms):
         raise PlanError(f"{path}: parents of several families cannot go with from_nothing; leave one of the two out.")
     return plan
+
+
+def _with_groups(arm: Arm, model: dict[str, Any], path: Path) -> Arm:
+    """Return an arm with the numbers of K/V heads that cache as much as its latent attention, if it has that.
+
+    Raises PlanError for a size that no whole number of K/V heads has, and for two sizes of the same cache.
+    """
+    if not arm.latent:
+        return arm
+    per_head = 2 * int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])
+    groups = tuple(sum(sizes) // per_head for sizes in arm.latent)
+    if any(sum(sizes) % per_head for sizes in arm.latent) or len({*groups}) < len(groups):
+        raise PlanError(f"{path}: the sizes of {arm.name} in latent must cache different multiples of {per_head}.")
+    return replace(arm, groups=groups)
 
 
 def _read_table(path: Path) -> dict[str, Any]:
@@ -191,7 +214,7 @@ def arms_of(plan: Plan, outside: ExternalParent | None) -> tuple[Arm, ...]:
     """Return the arms for the plan's own parent, or for an outside one."""
     arms = plan.arms
     if outside:
-        merges = (arm for arm in arms if not arm.from_nothing)
+        merges = (arm for arm in arms if not arm.from_nothing and not arm.latent)
         arms = tuple(replace(arm, groups=outside.groups, uptrain=outside.uptrain) for arm in merges)
     return tuple(_control(arm) if arm.is_parent else arm for arm in arms)
 

@@ -264,8 +264,8 @@ def small_talk(file: Path) -> list[Document]:
 def reasoning(file: Path) -> list[Document]:
     """Return a dialogue for each subject of the MMLU prompts with reasoned answers."""
     subjects = json.loads(file.read_text(encoding="utf-8")).values()
-    asked = [re.findall(r"^Q: (.*?)^A: (.*?)(?=^Q: |\Z)", text, re.DOTALL | re.MULTILINE) for text in subjects]
-    return [messages(*(turn.strip() for pair in pairs for turn in pair)) for pairs in asked if pairs]
+    questions = [re.findall(r"^Q: (.*?)^A: (.*?)(?=^Q: |\Z)", text, re.DOTALL | re.MULTILINE) for text in subjects]
+    return [messages(*(turn.strip() for pair in pairs for turn in pair)) for pairs in questions if pairs]
 
 
 def functions(file: Path) -> list[Document]:

@@ -26,14 +26,16 @@ def read(path: Path) -> list[Result]:
     # Early lines lack these keys.
     return [
         {"schedule": "wsd" if line["loss"] else None, "trainable": "all" if line["loss"] else None,
-         "from_nothing": False} | line
+         "from_nothing": False, "latent": None} | line
         for line in lines
     ]  # fmt: skip
 
 
 WEAK = ("paper", "recipe", "short")
 """The plans that uptrain the three weak parents. The first has the arms that are uptrained at every length."""
-TODAY = {"refine": "refined 65536", "registers": "shipped 65536, refined 65536"}
+TODAY = {
+    "refine": "refined 65536", "refine_longer": "refined 65536", "registers": "shipped 65536, refined 65536",
+}  # fmt: skip
 """Plan → the arm with the default merge as it is now."""
 BETTER = ("longer", "recipe_longer", "from_nothing")
 """The plans that uptrain the better-trained parents."""

@@ -143,6 +143,29 @@ def by_part(lines: list[Result]) -> str:
     return markdown(["trained", *(f"{arm}, α {alpha:g}" for arm, alpha in columns)], rows)
 
 
+def by_cache(lines: list[Result]) -> str:
+    """Return the table of losses beyond the parent by cached numbers, of merged heads and of latent attention.
+
+    Each uptraining is at its best rate, which the cell names, with the number of parents where not all are in it.
+    """
+    cached = {line["groups"]: sum(line["latent"]) for line in lines if line["latent"]}
+    n_parents = len(losses(lines))
+    converted = [line for line in lines if not is_parent(line)]
+    arms, rows = unique(line["arm"] for line in converted), []
+    models = unique((line["arm"], stage_of(line), line["trainable"]) for line in converted)
+    for arm, stage, part in sorted(models, key=lambda model: (arms.index(model[0]), *by_loss(model[1]))):
+        own = [x for x in converted if (x["arm"], stage_of(x), x["trainable"]) == (arm, stage, part)]
+        cells = []
+        for groups in sorted(cached):
+            best = at(own, arm, stage, groups)
+            remarks = [f"lr {best[0]['lr']:g}"] if best and stage != START else []
+            if best and len(losses(best)) < n_parents:
+                remarks.append(f"{len(losses(best))} of {n_parents} parents")
+            cells.append(show(gaps(best)) + (f" ({'; '.join(remarks)})" if remarks else ""))
+        rows.append([arm, "–" if stage == START else f"α {stage[0]:g}, {part}", *cells])
+    return markdown(["", "distilled", *(f"{cached[groups]} numbers" for groups in sorted(cached))], rows)
+
+
 def by_parent(lines: list[Result]) -> str:
     """Return the table of the arms `mean` and `default` on each parent, right after conversion and uptrained.
 

@@ -199,18 +199,18 @@ def test_the_queries_are_the_least_squares_solution(source, tmp_path):
         after = solve_queries(layer, before, fitted, sizes, (planes, channels), pairs)
         head, features, targets = 3, [], []
 
-        def turned(rows, x, distance, frequencies):
+        def rotate(rows, x, distance, frequencies):
             half = len(rows) // 2
-            turned = (x @ (rows[:half] + 1j * rows[half:]).T) * np.exp(1j * distance[..., None] * frequencies)
-            return np.concatenate([turned.real, turned.imag], axis=-1)
+            rotated = (x @ (rows[:half] + 1j * rows[half:]).T) * np.exp(1j * distance[..., None] * frequencies)
+            return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
         for window, drawn in pairs:
             x = layer.inputs([window])[0].double().numpy()
             at = drawn.at_HSC[head].numpy()
             distance = at - drawn.at_S.numpy()[:, None]
-            feature = [turned(fitted.key_RX, x[at], distance, channels), x[at] @ fitted.latent_LX.T]
+            feature = [rotate(fitted.key_RX, x[at], distance, channels), x[at] @ fitted.latent_LX.T]
             features.append(np.concatenate(feature, axis=-1))
-            targets.append(turned(before.k_KDX[head], x[at], distance, planes))
+            targets.append(rotate(before.k_KDX[head], x[at], distance, planes))
         features, targets = (np.concatenate(each) for each in (features, targets))
         features, targets = (
             (each - each.mean(axis=1, keepdims=True)).reshape(-1, each.shape[2]) for each in (features, targets)

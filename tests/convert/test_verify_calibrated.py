@@ -125,7 +125,7 @@ def test_terminated_verify_leaves_no_scratch(convert, parent, tmp_path):
     out, scratch = tmp_path / "out", tmp_path / "tmp"
     scratch.mkdir()
     assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).code == 0
-    code = "import os, signal, convert.verify as v\n"
+    code = "import os, signal, convert.verification.layers as v\n"
     code += "v.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\nfrom convert.cli import main\nmain()"
     command = [sys.executable, "-c", code, "verify", str(parent), str(out)]
     result = subprocess.run(
@@ -149,9 +149,9 @@ def test_verify_without_torch_or_room(convert, parent, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).code == 0
     with monkeypatch.context() as patch:
-        patch.setattr("convert.verify.shutil.disk_usage", lambda path: SimpleNamespace(free=1))
+        patch.setattr("convert.verification.layers.shutil.disk_usage", lambda path: SimpleNamespace(free=1))
         convert("verify", parent, out).refused("0.00 GB free", "set TMPDIR")
-    monkeypatch.setattr("convert.verify.find_spec", lambda name: None)
+    monkeypatch.setattr("convert.verification.recorded_recipe.find_spec", lambda name: None)
     result = convert("verify", parent, out)
     assert (result.code, "needs torch" in result.err) == (4, True)
 

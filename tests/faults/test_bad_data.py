@@ -43,7 +43,7 @@ def test_bad_line_in_the_middle(prepare, tmp_path, monkeypatch, kind, unit_bytes
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 16 + bad + line() * 16)
     result = prepare(path)
-    hint = "put it right, or leave such records out with --on-bad-record skip."
+    hint = "correct it, or skip such records with --on-bad-record skip."
     result.refused(f"Error: {path}:17: {reason}; {hint}")
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.groupwise").exists() == (unit_bytes == 64) == ("(What is finished is kept" in result.err)

@@ -66,6 +66,8 @@ def test_options_that_do_not_fit(refused, options, words):
         (("--latent-norm", "learned"), ("'learned' is not one of", "eps", "bias")),
         (("--frequencies", "yarn"), ("'yarn' is not one of",)),
         (("--groups", 2), ("No such option",)),
+        (("--refit",), ("No such option",)),
+        (("--method", "mean"), ("'mean' is not one of",)),
     ],
 )
 def test_values_that_no_model_can_have(convert, source, tmp_path, options, words):

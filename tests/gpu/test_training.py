@@ -1,12 +1,16 @@
 """Runs on GPUs, stopped and resumed, against the same runs on the CPU: `scripts/test --all --gpu tests/gpu`."""
 
+import itertools
 import json
+import warnings
 
 import pytest
 import real_runs
 import torch
+from small_training import make_training
 
 from uptrain.distributed.accelerator import has_accelerator
+from uptrain.training.loop import RunState, train
 
 STEPS, STOP_IN = 12, 5
 MANY = [pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)]
@@ -63,3 +67,20 @@ def test_compiled_layers(tmp_path, inputs, expected, more):
     run = tmp_path / "run"
     real_runs.drive([{"arguments": [*arguments(inputs, run), "--compile", *more]}])
     assert losses(real_runs.records(run)) == pytest.approx(losses(expected), rel=0.02)
+
+
+def test_a_step_waits_for_the_device_once(tmp_path, device):
+    """And copies its batches without blocking; `tests/uptrain/test_waiting.py` counts calls on the CPU."""
+    if device.type != "cuda":
+        pytest.skip("CUDA reports what waits for it")
+    waits = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = make_training(tmp_path, 6, lambda record: waits.append(len(caught)))
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train(training, RunState())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    of_records = waits[1::2]  # an update and a record in turn
+    assert [after - before for before, after in itertools.pairwise(of_records[1:])] == [1] * 4

@@ -14,7 +14,7 @@ SETTINGS = {"gemma": {"head_dim": 16}, "qwen3": {"head_dim": 16}}
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
+def answered(tmp_path_factory):
     environment = interop.need("ctranslate2")
     place = tmp_path_factory.mktemp("ctranslate2")
     tokenizer, folders = interop.make_tokenizer(place / "tokenizer"), {}
@@ -29,8 +29,8 @@ def asked(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits(asked, figure, family):
-    folders, _, logits, ids = asked
+def test_logits(answered, figure, family):
+    folders, _, logits, ids = answered
     for groups in (8, 4, 2, 1):
         name = f"{family} {groups}"
         expected = interop.logits_of(folders[name], ids)
@@ -41,8 +41,8 @@ def test_logits(asked, figure, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_continuation(asked, family):
-    folders, answer, _, ids = asked
+def test_greedy_continuation(answered, family):
+    folders, answer, _, ids = answered
     for groups in (8, 4, 2, 1):
         name = f"{family} {groups}"
         assert answer["greedy"][name] == interop.greedy(folders[name], ids[0], N_NEW), name

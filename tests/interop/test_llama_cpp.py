@@ -22,7 +22,7 @@ N_NEW, VOCAB = 20, 320
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
+def answered(tmp_path_factory):
     environment = interop.need("llama_cpp")
     place = tmp_path_factory.mktemp("llama_cpp")
     tokenizer = place / "tokenizer"
@@ -47,8 +47,8 @@ def asked(tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_logits(asked, figure, source):
-    folders, answer, logits, ids = asked
+def test_logits(answered, figure, source):
+    folders, answer, logits, ids = answered
     family = source.split(",")[0]
     key = ARCHITECTURES.get(family, family)
     for groups in (8, 4, 2, 1):
@@ -64,8 +64,83 @@ def test_logits(asked, figure, source):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_greedy_continuation(asked, source):
-    folders, answer, _, ids = asked
+def test_greedy_continuation(answered, source):
+    folders, answer, _, ids = answered
     for groups in (8, 4, 2, 1):
         name = f"{source} {groups}"
         assert answer["greedy"][name] == interop.greedy(folders[name], ids[0], N_NEW), name
+
+
+QUERIES, GROUPS = "deepseek2.attention.q_lora_rank", "deepseek2.expert_group_count"
+OVERRIDES = {QUERIES: 0, GROUPS: 0}
+"""llama.cpp requires a rank of queries of a DeepSeek-V3, which the converter writes only where they have one; and fewer
+groups of experts than experts, where ours has one of each, which no layer uses."""
+LATENT = {
+    "f32": ("stock", "f32", 1e-3),
+    "bf16": ("stock", "bf16", 0.05),
+    "f16": ("stock", "f16", None),
+    "longrope": ("longrope", "f32", None),
+}
+"""Frequencies, the type of the GGUF file, and the difference of logits; None where it is wrong."""
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    """Return a request about folders of latent attention, and a folder whose norm is undone by a bias."""
+    place = tmp_path_factory.mktemp("latent")
+    tokenizer = interop.make_tokenizer(place / "tokenizer")
+    source = interop.make_source(place / "source", "llama", tokenizer, **interop.WIDE)
+    fixed = ("--latent", 48, "--calibration", "none")
+    for name, (frequencies, _, _) in LATENT.items():
+        # 16 numbers are two channels for each plane of a head of 8, which only longrope expresses.
+        rope = 16 if frequencies == "longrope" else 8
+        interop.call("mha-to-mla", source, place / name, *fixed, "--rope", rope, "--frequencies", frequencies)
+    options = ("--rope", 8, "--frequencies", "stock", "--latent-norm", "bias")
+    interop.call("mha-to-mla", source, place / "bias", *fixed, *options)
+    outtype = {name: outtype for name, (_, outtype, _) in LATENT.items()}
+    ids = interop.token_ids(vocab_size=256)
+    folders = {name: place / name for name in LATENT}
+    return {"folders": folders, "ids": ids, "n_new": N_NEW, "pre": "gpt-2", "outtype": outtype}, place / "bias"
+
+
+@pytest.fixture(scope="module")
+def asked_of_latents(latents, tmp_path_factory):
+    environment, (request, _) = interop.need("llama_cpp"), latents
+    place = tmp_path_factory.mktemp("asked")
+    return interop.ask(environment, "llama_cpp_logits", place / "now", **request, overrides=OVERRIDES)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention(latents, asked_of_latents, figure, name):
+    (answer, logits), (request, _) = asked_of_latents, latents
+    facts, (_, _, tolerance) = answer["metadata"][name], LATENT[name]
+    assert facts["general.architecture"] == "deepseek2"
+    assert int(facts["deepseek2.attention.kv_lora_rank"]) == 48
+    expected = interop.logits_of(request["folders"][name], request["ids"])
+    difference = float(np.abs(logits[name] - expected).max() / np.abs(expected).max())
+    figure(f"llama.cpp: logits, latent attention, {name} (relative)", difference)
+    if tolerance is None:
+        assert not difference < 0.05
+        return
+    assert difference < tolerance
+    if name == "f32":
+        assert answer["greedy"][name] == interop.greedy(request["folders"][name], request["ids"][0], N_NEW)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [({GROUPS: 0}, f"key not found in model: {QUERIES}"), ({QUERIES: 0}, "n_expert_groups < hparams.n_expert")],
+)
+def test_latent_attention_needs_both_overrides(latents, tmp_path, monkeypatch, overrides, words):
+    monkeypatch.setenv("GGML_NO_BACKTRACE", "1")
+    environment, (request, _) = interop.need("llama_cpp"), latents
+    one = {**request, "folders": {"f32": request["folders"]["f32"]}, "verbose": True, "overrides": overrides}
+    with pytest.raises(AssertionError, match=words):
+        interop.ask(environment, "llama_cpp_logits", tmp_path / "asked", **one)
+
+
+def test_a_norm_undone_by_a_bias_is_refused(latents, tmp_path):
+    environment, (request, biased) = interop.need("llama_cpp"), latents
+    one = {**request, "folders": {"bias": biased}, "verbose": True, "overrides": OVERRIDES}
+    with pytest.raises(AssertionError, match="wrong number of tensors"):
+        interop.ask(environment, "llama_cpp_logits", tmp_path / "asked", **one)

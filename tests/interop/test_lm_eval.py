@@ -83,9 +83,9 @@ def expected(model: Path, tasks: Path) -> dict[str, float]:
         # The harness begins with an end of text only where nothing else is given.
         start = len(before) - 1
         with torch.inference_mode():
-            asked = ours(torch.tensor([ids[1:]]))[0, :-1].log_softmax(-1)[start - 1 :]
-        words.append(float(asked.gather(1, targets[start:, None]).sum()))
-        right += int((asked.argmax(-1) == targets[start:]).all())
+            log_probs = ours(torch.tensor([ids[1:]]))[0, :-1].log_softmax(-1)[start - 1 :]
+        words.append(float(log_probs.gather(1, targets[start:, None]).sum()))
+        right += int((log_probs.argmax(-1) == targets[start:]).all())
     return {
         "bits_per_byte": nats / n_bytes / math.log(2),
         "perplexity": math.exp(-sum(words) / len(words)),

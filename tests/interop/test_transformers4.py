@@ -19,7 +19,7 @@ def config_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-class Asked:
+class Answers:
     """Folders that both versions opened."""
 
     def __init__(self, folders: dict[str, Path], place: Path) -> None:
@@ -62,26 +62,26 @@ FROM_5 = [family for family in FROM_4 if family not in (*tiny.WRAPPERS, "gemma3_
 """Version 5 names vision tensors otherwise, and says the RoPE of Gemma 3 and Olmo 3 by kinds of layer."""
 
 
-def ask_families(names: list[str], place: Path, old: bool) -> Asked:
+def ask_families(names: list[str], place: Path, old: bool) -> Answers:
     folders = {}
     for family in names:
         source = interop.make_source(place / family / "source", family, old=old)
         for groups, out in interop.convert_to_all(source, place / family).items():
             folders[f"{family} {groups}"] = out
-    asked = Asked(folders, place)
-    asked.is_new = not old
-    return asked
+    answers = Answers(folders, place)
+    answers.is_new = not old
+    return answers
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory) -> Asked:
+def families(tmp_path_factory) -> Answers:
     """Return the outputs of all families, of sources that transformers 4 saved."""
     interop.need("transformers4")
     return ask_families(FROM_4, tmp_path_factory.mktemp("families"), old=True)
 
 
 @pytest.fixture(scope="module")
-def of_version_5(tmp_path_factory) -> Asked:
+def of_version_5(tmp_path_factory) -> Answers:
     """Return the outputs of sources that transformers 5 saved, whose RoPE version 4 does not find."""
     interop.need("transformers4")
     return ask_families(FROM_5, tmp_path_factory.mktemp("of-version-5"), old=False)
@@ -98,20 +98,20 @@ def test_sources_with_the_spelling_of_version_5_alone(of_version_5, figure, fami
     check_family(of_version_5, figure, family, "sources of transformers 5")
 
 
-def check_family(asked, figure, family, what):
+def check_family(answers, figure, family, what):
     for groups in (8, 4, 2, 1):
         name = f"{family} {groups}"
-        if groups == 8 and asked.is_new:
+        if groups == 8 and answers.is_new:
             continue  # nothing is merged, and nothing written but the source
-        answer = asked.check(name)
+        answer = answers.check(name)
         told = (answer["n_kv_heads"], answer["theta"], answer["dtype"])
         assert told == (groups, interop.theta_of(family), "torch.float32")
-        figure(f"transformers 4.57: logits, {what}", asked.difference(name))
-        assert asked.difference(name) <= 1e-6, name
+        figure(f"transformers 4.57: logits, {what}", answers.difference(name))
+        assert answers.difference(name) <= 1e-6, name
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Asked:
+def written(tmp_path_factory) -> Answers:
     """Return outputs whose config we wrote, from a GGUF file and from Meta's."""
     interop.need("transformers4")
     place = tmp_path_factory.mktemp("written")
@@ -137,9 +137,9 @@ def written(tmp_path_factory) -> Asked:
     bare = folders["transformers 4, base removed 2"] = place / "bare"
     shutil.copytree(folders["transformers 4 2"], bare)
     tiny.edit_config(bare, rope_theta=...)
-    asked = Asked(folders, place)
-    asked.folders = folders
-    return asked
+    answers = Answers(folders, place)
+    answers.folders = folders
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_the_code_in_the_folder(tmp_path, figure, make):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).unlink()
     outs = interop.convert_to_all(source, tmp_path / "outs")
-    asked = Asked({str(groups): out for groups, out in outs.items() if groups < 8}, tmp_path)
+    answers = Answers({str(groups): out for groups, out in outs.items() if groups < 8}, tmp_path)
     for name in ("4", "2", "1"):
-        answer = asked.check(name)
+        answer = answers.check(name)
         assert (answer["n_kv_heads"], "GQA" in answer["class"]) == (int(name), True)
-        figure("transformers 4.57: logits, our code for GPT-NeoX and T5", asked.difference(name))
-        assert asked.difference(name) <= 1e-6
+        figure("transformers 4.57: logits, our code for GPT-NeoX and T5", answers.difference(name))
+        assert answers.difference(name) <= 1e-6

@@ -18,7 +18,7 @@ SIZE = {**interop.WIDE, "hidden_size": 256, "head_dim": 32}
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
+def answered(tmp_path_factory):
     environment = interop.need("vllm")
     place = tmp_path_factory.mktemp("vllm")
     tokenizer, folders, said = interop.make_tokenizer(place / "tokenizer"), {}, {}
@@ -35,9 +35,9 @@ def asked(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensor_parallel_sizes(asked, family):
+def test_tensor_parallel_sizes(answered, family):
     """A size that `inspect` calls split divides the heads; one that it calls replicated leaves one head, copied."""
-    _, said, answer, _, _ = asked
+    _, said, answer, _, _ = answered
     for groups in (8, 4, 2, 1):
         row, heads = said[f"{family} {groups}"], answer["heads"][f"{family} {groups}"]
         assert (heads["total"], heads["head_size"]) == (groups, 32)
@@ -51,8 +51,8 @@ def test_tensor_parallel_sizes(asked, family):
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_logprobs_and_greedy_continuation(asked, figure, name):
-    folders, _, answer, logprobs, prompt = asked
+def test_logprobs_and_greedy_continuation(answered, figure, name):
+    folders, _, answer, logprobs, prompt = answered
     said = interop.greedy(folders[name], prompt, N_NEW)
     assert answer["greedy"][name] == said
     logits = torch.tensor(interop.logits_of(folders[name], [prompt + said[:-1]])[0, len(prompt) - 1 :])

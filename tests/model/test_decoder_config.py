@@ -42,39 +42,44 @@ def said(family, **changes):
 )
 def test_windows_are_those_of_the_config_class(tmp_path, family, changes):
     config = said(family, **changes)
-    theirs = AutoConfig.for_model(**config)
-    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention" if family == "mistral" else ""] * 4
-    expected = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    hf_config = AutoConfig.for_model(**config)
+    kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention" if family == "mistral" else ""] * 4
+    expected = tuple(hf_config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
     assert read_llama_config(config).windows == expected
 
 
 def test_an_absent_window_is_4096_tokens_and_null_is_none(tmp_path):
     """Logits equal transformers' beyond it."""
-    theirs = tiny.build("mistral", num_hidden_layers=1, num_key_value_heads=1, max_position_embeddings=8192)
-    theirs.set_attn_implementation("sdpa")
-    for parameter in theirs.parameters():
+    hf_model = tiny.build("mistral", num_hidden_layers=1, num_key_value_heads=1, max_position_embeddings=8192)
+    hf_model.set_attn_implementation("sdpa")
+    for parameter in hf_model.parameters():
         if parameter.ndim == 2:
             parameter.data *= 20
-    folder = tiny.save(theirs, tmp_path / "model")
+    folder = tiny.save(hf_model, tmp_path / "model")
     ids = torch.randint(0, 67, (1, 4200), generator=torch.Generator().manual_seed(0))
     logits = {}
     for window in (..., None):
         tiny.edit_config(folder, sliding_window=window)
-        theirs.config.sliding_window = 4096 if window is ... else None
+        hf_model.config.sliding_window = 4096 if window is ... else None
         with torch.inference_mode():
             logits[window] = load_model(folder).hidden(ids)[0, -1]
-            assert (logits[window] - theirs.model(ids).last_hidden_state[0, -1]).abs().max() <= 1e-5
+            assert (logits[window] - hf_model.model(ids).last_hidden_state[0, -1]).abs().max() <= 1e-5
     assert (logits[...] - logits[None]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_absent_sizes_are_those_of_the_config_class(family):
     config = {"model_type": family, "vocab_size": 67, "intermediate_size": 40}
-    theirs, ours = AutoConfig.for_model(family), read_llama_config(config)
-    expected = (theirs.hidden_size, theirs.num_hidden_layers, theirs.num_attention_heads, theirs.rms_norm_eps)
+    hf_config, ours = AutoConfig.for_model(family), read_llama_config(config)
+    expected = (
+        hf_config.hidden_size,
+        hf_config.num_hidden_layers,
+        hf_config.num_attention_heads,
+        hf_config.rms_norm_eps,
+    )
     assert (ours.hidden_size, ours.n_layers, ours.n_heads, ours.rms_norm_eps) == expected
-    assert ours.n_kv_heads == theirs.num_key_value_heads
-    assert (ours.rope.max_positions, ours.rope.theta) == (theirs.max_position_embeddings, 10000.0)
+    assert ours.n_kv_heads == hf_config.num_key_value_heads
+    assert (ours.rope.max_positions, ours.rope.theta) == (hf_config.max_position_embeddings, 10000.0)
 
 
 @pytest.mark.parametrize(

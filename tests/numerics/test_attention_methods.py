@@ -14,7 +14,7 @@ from convert.merging.moments import (
     Maps,
     Moments,
     drop_cross_pair_terms,
-    keep_spread,
+    keep_logit_variance,
     moments_from_weights,
     relative_logit_error,
     relative_output_error,
@@ -78,10 +78,10 @@ def output(attention: LayerAttention, seed: int = 0, n_tokens: int = 9) -> np.nd
     if x_TX.shape[1] > HIDDEN:
         x_TX[:, -1] = 1
     angles_TP = np.arange(n_tokens)[:, None] / 100.0 ** (np.arange(attention.n_rotary_pairs) / attention.n_rotary_pairs)
-    turned = [
+    rotated = [
         planes(heads, attention.n_rotary_pairs).transpose(0, 2, 1)[None] for heads in (attention.q_HDX, attention.k_KDX)
     ]
-    q_HTP, k_KTP = (np.einsum("tx,hxp->htp", x_TX, rows[0]) * np.exp(1j * angles_TP) for rows in turned)
+    q_HTP, k_KTP = (np.einsum("tx,hxp->htp", x_TX, rows[0]) * np.exp(1j * angles_TP) for rows in rotated)
     times = attention.heads_per_group
     scores = np.einsum("htp,hsp->hts", q_HTP, np.repeat(k_KTP, times, axis=0).conj()).real / HEAD_DIM**0.5
     scores[:, np.triu_indices(n_tokens, 1)[0], np.triu_indices(n_tokens, 1)[1]] = -np.inf
@@ -116,8 +116,8 @@ def test_a_general_rotation_of_keys_changes_the_output():
     """It does not commute with rotary embeddings, though queries are rotated alike."""
     rng, attention = np.random.default_rng(1), make(0)
     maps = random_rotations(rng, N_HEADS)
-    turned = replace(attention, q_HDX=maps @ attention.q_HDX, k_KDX=maps @ attention.k_KDX)
-    assert difference(attention, turned) > 0.01
+    rotated = replace(attention, q_HDX=maps @ attention.q_HDX, k_KDX=maps @ attention.k_KDX)
+    assert difference(attention, rotated) > 0.01
 
 
 def equivalent_mha(few: LayerAttention, rng) -> LayerAttention:
@@ -209,7 +209,7 @@ def test_each_method_loses_no_more_on_trained_weights(groups):
 @given(seed=st.integers(0, 2**32 - 1), method=st.sampled_from([aligned, pca, fit]))
 def test_logits_keep_their_spread(seed, method):
     known = from_inputs(make(seed), np.random.default_rng(seed))
-    wider = keep_spread(known, method.merge(known))
+    wider = keep_logit_variance(known, method.merge(known))
     for head, queries_DD in enumerate(known.queries_HDD):
         own = known.keys_FF[known.key_of(head), known.key_of(head)]
         back = wider.queries_HDD[head].T @ wider.keys_DF

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from convert.calibration import layer_stream, moment_sums, solve
 from convert.calibration.text import read_calibration_text
-from convert.merging.layer import load_layer
 from convert.merging.moments import Moments
 from convert.merging.weights import Real
+from convert.output.merged_layers import load_layer
 from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
@@ -71,7 +71,7 @@ def heads_of(model, ids_NT):
     return [(a.numpy(), *(h.numpy() for h in heads)) for a, heads in zip(out.attentions, projections, strict=True)]
 
 
-def turned(x_TD: Real, positions_T: Real, theta: float, factor: float) -> Real:
+def rotate(x_TD: Real, positions_T: Real, theta: float, factor: float) -> Real:
     """Rotate by position, by the textbook: dimension i with i + D/2, as one complex number."""
     half = x_TD.shape[1] // 2
     angles = positions_T[:, None] / factor * theta ** (-np.arange(half) / half)
@@ -88,7 +88,7 @@ def expected(a_NHTT, k_NTKD, v_NTKD, group: int, factor: float) -> tuple[Real, R
     for window in range(len(a_NHTT)):
         for m in range(a_NHTT.shape[2]):
             from_query = np.arange(a_NHTT.shape[2]) - m
-            met = np.concatenate([turned(k_NTKD[window, :, k], from_query, 10000.0, factor) for k in keys], axis=1)
+            met = np.concatenate([rotate(k_NTKD[window, :, k], from_query, 10000.0, factor) for k in keys], axis=1)
             values = np.concatenate([v_NTKD[window, :, k] for k in keys], axis=1)
             for h in heads:
                 a_T = a_NHTT[window, h, m]

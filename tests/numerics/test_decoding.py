@@ -33,12 +33,12 @@ def test_cached_decoding_equals_uncached_at_every_position(tmp_path, family, lay
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_cached_decoding_equals_transformers_beyond_the_original_context(tmp_path, rope):
-    theirs, ours = pair(tmp_path, num_key_value_heads=4, rope_parameters=ROPES[rope])
-    ids, their_cache = random_ids(2, 45), DynamicCache(config=theirs.config)
+    hf_model, ours = pair(tmp_path, num_key_value_heads=4, rope_parameters=ROPES[rope])
+    ids, their_cache = random_ids(2, 45), DynamicCache(config=hf_model.config)
     our_cache = KVCache(ours.config, 2, 45, torch.float32, "cpu")
     with torch.inference_mode():
         for start, stop in ((0, 20), *((i, i + 1) for i in range(20, 45))):
-            expected = theirs(ids[:, start:stop], past_key_values=their_cache).logits[:, -1]
+            expected = hf_model(ids[:, start:stop], past_key_values=their_cache).logits[:, -1]
             assert (prefill(ours, ids[:, start:stop], our_cache) - expected).abs().max() <= 1e-5, stop
 
 
@@ -63,10 +63,10 @@ def test_left_padded_batches_equal_single_prompts(tmp_path, window, rope):
 
 
 def test_greedy_text_is_transformers(tmp_path):
-    theirs, ours = pair(tmp_path, num_key_value_heads=2, max_position_embeddings=128)
+    hf_model, ours = pair(tmp_path, num_key_value_heads=2, max_position_embeddings=128)
     prompt = random_ids(1, 9)
-    theirs.generation_config.eos_token_id = None
-    expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, use_cache=True)[0, 9:].tolist()
+    hf_model.generation_config.eos_token_id = None
+    expected = hf_model.generate(prompt, max_new_tokens=64, do_sample=False, use_cache=True)[0, 9:].tolist()
     assert generate(ours, prompt.tolist(), 64) == [expected]
 
 

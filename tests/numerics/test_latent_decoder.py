@@ -60,11 +60,11 @@ def test_decoding_on_latents_equals_the_prompt_at_every_position(folder):
 
 def test_generation_is_greedy_as_transformers(folder):
     prompts = [[5, 9, 3, 33], [60, 2], [7]]
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    hf_model = AutoModelForCausalLM.from_pretrained(folder)
     ours = generate(load_model(folder), prompts, 12, stop_ids=[])
     for prompt, out in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
-        expected = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = hf_model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert out == expected[0, len(prompt) :].tolist()
 
 

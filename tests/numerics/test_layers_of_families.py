@@ -17,7 +17,8 @@ from convert.calibration import layer_stream, solve, transformers_layers
 from convert.calibration.layer_output import weights_of
 from convert.calibration.text import read_calibration_text
 from convert.calibration.transformers_layers import TransformersLayers
-from convert.merging.layer import load_layer, read_attention
+from convert.merging.layer import read_attention
+from convert.output.merged_layers import load_layer
 from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint

@@ -22,10 +22,10 @@ from model.decoder.kv_cache import KVCache
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("family", "layout"), FAMILIES)
 def test_logits_and_gradients_of_every_family(tmp_path, family, layout, tied, n_kv_heads, attention):
-    theirs, ours = pair(tmp_path, family, num_key_value_heads=n_kv_heads, tie_word_embeddings=tied, **layout)
-    theirs.set_attn_implementation(attention)
+    hf_model, ours = pair(tmp_path, family, num_key_value_heads=n_kv_heads, tie_word_embeddings=tied, **layout)
+    hf_model.set_attn_implementation(attention)
     ids = random_ids(2, 20)
-    check_logits_and_gradients(theirs, ours, ids)
+    check_logits_and_gradients(hf_model, ours, ids)
 
 
 @pytest.mark.parametrize("n_kv_heads", [8, 2, 1])
@@ -33,8 +33,8 @@ def test_logits_and_gradients_of_every_family(tmp_path, family, layout, tied, n_
 @pytest.mark.parametrize("rope", ROPES)
 def test_logits_and_gradients_of_every_rope(tmp_path, rope, length, n_kv_heads):
     """Shorter than the original context, and beyond it."""
-    theirs, ours = pair(tmp_path, num_key_value_heads=n_kv_heads, rope_parameters=ROPES[rope])
-    check_logits_and_gradients(theirs, ours, random_ids(2, length))
+    hf_model, ours = pair(tmp_path, num_key_value_heads=n_kv_heads, rope_parameters=ROPES[rope])
+    check_logits_and_gradients(hf_model, ours, random_ids(2, length))
 
 
 @pytest.mark.parametrize("rope", ["linear", "dynamic", "yarn", "llama3"])
@@ -48,17 +48,17 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path, rope):
         assert torch.equal(load_model(tmp_path / "model")(random_ids(1, 40)), ours(random_ids(1, 40)))
 
 
-def check_logits_and_gradients(theirs, ours, ids):
-    expected, logits = theirs(ids).logits, ours(ids)
+def check_logits_and_gradients(hf_model, ours, ids):
+    expected, logits = hf_model(ids).logits, ours(ids)
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().max() <= 1e-5
     loss_sum, n_valid = ours(ids, labels_BT=ids)
-    loss = theirs(ids, labels=ids).loss
+    loss = hf_model(ids, labels=ids).loss
     assert n_valid == ids.numel() - len(ids)
     assert (loss_sum / n_valid).item() == pytest.approx(loss.item(), abs=2e-6)
     loss.backward()
     (loss_sum / n_valid).backward()
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
     assert gradients.keys() == {name for name, _ in ours.named_parameters()}
     for name, parameter in ours.named_parameters():
         error = (parameter.grad - gradients[name]).norm() / gradients[name].norm().clamp(min=1e-12)
@@ -74,10 +74,10 @@ def test_the_state_dict_is_the_file(tmp_path):
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path):
-    theirs, _ = pair(tmp_path, num_key_value_heads=2, num_hidden_layers=4)
+    hf_model, _ = pair(tmp_path, num_key_value_heads=2, num_hidden_layers=4)
     ids = random_ids(4, 30)
-    exact = theirs(ids).logits
-    half = copy.deepcopy(theirs).to(torch.bfloat16)
+    exact = hf_model(ids).logits
+    half = copy.deepcopy(hf_model).to(torch.bfloat16)
     their_error = (half(ids).logits.float() - exact).abs().mean()
     our_error = (load_model(tmp_path / "model", torch.bfloat16)(ids) - exact).abs().mean()
     assert 0 < our_error <= 1.1 * their_error
@@ -117,8 +117,8 @@ def test_packed_documents_equal_the_same_alone(tmp_path, family, layout, n_kv_he
 def stretched(tmp_path):
     """Return transformers' model and ours, in float64, with dynamic RoPE whose original context is 8 tokens."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    theirs, ours = pair(tmp_path, num_key_value_heads=2, rope_parameters=rope, max_position_embeddings=8)
-    return theirs.double(), ours.double()
+    hf_model, ours = pair(tmp_path, num_key_value_heads=2, rope_parameters=rope, max_position_embeddings=8)
+    return hf_model.double(), ours.double()
 
 
 def test_with_dynamic_rope_a_row_s_loss_is_its_own(tmp_path):
@@ -132,11 +132,11 @@ def test_with_dynamic_rope_a_row_s_loss_is_its_own(tmp_path):
 
 @pytest.mark.parametrize("lengths", [[4, 28], [28, 4], [16, 16], [5, 9, 18]])
 def test_with_dynamic_rope_a_packed_document_equals_transformers_alone(tmp_path, lengths):
-    theirs, ours = stretched(tmp_path)
+    hf_model, ours = stretched(tmp_path)
     ids = random_ids(1, 32)
     packed = ours(ids, documents_BT=numbered(lengths)[None])
     for alone, logits in zip(ids.split(lengths, 1), packed.split(lengths, 1), strict=True):
-        fresh = copy.deepcopy(theirs)  # it keeps the frequencies of the longest text so far
+        fresh = copy.deepcopy(hf_model)  # it keeps the frequencies of the longest text so far
         assert (logits - fresh(alone).logits).abs().max() <= 1e-5
 
 
@@ -166,9 +166,9 @@ def test_rope_scaling_in_both_spellings(tmp_path):
     folder = tiny.save(tiny.build(rope_parameters={**scaling, "rope_theta": 54321.0}), tmp_path / "model")
     tiny.edit_config(folder, rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=54321.0)
     ids = torch.arange(12).view(2, 6)
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
-    assert theirs.model.rotary_emb.config.rope_parameters["factor"] == 4.0
-    assert (load_model(folder)(ids) - theirs(ids).logits).abs().max() < 1e-6
+    hf_model = AutoModelForCausalLM.from_pretrained(folder)
+    assert hf_model.model.rotary_emb.config.rope_parameters["factor"] == 4.0
+    assert (load_model(folder)(ids) - hf_model(ids).logits).abs().max() < 1e-6
 
 
 # What is refused

@@ -70,8 +70,8 @@ def test_packed_is_the_masked_attention(data):
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 5})])
 def test_training_in_bfloat16_gives_the_kernel_what_it_takes(tmp_path, monkeypatch, family, changes):
     """Float32 masters under autocast: the angles of the rotary embedding are float32, the heads must not become so."""
-    theirs = tiny.build(family, hidden_size=64, num_key_value_heads=2, **changes)
-    ours = load_model(tiny.save(theirs, tmp_path / "model"), torch.float32)
+    hf_model = tiny.build(family, hidden_size=64, num_key_value_heads=2, **changes)
+    ours = load_model(tiny.save(hf_model, tmp_path / "model"), torch.float32)
     ids_BT = torch.randint(0, 67, (2, 12), generator=torch.Generator().manual_seed(0))
     documents_BT = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
     losses = []

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-FOUND = importlib.util.find_spec("glassllm")
+PACKAGE = importlib.util.find_spec("glassllm")
 pytestmark = pytest.mark.skipif(
-    FOUND is None, reason="needs `pip install --no-deps glassllm==0.1.0` (scripts/setup does)"
+    PACKAGE is None, reason="needs `pip install --no-deps glassllm==0.1.0` (scripts/setup does)"
 )
 # Its names for those of Llama. Its matrices stand the other way round.
 PARTS = {
@@ -24,8 +24,8 @@ PARTS = {
 
 
 def weights() -> Path:
-    assert FOUND is not None and FOUND.origin is not None
-    return Path(FOUND.origin).parent / "weights/en.npz"
+    assert PACKAGE is not None and PACKAGE.origin is not None
+    return Path(PACKAGE.origin).parent / "weights/en.npz"
 
 
 def half_split(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

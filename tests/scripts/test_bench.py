@@ -21,10 +21,12 @@ COMMANDS = sorted(
 )
 SHAPE = "dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)"
 SMALL = {
+    "at_scale": "at_scale.SHAPES = at_scale.SHAPES[:1]",
     "convert": "convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
     "decode": f"decode.SHAPES['study'].update({SHAPE})",
     "latent_decode": "latent_decode.COMMON.update(hidden_size=64, intermediate_size=64, vocab_size=256)",
     "loss": "import forks, types; loss.subprocess = types.SimpleNamespace(run=forks.fork_modules)",
+    "serving": "import stand_in_engine; stand_in_engine.install()",
     "train_loop": "import multiprocessing, types; "
     "train_loop.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context('fork'))",
     "train_step": f"[shape.update({SHAPE}) for shape in train_step.SIZES.values()]",
@@ -33,8 +35,10 @@ SMALL = {
 }
 """By benchmark: what makes its models small, and its processes forks, where that is no option."""
 QUICK = {
+    "at_scale": "--out TMP/out",
     "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP/work --json TMP/out.json",
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
+    "serving": "--models llama-1b --batches 1 --contexts 16 --turns 1 --threads 1 --work TMP/work --out TMP/out",
     "latent_decode": "--batch 1 --context 16 --steps 2 --out TMP/out",
     "train_step": "--rounds 1 --length 16 --batch 1 --compile no --json TMP/out.json",
     "train_loop": "--steps 3 --json TMP/out.json",

@@ -110,9 +110,9 @@ def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
     assert any(len(text) < 24 for text in generated)
     if where[0] == "c":  # as transformers takes it where there is no generation_config.json
         (folder / "generation_config.json").unlink()
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    hf_model = AutoModelForCausalLM.from_pretrained(folder)
     for prompt, text in zip(prompts, generated, strict=True):
         ids = torch.tensor([prompt])
-        written = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        written = hf_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert [token for token in written[0, 3:].tolist() if token not in known] == text
     assert generate(ours, prompts, 24, stop_ids=()) == free

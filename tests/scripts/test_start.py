@@ -32,8 +32,8 @@ def imported_by(code: str) -> set[str]:
 
 def test_help_needs_no_numpy_and_conversion_no_torch():
     assert "numpy" not in imported_by("import convert.cli")
-    everything = "import convert.cli, convert.conversion, convert.verify, convert.inspection.summary, convert.tables, "
-    everything += "model.checkpoint.formats.safetensors, model.families"
+    everything = "import convert.cli, convert.conversion, convert.verification.verify, "
+    everything += "convert.inspection.summary, convert.tables, model.checkpoint.formats.safetensors, model.families"
     everything += "".join(f", model.checkpoint.formats.{name}" for name in READERS.values())
     assert not imported_by(everything) & {"torch", "transformers", "accelerate", "datasets", "gguf"}
 

@@ -179,6 +179,44 @@ def test_arm_with_other_arguments_is_another(study, stand_in, tmp_path):
     assert stand_in[0][-4:-2] == ["--calibration-tokens", "1024"]
 
 
+LATENT = """
+[[arms]]
+name = "latent"
+convert = ["--calibration", "none"]
+latent = [[48, 16], [16, 16]]
+uptrain = [{ alpha = 0.1, loss = "distill", lr = 1e-3, trainable = "attention" }]
+"""
+
+
+def test_latent_attention_is_measured_beside_heads_of_the_same_cache(study, stand_in, tmp_path):
+    path = tmp_path / "smoke.toml"
+    path.write_text(SMOKE.read_text() + LATENT)
+    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    lines = [line for line in read(tmp_path) if line["arm"] == "latent"]
+    assert [(line["groups"], line["latent"], line["trainable"]) for line in lines] == [
+        (2, [48, 16], None), (2, [48, 16], "attention"), (1, [16, 16], None), (1, [16, 16], "attention"),
+    ]  # fmt: skip
+    assert all(line["latent"] is None for line in read(tmp_path) if line["arm"] != "latent")
+    first, second = (words for words in stand_in if words[1] == "mha-to-mla")
+    assert first[4:] == ["--latent", "48", "--rope", "16", "--calibration", "none", "--overwrite", "--json"]
+    assert second[4:8] == ["--latent", "16", "--rope", "16"]
+    stand_in.clear()
+    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert not stand_in
+    path.write_text(SMOKE.read_text() + LATENT.replace("[48, 16]", "[32, 32]"))
+    start(study, "--plan", path, "--work", tmp_path)
+    assert [words[1] for words in stand_in] == ["mha-to-mla", "evaluate", "run"]
+
+
+@pytest.mark.parametrize("sizes", ["[48, 8]", "[48, 16], [32, 32]"])
+def test_latent_sizes_without_heads_of_the_same_cache_are_refused(study, tmp_path, sizes):
+    path = tmp_path / "bad.toml"
+    path.write_text(SMOKE.read_text() + LATENT.replace("[48, 16], [16, 16]", sizes))
+    with pytest.raises(click.ClickException, match="in latent must cache different multiples of 32") as error:
+        study[1].read_plan(path)
+    assert error.value.exit_code == 2
+
+
 def test_parent_that_was_stopped_is_resumed(study, stand_in, tmp_path):
     run = tmp_path / "smoke/parent-0"
     run.mkdir(parents=True)

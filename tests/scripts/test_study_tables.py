@@ -77,13 +77,40 @@ def test_table(tmp_path):
     ]
 
 
+def test_table_by_cache():
+    def latent(seed, held_out, groups, sizes, stage=(0, None, None), part=None):
+        convert = ("--calibration", "shipped")
+        values = line("latent", seed, held_out, groups=groups, convert=convert, stage=stage)
+        return values | {"latent": sizes, "trainable": part}
+
+    heads = [line("merged", 0, 4.5, groups=groups, convert=()) for groups in (1, 2)]
+    lines = [
+        line("parent", 0, 4.0, convert=None, groups=4), line("parent", 1, 4.0, convert=None, groups=4),
+        *heads, line("merged", 1, 4.7, groups=2, convert=()),
+        latent(0, 4.4, 1, [32, 32]),
+        latent(0, 4.3, 2, [64, 64]), latent(1, 4.1, 2, [64, 64]),
+        latent(0, 4.3, 1, [32, 32], (0.01, "distill", 1e-4), "attention"),
+        latent(0, 4.2, 1, [32, 32], (0.01, "distill", 3e-5), "attention"),
+        latent(0, 4.1, 2, [64, 64], (0.01, "distill", 3e-5), "all"),
+    ]  # fmt: skip
+    lines = [{"trainable": None, "latent": None} | each for each in lines]
+    assert table.by_cache(lines).splitlines() == [
+        "|  | distilled | 64 numbers | 128 numbers |",
+        "| --- | --- | --- | --- |",
+        "| merged | – | 0.5000 (1 of 2 parents) | 0.6000 ± 0.1414 |",
+        "| latent | – | 0.4000 (1 of 2 parents) | 0.2000 ± 0.1414 |",
+        "| latent | α 0.01, attention | 0.2000 (lr 3e-05; 1 of 2 parents) | – |",
+        "| latent | α 0.01, all | – | 0.1000 (lr 3e-05; 1 of 2 parents) |",
+    ]
+
+
 def test_table_with_what_was_trained_from_nothing():
     """It stands in the table of its own number of K/V heads alone; the parent stands in all."""
     less = line("less", 0, 4.2, groups=1, convert=None) | {"from_nothing": True}
     merged = [line("mean", 0, 5.0, groups=groups) for groups in (2, 1)]
     two, one = table.tables([*merged, less, line("parent", 0, 4.0, groups=4, convert=None)])
     assert ("| less |" in two, "| less | 4.2000 | 20.0% |" in one) == (False, True)
-    assert all("| parent | 4.0000 | 0.0% |" in found for found in (two, one))
+    assert all("| parent | 4.0000 | 0.0% |" in table for table in (two, one))
 
 
 def test_table_of_rates():

@@ -6,6 +6,7 @@ import sys
 import caches
 import numpy as np
 import pytest
+import real_runs
 import tiny
 
 from scripts.bench.convert import measure
@@ -15,7 +16,19 @@ SIZES = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
     "num_attention_heads": 16, "max_position_embeddings": 512,
 }  # fmt: skip
-"""150 M parameters in 4 groups."""
+"""152 M parameters in 4 groups."""
+LARGE = {**SIZES, "num_hidden_layers": 18}
+"""220 M."""
+
+
+def make_pair(folder, sizes):
+    """Return the paths of a model in 4 groups and its parent."""
+    sizes = {"num_key_value_heads": sizes["num_attention_heads"], **sizes}
+    paths = {"parent": tiny.save(tiny.build(**sizes), folder / "parent", "bfloat16")}
+    paths["model"] = folder / "model"
+    convert = [sys.executable, "-m", "convert", "mha-to-gqa", "--method", "mean", "--groups", "4"]
+    subprocess.run([*convert, paths["parent"], paths["model"]], check=True, stdout=subprocess.DEVNULL)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +37,27 @@ def inputs(tmp_path_factory):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 8192, 512).tolist() for _ in range(40)]
     paths = {"data": caches.write_cache(folder / "data", [documents], 512, 8192)}
-    paths["parent"] = tiny.save(tiny.build(num_key_value_heads=16, **SIZES), folder / "parent", "bfloat16")
     paths["empty"] = tiny.save(tiny.build(vocab_size=8192, max_position_embeddings=512), folder / "tiny", "bfloat16")
-    paths["model"] = folder / "model"
-    convert = [sys.executable, "-m", "convert", "mha-to-gqa", "--method", "mean", "--groups", "4"]
-    subprocess.run([*convert, paths["parent"], paths["model"]], check=True, stdout=subprocess.DEVNULL)
+    paths |= make_pair(folder, SIZES)
+    paths["latent"] = folder / "latent"
+    latent = [
+        "mha-to-mla",
+        "--latent",
+        "448",
+        "--rope",
+        "64",
+        "--calibration",
+        "none",
+        paths["parent"],
+        paths["latent"],
+    ]
+    subprocess.run([sys.executable, "-m", "convert", *latent], check=True, stdout=subprocess.DEVNULL)
     return paths
+
+
+@pytest.fixture(scope="module")
+def large_inputs(inputs, tmp_path_factory):
+    return {**inputs, **make_pair(tmp_path_factory.mktemp("large"), LARGE)}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +90,7 @@ CELLS = [
     *((part, "apart", False, "adamw") for part in PARTS[1:]),
     *((part, "logits", False, "adamw") for part in PARTS[1:]),
     *((part, "live", True, "adamw") for part in PARTS),
-    ("all", "none", False, "adafactor"),
+    *((part, "none", False, "adafactor") for part in PARTS),
 ]
 
 
@@ -70,7 +98,18 @@ CELLS = [
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("part", "teacher", "recompute", "optimizer"), CELLS)
 def test_training_takes_what_is_planned(inputs, programs, tmp_path, part, teacher, recompute, optimizer):
-    """Without a teacher; with one that shares the student's body, or not (`apart`); and with its logits."""
+    compare(inputs, programs, tmp_path, part, teacher, recompute, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_larger_model_takes_what_is_planned(large_inputs, programs, tmp_path, part):
+    compare(large_inputs, programs, tmp_path, part, "live", False, "adamw")
+
+
+def compare(inputs, programs, tmp_path, part, teacher, recompute, optimizer):
+    """Compare a run without a teacher; with one that shares the student's body, or not (`apart`); with its logits."""
     options = ["--trainable", part, "--optimizer", optimizer, *(["--activation-checkpointing"] if recompute else [])]
     if teacher == "logits":
         logits = tmp_path / "logits"
@@ -93,6 +132,51 @@ def test_training_takes_what_is_planned(inputs, programs, tmp_path, part, teache
     models = Models.read(inputs["model"], inputs["parent"] if live else None, 512, optimizer=optimizer)
     needed = models.memory(Way(part, 2, recompute))
     planned = needed.replicated() + (needed.shared if teacher == "apart" else 0)
-    name = f"{part}, {optimizer}, teacher {teacher}{', recomputed' * recompute}"
+    check(f"{part}, {optimizer}, teacher {teacher}{', recomputed' * recompute}", used, planned)
+
+
+def check(name, used, planned):
     print(f"{name}: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})")
     assert used == pytest.approx(planned, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_training_of_latent_attention_takes_what_is_planned(inputs, programs, tmp_path, part, recompute):
+    options = ["--trainable", part, *(["--activation-checkpointing"] if recompute else [])]
+    used = peak(inputs, "latent", tmp_path / "run", *options, "--teacher", inputs["parent"]) - programs
+    planned = Models.read(inputs["latent"], inputs["parent"], 512).memory(Way(part, 2, recompute)).replicated()
+    check(f"latent attention, {part}{', recomputed' * recompute}", used, planned)
+
+
+SMALL = {**SIZES, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
+"""63 M parameters in 4 groups."""
+
+
+def peaks_of_shards(inputs, model, out, *options):
+    """Return the bytes of each of two processes with FSDP2, while they train."""
+    out.mkdir()
+    fixed = ["run", inputs[model], "--data", inputs["data"], "--out", out / "run", "--steps", 2, "--lr", 1e-4]
+    fixed += ["--global-batch-tokens", 2048, "--micro-batch", 1, "--precision", "bf16", *options]
+    script = [str(real_runs.HERE / "measured_shards.py"), str(out), *map(str, fixed)]
+    environment = real_runs.environment(sharded=True, on_cpu=True) | {"MALLOC_MMAP_THRESHOLD_": "262144"}
+    subprocess.run(real_runs.command(script, 2), env=environment, check=True, capture_output=True)
+    return [int((out / str(rank)).read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_shards_take_what_is_planned(inputs, tmp_path):
+    """Also that the body that student and teacher share is in shards once."""
+    inputs = {**inputs, **make_pair(tmp_path, SMALL)}
+    logits = LOGIT_BYTES * 512 * 8192
+    programs = max(peaks_of_shards(inputs, "empty", tmp_path / "empty")) - logits
+    for teacher in (None, inputs["parent"]):
+        options = ["--trainable", "attention", *(["--teacher", teacher] if teacher else [])]
+        used = max(peaks_of_shards(inputs, "model", tmp_path / f"run-{bool(teacher)}", *options)) - programs
+        planned = Models.read(inputs["model"], teacher, 512).memory(Way("attention", 1)).sharded(2)
+        name = f"shard, {'live' if teacher else 'no'} teacher"
+        print(f"{name}: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})")
+        assert used == pytest.approx(planned, rel=0.1)

@@ -38,8 +38,8 @@ def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def pair(tmp_path: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
     """Return transformers' model and ours, from the same folder."""
-    theirs = tiny.build(family, **{**SIZE, **changes})
-    for parameter in theirs.parameters():  # larger than at initialisation, so that attention is not flat
+    hf_model = tiny.build(family, **{**SIZE, **changes})
+    for parameter in hf_model.parameters():  # larger than at initialisation, so that attention is not flat
         if parameter.ndim == 2:
             parameter.data *= 4
-    return theirs, load_model(tiny.save(theirs, tmp_path / "model"), dtype)
+    return hf_model, load_model(tiny.save(hf_model, tmp_path / "model"), dtype)

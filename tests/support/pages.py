@@ -60,28 +60,28 @@ class Block:
 
     def commands(self) -> list[PageCommand]:
         """Return the commands of a shell block. A line of `a && b` holds two."""
-        found: list[PageCommand] = []
+        commands: list[PageCommand] = []
         for number, line in enumerate(self.text.replace("\\\n", "  ").splitlines(), self.line + 1):
             if self.language == "console" and not line.startswith("$ "):
                 continue  # output
-            if line.startswith("# ") and found and found[-1].promised is None:
-                found[-1] = PageCommand(found[-1].place, found[-1].text, line[2:])
+            if line.startswith("# ") and commands and commands[-1].promised is None:
+                commands[-1] = PageCommand(commands[-1].place, commands[-1].text, line[2:])
             without_comment = re.sub(r"(^|\s)#.*", "", line.removeprefix("$ ")).strip()
             parts = re.split(r"\s(?:&&|\|\||\||;)\s", without_comment)
-            found += [PageCommand(f"{self.page}:{number}", part.strip()) for part in parts if part.strip()]
-        return found
+            commands += [PageCommand(f"{self.page}:{number}", part.strip()) for part in parts if part.strip()]
+        return commands
 
 
 def blocks(*languages: str) -> list[Block]:
     """Return the fenced blocks of all pages in these languages, or in all."""
-    found = []
+    all_blocks = []
     for page in PAGES:
         text = page.read_text()
         for match in FENCE.finditer(text):
             content = "".join(line.removeprefix(match[1]) for line in match[3].splitlines(keepends=True))
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(page.relative_to(ROOT).as_posix(), line, match[2], content))
-    return [block for block in found if not languages or block.language in languages]
+            all_blocks.append(Block(page.relative_to(ROOT).as_posix(), line, match[2], content))
+    return [block for block in all_blocks if not languages or block.language in languages]
 
 
 def commands() -> list[PageCommand]:
@@ -90,13 +90,13 @@ def commands() -> list[PageCommand]:
 
 def code_in_sentences() -> list[PageCommand]:
     """Return the `code` within the sentences of all pages."""
-    found = []
+    commands = []
     for page in PAGES:
         prose = FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
         for match in re.finditer(r"(?<!`)`([^`]+)`(?!`)", prose):
             place = f"{page.relative_to(ROOT).as_posix()}:{prose.count(chr(10), 0, match.start()) + 1}"
-            found.append(PageCommand(place, " ".join(match[1].split())))
-    return found
+            commands.append(PageCommand(place, " ".join(match[1].split())))
+    return commands
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from model.decoder.loading import load_model
 FAMILIES = {
     "gemma2": {"sliding_window": 32},
     "glm": {},
-    "gpt_neox": {"tie_word_embeddings": True},
+    "gpt_neox": {"tie_word_embeddings": True, "architectures": ["GPTNeoXForCausalLM"]},
     "olmo2": {},
     "phi": {},
     "qwen3": {},

@@ -75,8 +75,8 @@ def test_against_peft(tmp_path):
     ours = load_student(folder, "lora", 4)
     initialise_adapters(ours, seed=1)
     config = peft.LoraConfig(r=4, lora_alpha=4, target_modules="all-linear")
-    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
-    names = dict(theirs.named_parameters())
+    hf_model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+    names = dict(hf_model.named_parameters())
     generator = torch.Generator().manual_seed(0)
     for name, parameter in ours.named_parameters():
         if "lora_" in name:
@@ -87,7 +87,7 @@ def test_against_peft(tmp_path):
             names[their_name].data.copy_(parameter.data)
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        assert (ours(ids) - theirs(ids).logits).abs().max() <= 1e-5
+        assert (ours(ids) - hf_model(ids).logits).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])

@@ -4,11 +4,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.distributed as dist
 from real_runs import arguments, assert_same_run, drive, make_inputs, steps
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from uptrain.budget.memory import state_bytes
 from uptrain.runs.settings import OPTIMIZERS
+from uptrain.training.adafactor import Adafactor
 from uptrain.training.optimizer import make_optimizer
 
 LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
@@ -19,7 +22,7 @@ CELLS = [
         name, layout, marks=[*([needs_torchao] if name == "adamw8bit" else []),
                              *([pytest.mark.slow] if layout != "one process" else [])]
     )
-    for name in ("adafactor", "adamw8bit") for layout in LAYOUTS if (name, layout) != ("adafactor", "FSDP2 x 2")
+    for name in ("adafactor", "adamw8bit") for layout in LAYOUTS
 ]  # fmt: skip
 
 
@@ -77,12 +80,50 @@ def test_eight_bits_learn_like_thirty_two(inputs, tmp_path):
     assert losses[1][-1] < 0.95 * losses[1][0]
 
 
-def test_adafactor_is_refused_with_shards(inputs, tmp_path, uptrain, monkeypatch):
-    """Torch's step fails on them."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    uptrain(*arguments(inputs, tmp_path / "run", "--optimizer", "adafactor")).refused(
-        "does not run with FSDP2", "adamw"
-    )
+@pytest.fixture
+def mesh():
+    """Return a mesh of this process alone, in which DTensor decides as with many."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_torch_fails_on_shards(mesh):
+    """What our Adafactor is for. If this fails, torch's own does it all."""
+    parameter = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"pow_.*in-place operations that require placement changes"):
+        torch.optim.Adafactor([parameter]).step()
+
+
+@pytest.mark.parametrize("sizes", [(7,), (7, 5), (3, 7, 5)])
+def test_adafactor_updates_shards_like_whole_parameters(mesh, sizes):
+    torch.manual_seed(0)
+    start = torch.randn(sizes)
+    whole, shards = nn.Parameter(start.clone()), nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(0)]))
+    pairs = [(each, Adafactor([each], lr=0.3, weight_decay=0.1)) for each in (whole, shards)]
+    for _ in range(4):
+        gradient = torch.randn(sizes)
+        whole.grad, shards.grad = gradient, distribute_tensor(gradient, mesh, [Shard(0)])
+        for _, optimizer in pairs:
+            optimizer.step()
+    assert (whole - start).norm() > 0.1
+    torch.testing.assert_close(shards.full_tensor(), whole, rtol=1e-6, atol=1e-6)
+    states, expected = (optimizer.state_dict()["state"][0] for _, optimizer in reversed(pairs))
+    assert states.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(states[name], "full_tensor", lambda n=name: states[n])(), value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adafactor_trains_shards_as_one_process_does(inputs, tmp_path):
+    losses = []
+    for layout, how in LAYOUTS.items():
+        drive([{"arguments": arguments(inputs, tmp_path / layout, "--optimizer", "adafactor", steps=6)}], *how)
+        losses.append([loss for _, loss in steps(tmp_path / layout, "loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_without_its_library_it_is_refused(inputs, tmp_path, uptrain, monkeypatch):

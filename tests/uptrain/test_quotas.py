@@ -26,20 +26,20 @@ def record(n_tokens):
 @given(st.data(), PARTS)
 def test_the_largest_mixture_uses_up_a_source(data, parts):
     available = [data.draw(st.integers(1000, 10**6)) for _ in parts]
-    lanes = [SourceQuota("", [Unit(i, i, "txt", ())], None, part) for i, part in enumerate(parts)]
-    settled = finalise_quotas(lanes, None, {i: record(n) for i, n in enumerate(available)})
-    quotas = [lane.quota if len(parts) > 1 else available[0] for lane in settled]
+    source_quotas = [SourceQuota("", [Unit(i, i, "txt", ())], None, part) for i, part in enumerate(parts)]
+    final = finalise_quotas(source_quotas, None, {i: record(n) for i, n in enumerate(available)})
+    quotas = [source_quota.quota if len(parts) > 1 else available[0] for source_quota in final]
     assert all(quota <= n for quota, n in zip(quotas, available, strict=True))
     one_more = sum(quotas) + 1
     assert any(one_more * part > n for part, n in zip(parts, available, strict=True))
 
 
 def test_a_machine_that_does_a_share_stops_when_its_guess_is_enough():
-    lane = SourceQuota("", [Unit(i, 0, "txt", (Piece("", 0, 1, 100),)) for i in range(10)], 35, Fraction(1))
+    source_quota = SourceQuota("", [Unit(i, 0, "txt", (Piece("", 0, 1, 100),)) for i in range(10)], 35, Fraction(1))
     share = MachineShard(2, 2)  # units 1, 3, 5, …
     records = {}
     for number, filled in ((1, False), (3, True)):  # 0 to 3 are taken to have 10 each, then so does 4
-        assert not lane.is_filled(records, share)
+        assert not source_quota.is_filled(records, share)
         records[number] = record(10)
-        assert lane.is_filled(records, share) == filled
-    assert not lane.is_filled(records, MachineShard())
+        assert source_quota.is_filled(records, share) == filled
+    assert not source_quota.is_filled(records, MachineShard())

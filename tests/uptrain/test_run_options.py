@@ -59,6 +59,11 @@ def test_the_earlier_name_of_an_option(uptrain, settings):
     assert "--save-every N" in shown and "--save-every-steps" not in shown
 
 
+def test_the_help_shows_no_range_without_bounds(uptrain):
+    shown = uptrain("run", "--help").out
+    assert "[x>=0]" in shown and "None" not in shown
+
+
 def test_with_a_teacher_it_is_distillation(settings, inputs):
     assert settings("--steps", 2, "--teacher", inputs["parent"])["loss"] == "distill"
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, write_run
 
-import uptrain.report.status
+import uptrain.report.status as status_module
 from uptrain.commands.status import duration
 from uptrain.report.status import SPEED_STEPS
 
@@ -198,22 +198,20 @@ def test_checkpoint_without_a_readable_state(tmp_path, uptrain):
     assert "its state cannot be read" in uptrain("status", run).out
 
 
-@pytest.mark.parametrize(
-    ("module", "function"), [(uptrain.report.status, "_checkpoint"), (uptrain.report.status, "find_damage")]
-)
-def test_checkpoint_may_vanish_meanwhile(tmp_path, uptrain, monkeypatch, module, function):
+@pytest.mark.parametrize("function", ["_is_kept", "find_damage"])
+def test_checkpoint_may_vanish_meanwhile(tmp_path, uptrain, monkeypatch, function):
     """The run that goes on removes old checkpoints."""
     run = write_run(tmp_path / "run")
     write_checkpoint(run, 1)
     write_checkpoint(run, 2)
-    real = getattr(module, function)
+    real = getattr(status_module, function)
 
     def vanish(*given):
         if given[-1].name.endswith("1"):
             shutil.rmtree(given[-1])
         return real(*given)
 
-    monkeypatch.setattr(module, function, vanish)
+    monkeypatch.setattr(status_module, function, vanish)
     status = read_json(uptrain("status", run, "--json", "--verify"))
     assert [entry["step"] for entry in status["checkpoints"]] == [2]
 

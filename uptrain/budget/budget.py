@@ -78,7 +78,14 @@ def make_budget(options: BudgetOptions, config: Mapping[str, Any], source_names:
     original_tokens = options.original_tokens or (original.tokens if original else None)
     batch = options.global_batch_tokens or (original.batch_tokens if original else 0)
     _check_batch(batch, seq_len)
-    steps = _steps(options, original_tokens, batch)
+    if options.steps is not None:
+        steps = options.steps
+    elif options.tokens is not None:
+        steps = -(-options.tokens // batch)
+    else:
+        assert options.alpha is not None and original_tokens is not None
+        # From its decimal digits: the binary 0.05 exceeds 1/20, and would add a step if α gives a whole number.
+        steps = math.ceil(Fraction(str(options.alpha)) * original_tokens / batch)
     alpha = options.alpha
     if alpha is None and original_tokens is not None:
         alpha = steps * batch / original_tokens
@@ -96,16 +103,6 @@ def repetition_warning(epochs: float) -> str | None:
 def default_peak(original_peak: float) -> float:
     """Return a third of the original's peak learning rate, as a decimal fraction rounded once."""
     return float(Fraction(str(original_peak)) / PEAK_SHARE)
-
-
-def _steps(options: BudgetOptions, original_tokens: int | None, batch: int) -> int:
-    if options.steps is not None:
-        return options.steps
-    if options.tokens is not None:
-        return -(-options.tokens // batch)
-    assert options.alpha is not None and original_tokens is not None
-    # From its decimal digits: the binary 0.05 exceeds 1/20, and would add a step if α gives a whole number.
-    return math.ceil(Fraction(str(options.alpha)) * original_tokens / batch)
 
 
 def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord]) -> None:

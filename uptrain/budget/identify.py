@@ -8,8 +8,6 @@ from typing import Any
 
 from model.common.errors import InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
-from model.families import FAMILIES
-from model.families.family import Family
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 PROVENANCE = "groupwise.json"
@@ -60,8 +58,9 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
 
     Also `all` if the names of the model's attention are not known.
     """
-    named = isinstance(FAMILIES.get(str(config.get("model_type"))), Family)
-    return "attention" if named and merge_method(folder) is not None else "all"
+    from uptrain.training.parts import knows_attention  # imports numpy, which the command line does not need to start
+
+    return "attention" if knows_attention(config) and merge_method(folder) is not None else "all"
 
 
 def _conversions(folder: Path) -> list[tuple[str, str, tuple[str, ...]]]:

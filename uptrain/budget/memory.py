@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import Tensor, open_checkpoint
+from model.checkpoint.latent_norm import without_latent_norm
 from model.checkpoint.tensor import BITS
 from model.common import checks
 from model.common.errors import InputError
-from model.families import NATIVE_FAMILIES
+from model.families import is_native
 from model.geometry import ModelSizes, read_sizes
 from uptrain.budget.estimate import count_parameters, is_rope
 from uptrain.budget.identify import changed_tensors
@@ -31,11 +32,13 @@ LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
 """Bytes of a logit of a chunk, in bfloat16 and float32; with a teacher also its logits, and the log ratio."""
 WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
 """The same where all logits are there at once, with their log-softmax and its gradient."""
+_RESCALED = re.compile(r"(^|\.)(embed_tokens|down_proj)\.")
+"""What a conversion to latent attention multiplies where it changes the norms' epsilon, besides attention."""
 MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
     "(their bfloat16 copies; not sharded) + the frozen parameters in the model's dtype + 2 bytes x the teacher's "
-    "parameters (all / devices where sharded; in replicas without those that equal frozen ones) + activations of the "
-    "micro-batch + a chunk of the head's logits; where sharded, also the embedding, the head and two layers gathered. "
+    "parameters, without those that equal frozen ones (all / devices where sharded) + activations of the micro-batch "
+    "+ a chunk of the head's logits; where sharded, also the embedding, the head and two layers gathered. "
     "Not counted: buffers, and what allocators lose."
 )
 
@@ -70,11 +73,12 @@ class Memory:
     optimizer: int
     teacher: int
     shared: int
-    """The part of `teacher` that replicas do not hold, because it equals frozen parameters."""
+    """The part of `teacher` that devices do not hold, because it equals frozen parameters."""
     activations: int
     logits: int
     gathered: int
-    """What FSDP2 gathers: embedding and head of student and teacher, and two layers of each."""
+    """What FSDP2 gathers: embedding and head of student and teacher, two layers of the student, and one of the teacher,
+    each without what the teacher shares."""
 
     def replicated(self) -> int:
         """Return the bytes of a device on its own, or with DDP."""
@@ -83,7 +87,7 @@ class Memory:
 
     def sharded(self, devices: int) -> int:
         """Return the bytes of each device with FSDP2."""
-        states = self.frozen + self.masters + self.gradients + self.optimizer + self.teacher
+        states = self.frozen + self.masters + self.gradients + self.optimizer + self.teacher - self.shared
         return -(-states // devices) + self.gathered + self.activations + self.logits
 
     def of(self, devices: int) -> int:
@@ -125,14 +129,16 @@ class Models:
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
         with open_checkpoint(model) as checkpoint:
             config, sizes = checkpoint.config, read_sizes(checkpoint)
-            tensors = _parameters(checkpoint.tensors.values())
+            tensors = _parameters(without_latent_norm(checkpoint).tensors.values())
         wide = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
         taught: tuple[Tensor, ...] = ()
+        changed = {*changed_tensors(model)}
         if teacher is not None:
             with open_checkpoint(teacher) as checkpoint:
-                taught = _parameters(checkpoint.tensors.values())
-        changed = frozenset(changed_tensors(model))
-        return cls(tensors, taught, changed, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
+                taught = _parameters(without_latent_norm(checkpoint).tensors.values())
+                if checkpoint.config.get("rms_norm_eps") != config.get("rms_norm_eps"):
+                    changed |= {tensor.name for tensor in tensors if _RESCALED.search(tensor.name)}
+        return cls(tensors, taught, frozenset(changed), config, sizes, wide, seq_len, precision, optimizer, lora_rank)
 
     def memory(self, way: Way) -> Memory:
         """Return the memory of a way. Raises InputError if the model does not have its part.
@@ -157,7 +163,7 @@ class Models:
             shared=width * count_parameters(same),
             activations=tokens * self._activation_bytes(way),
             logits=self._logits(tokens),
-            gathered=width * (self._gathered(self.tensors) + self._gathered(self.teacher)),
+            gathered=width * (self._gathered(self.tensors, 2) + self._gathered(set(self.teacher) - same, 1)),
         )
 
     def _adapters(self) -> Iterator[Tensor]:
@@ -180,20 +186,20 @@ class Models:
 
     def _logits(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
-        if self.config.get("model_type") in NATIVE_FAMILIES:
-            chunk = max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size)
-            return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         vocab = max(tensor.shape[0] for tensor in self.tensors if _layer_of(tensor) is None)
+        if is_native(self.config):
+            chunk = min(max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size), tokens * vocab)
+            return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
 
-    def _gathered(self, tensors: Iterable[Tensor]) -> int:
-        """Return the number of parameters that FSDP2 gathers: those outside layers, and two layers."""
+    def _gathered(self, tensors: Iterable[Tensor], n_layers: int) -> int:
+        """Return the number of parameters that FSDP2 gathers: those outside layers, and some layers."""
         by_layer: dict[str | None, int] = {None: 0}
         for tensor in tensors:
             layer = _layer_of(tensor)
             by_layer[layer] = by_layer.get(layer, 0) + prod(tensor.shape)
         outside = by_layer.pop(None)
-        return outside + 2 * max(by_layer.values(), default=0)
+        return outside + n_layers * max(by_layer.values(), default=0)
 
 
 def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:

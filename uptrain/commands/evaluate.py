@@ -20,19 +20,28 @@ FOLDER = click.Path(path_type=Path)
     "--data",
     required=True,
     metavar="CACHE|PATH",
-    help="Held-out text: a token cache, or a text as `uptrain prepare` takes it.",
+    help="Held-out text: a token cache, or texts as for `uptrain prepare`.",
 )
 @seq_len_option
 @click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The parent, to compare with.")
-@click.option("--precision", type=click.Choice(PRECISIONS), help="[default: bf16 on a GPU, fp32 on a CPU or a Mac]")
-@click.option("--micro-batch", type=click.IntRange(min=1), metavar="N", help="[default: as many as make 8192 tokens]")
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="Precision of the computation.  [default: bf16 on a GPU, fp32 on a CPU or a Mac]",
+)
+@click.option(
+    "--micro-batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Windows to compute at a time.  [default: as many as make 8192 tokens]",
+)
 @device_option("evaluate on")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
     """Measure MODEL's loss and perplexity on held-out text.
 
-    Exactly: every predicted token counts once, whatever the batches. With --teacher also the teacher's loss, the KL
-    divergence from it, and how often both choose the same token.
+    Every predicted token counts once, whatever the batches. With --teacher, also measure the teacher's loss, the KL
+    divergence from the teacher, and how often both choose the same token.
     """
     signal.signal(
         signal.SIGTERM, signal.default_int_handler

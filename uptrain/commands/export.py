@@ -12,14 +12,22 @@ FOLDER = click.Path(path_type=Path)
 @click.command("export")
 @click.argument("run", type=FOLDER)
 @click.argument("out", type=FOLDER)
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Which checkpoint.  [default: the newest]")
-@click.option("--dtype", type=click.Choice(("bfloat16", "float32")), default="bfloat16", show_default=True)
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Step of the checkpoint to write.  [default: the newest]"
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(("bfloat16", "float32")),
+    default="bfloat16",
+    show_default=True,
+    help="Dtype of the weights.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the record of the training as JSON.")
 def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -> None:
     """Write the model that RUN has trained as a Hugging Face folder.
 
-    OUT holds the weights, the config, tokenizer and other files of the model the run began with, and a card of what was
-    done; `uptraining.json` has the details.
+    OUT holds the weights, the config, tokenizer and other files of the model that the run began with, and a model
+    card. `uptraining.json` records the training.
     """
     from uptrain.export.export import export, find_checkpoint, stored_size
 

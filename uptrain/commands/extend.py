@@ -11,20 +11,25 @@ from uptrain.runs.signals import stop_request
 
 @click.command("extend")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="RUN2", help="The longer run's folder.")
 @click.option(
-    "--alpha", type=FiniteFloat(), metavar="SHARE", help="The share of the original pre-training it shall reach."
+    "--out", type=click.Path(path_type=Path), required=True, metavar="RUN2", help="The folder of the longer run."
 )
-@count_option("--tokens", "The tokens it shall reach.")
-@count_option("--steps", "The steps it shall reach.")
-@max_minutes_option("Then save and stop; `uptrain resume` continues.")
+@click.option(
+    "--alpha",
+    type=FiniteFloat(),
+    metavar="SHARE",
+    help="New length of the training, as a share of the original pre-training.",
+)
+@count_option("--tokens", "New length of the training in tokens.")
+@count_option("--steps", "New length of the training in optimizer steps.")
+@max_minutes_option("Save and stop after M minutes; `uptrain resume` continues.")
 def command(
     run: Path, out: Path, alpha: float | None, tokens: int | None, steps: int | None, max_minutes: float | None
 ) -> None:
     """Train RUN for longer, in a new folder.
 
-    The result is that of a run planned so from the beginning: it continues from the checkpoint before the learning
-    rate's decay. The warm-up stays as long as it was.
+    Training continues from the checkpoint before the decay of the learning rate. The result is that of a run planned
+    this long from the start. The warm-up keeps its length.
     """
     stop_request.install()
     from uptrain.runs.launch import launch_extended

@@ -59,11 +59,12 @@ def budget_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--alpha", type=FiniteFloat(), metavar="SHARE",
-                     help="Train for this share of the original pre-training: 0.05 is the GQA paper's."),
-        count_option("--tokens", "Train on this many tokens, e.g. 50B."),
-        count_option("--steps", "Train for this many optimizer steps."),
+                     help="Length of the training as a share of the original pre-training. The GQA paper uses 0.05."),
+        count_option("--tokens", "Length of the training in tokens, e.g. 50B."),
+        count_option("--steps", "Length of the training in optimizer steps."),
         click.option("--original", metavar="NAME",
-                     help="The checkpoint's name in the table of known originals.  [default: by shape and source]"),
+                     help="Name of the original in the table of known pre-trainings.  [default: found by shape and "
+                     "source]"),
         count_option("--original-tokens", "Tokens of the original pre-training, e.g. 2T.  [default: from the table]"),
         count_option("--global-batch-tokens",
                      "Tokens of one optimizer step, over all processes.  [default: the original's]"),
@@ -74,7 +75,7 @@ def optimizer_option(command: Command) -> Command:
     """Add the optimizer."""
     return click.option(
         "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
-        help="adafactor is the GQA paper's; adamw8bit has smaller states, and needs torchao.",
+        help="adafactor is the GQA paper's. adamw8bit has smaller states, and needs torchao.",
     )(command)  # fmt: skip
 
 
@@ -85,7 +86,9 @@ def schedule_options(command: Command) -> Command:
         click.option("--lr", type=FiniteFloat(), metavar="LR",
                      help="Peak learning rate.  [default: a third of the original's]"),
         click.option("--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
-                     help="wsd falls to 0 over the last fifth, cosine to a tenth; inverse-sqrt is the GQA paper's."),
+                     help="wsd: constant, then falls to 0 over the last fifth. cosine: falls to a tenth. "
+                     "inverse-sqrt: the GQA paper's."),
         click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N",
-                     help="Steps of linear warm-up.  [default: 5 %, at least 100 or a quarter]"),
+                     help="Steps of linear warm-up.  [default: 5 % of the steps; at least 100, or a quarter if that "
+                     "is fewer]"),
     )  # fmt: skip

@@ -49,20 +49,24 @@ def _parse_size(context: click.Context, parameter: click.Parameter, value: str |
 @budget_options
 @schedule_options
 @click.option("--data", type=click.Path(path_type=Path), metavar="CACHE", help="The token cache to train on.")
-@count_option("--seq-len", "Tokens of a sequence.  [default: the cache's, or the model's context, at most 4096]")
+@count_option("--seq-len", "Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]")
 @click.option("--teacher", type=click.Path(path_type=Path), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(
     "--processes", type=click.IntRange(1, LARGEST_COUNT), default=1, show_default=True, help="Devices to train on."
 )
 @optimizer_option
 @click.option(
-    "--memory", callback=_parse_size, metavar="SIZE", help="Memory of a device, e.g. 24GB: name the commands that fit."
+    "--memory",
+    callback=_parse_size,
+    metavar="SIZE",
+    help="Memory of a device, e.g. 24GB. Also name the cheapest commands that fit.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
-    """Show steps, learning rates, memory and time; run nothing.
+    """Show steps, learning rates, memory and time, without training.
 
-    Give one of --alpha, --tokens and --steps. What a well-known original was trained with is looked up.
+    Give one of --alpha, --tokens and --steps. The tokens, batch and learning rate of a well-known original are looked
+    up.
     """
     from uptrain.budget.plan import make_plan
 
@@ -159,7 +163,7 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _fitting(memory: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return for each number of devices the command, and what it takes of each."""
+    """Return for each number of devices the command and its memory of each device."""
     rows = []
     for n, way in memory["fitting"].items():
         devices = f"{n} device{'s' * (n != '1')}"

@@ -23,43 +23,56 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     multiple=True,
     required=True,
     metavar="PATH[=WEIGHT]",
-    help="A file, a folder of files, or hub:NAME[:[CONFIG:]SPLIT]; give it once for each source. With "
-    "weights, each source brings its share of the tokens.",
+    help="A file, a folder of files, or hub:NAME[:[CONFIG:]SPLIT]. Repeat the option for several sources; weights "
+    "set their shares of the tokens.",
 )
-@click.option("--tokenizer", type=FOLDER, metavar="FOLDER", help="Hugging Face folder of the model, for its tokenizer.")
+@click.option(
+    "--tokenizer", type=FOLDER, metavar="FOLDER", help="Hugging Face folder with the tokenizer, such as the model's."
+)
 @click.option(
     "--vocab-size",
     type=click.IntRange(1, 1 << 32),
     metavar="N",
-    help="For data that is tokenised already (column input_ids), in place of --tokenizer.",
+    help="Size of the vocabulary, for data that is tokenised already (column input_ids). Replaces --tokenizer.",
 )
 @click.option("--seq-len", type=click.IntRange(2, LARGEST_SIZE), required=True, metavar="N", help="Tokens in a window.")
 @click.option(
-    "--tokens", default="all", show_default=True, metavar="N|all", help="The first N tokens, e.g. 50M or 1.5B."
+    "--tokens", default="all", show_default=True, metavar="N|all", help="Take the first N tokens, e.g. 50M or 1.5B."
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="CACHE", help="The cache to make.")
-@click.option("--text-column", default="text", show_default=True, metavar="NAME", help="Where records have their text.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, metavar="CACHE", help="The token cache to write."
+)
+@click.option(
+    "--text-column",
+    default="text",
+    show_default=True,
+    metavar="NAME",
+    help="Column of the records that holds the text.",
+)
 @click.option(
     "--on-bad-record",
     type=click.Choice(["stop", "skip"]),
     default="stop",
     show_default=True,
-    help="Stop at the first, or leave up to 0.1 % of all records out and count them.",
+    help="stop: stop at the first bad record. skip: leave out and count up to 0.1 % of all records.",
 )
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes.  [default: one per core]")
+@click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N", help="Processes that tokenise.  [default: one per core]"
+)
 @click.option(
     "--shard",
     metavar="I/N",
-    help="Tokenise only the I-th of N parts, on one of several machines that share the folder of CACHE. The "
-    "same command without --shard then joins them.",
+    help="Tokenise only the I-th of N parts, on one of several machines that share the folder of CACHE. Afterwards, "
+    "the same command without --shard joins the parts.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
 def command(**options: Any) -> None:
     """Tokenise texts once, into a token cache.
 
-    Training maps it into memory. Formats: .jsonl, .txt (a document a file; both also .gz, .xz, .zst), .parquet,
-    folders of `datasets.save_to_disk`. A record is a document: its text, or its token ids where it has input_ids
-    instead, which are taken as they are. A killed build leaves no CACHE; the same command continues it.
+    Training maps the cache into memory. Texts are .jsonl and .txt files (also compressed: .gz, .xz, .zst), .parquet
+    files, and folders of `datasets.save_to_disk`. A record is a document, and so is a .txt file. A record that has
+    input_ids instead of a text is taken as token ids. If the command is killed, CACHE is not written; run the same
+    command again to continue.
     """
     from uptrain.data.prepare.prepare import prepare
 

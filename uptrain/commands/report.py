@@ -15,13 +15,13 @@ FILE = click.Path(path_type=Path)
     "--out",
     type=FILE,
     metavar="FILE.html",
-    help="Where the page goes; the picture comes beside it.  [default: RUN/report.html]",
+    help="File of the page. The picture is written beside it.  [default: RUN/report.html]",
 )
 def command(runs: tuple[Path, ...], out: Path | None) -> None:
-    """Write a page and a picture of what RUN did.
+    """Write a report of RUN: a page and a picture.
 
-    Losses, recovered fraction, learning rate, speed, events. Several runs are compared in the same panels; then --out
-    is needed. A report may be written during the run. It replaces the one before.
+    They show losses, recovered fraction, learning rate, speed and events. Several runs are compared in the same
+    panels, and need --out. A report can be written while the run trains; a new report replaces the old one.
     """
     from uptrain.report.report import write_report
 

@@ -10,12 +10,12 @@ from uptrain.runs.signals import stop_request
 
 @click.command("resume")
 @click.argument("run", type=click.Path(path_type=Path))
-@max_minutes_option("Then save and stop again.")
+@max_minutes_option("Save and stop again after M minutes.")
 def command(run: Path, max_minutes: float | None) -> None:
     """Resume RUN, and train it to its end.
 
-    It resumes from the newest checkpoint whose files are as they were written. Everything else is as it was when the
-    run began; the number of processes may differ.
+    Training continues from the newest checkpoint whose checksums match. The settings are those with which the run
+    began. The number of processes may differ.
     """
     stop_request.install()
     from uptrain.runs.launch import launch_resumed

@@ -79,21 +79,21 @@ def _check_no_nul(text: str) -> str:
     expose_value=False,
     callback=_read_config,
     metavar="TOML",
-    help="A TOML file with options of this command by their names; those on the command line win.",
+    help="TOML file with options of this command, by name. Options on the command line override it.",
 )
 @click.option(
     "--init",
     type=FOLDER,
     metavar="FOLDER",
-    help="Instead of MODEL: train from nothing what FOLDER/config.json describes.",
+    help="Instead of MODEL: train the model that FOLDER/config.json describes, from random weights.",
 )
 @click.option(
     "--data",
     multiple=True,
     required=True,
     metavar="CACHE|PATH[=WEIGHT]",
-    help="What to train on: a token cache, or texts as `uptrain prepare` takes them, once for each source, which are "
-    "tokenised into RUN.data first.",
+    help="What to train on: a token cache, or texts as for `uptrain prepare`, which are first tokenised into "
+    "RUN.data. Repeat the option for several sources of texts.",
 )
 @seq_len_option
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The run's folder, which must not exist.")
@@ -104,7 +104,7 @@ def _check_no_nul(text: str) -> str:
     "--teacher-logits",
     type=FOLDER,
     metavar="LOGITS",
-    help="Instead of --teacher: what `uptrain teach` wrote of the teacher and --data.",
+    help="Instead of --teacher: the logits that `uptrain teach` wrote for --data.",
 )
 @click.option(
     "--loss",
@@ -114,9 +114,9 @@ def _check_no_nul(text: str) -> str:
 @click.option(
     "--trainable",
     type=click.Choice(TRAINABLE),
-    help="attention: with the norm before it; kv: key and value projections; lora: adapters of all linear layers, "
-    "which `export` merges. The other parameters stay in MODEL's dtype.  [default: attention if MODEL was converted "
-    "here, else all]",
+    help="Parameters to train. attention: attention and the norm before it. kv: key and value projections. lora: "
+    "adapters of all linear layers, which `export` merges. The other parameters stay in MODEL's dtype.  [default: "
+    "attention if Groupwise converted MODEL, else all]",
 )
 @click.option(
     "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
@@ -127,25 +127,27 @@ def _check_no_nul(text: str) -> str:
     type=FiniteFloat(min=0),
     default=0.0,
     show_default=True,
-    help="For matrices; 0.1 is usual when training from nothing.",
+    help="Weight decay of matrices. 0.1 is usual when training from random weights.",
 )
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="Of the computation; parameters are float32 always.  [default: bf16 on a GPU, fp32 on a CPU]",
+    help="Precision of the computation. Trained parameters are always float32.  [default: bf16 on a GPU, fp32 on a "
+    "CPU]",
 )
 @click.option(
     "--micro-batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Windows that a process takes at a time.  [default: 8192 tokens, or fewer that fit into the device]",
+    help="Windows that a process computes at a time.  [default: as many as make 8192 tokens, or fewer that fit the "
+    "device]",
 )
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Of the order of the data, and of --init's weights.",
+    help="Seed of the order of the data, and of the weights of --init.",
 )
 @click.option(
     "--save-every",
@@ -160,9 +162,9 @@ def _check_no_nul(text: str) -> str:
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Checkpoints to keep, beside the one before the decay, from which `extend` continues.",
+    help="Checkpoints to keep. The one before the decay, from which `extend` continues, is also kept.",
 )
-@click.option("--eval-data", metavar="CACHE|PATH", help="Held-out text, to measure on.")
+@click.option("--eval-data", metavar="CACHE|PATH", help="Held-out text, to evaluate on.")
 @click.option(
     "--eval-every",
     type=click.IntRange(min=1),
@@ -173,18 +175,18 @@ def _check_no_nul(text: str) -> str:
     "--spike-sigma",
     type=FiniteFloat(min=0, min_open=True),
     metavar="σ",
-    help="Leave out updates whose gradient norm is this many standard deviations above the last 128.",
+    help="Leave out updates whose gradient norm is more than σ standard deviations above the mean of the last 128.",
 )
 @click.option("--compile", is_flag=True, help="Compile the layers (torch.compile): slower to start, then faster.")
-@click.option("--activation-checkpointing", is_flag=True, help="Less memory, a third more time.")
-@click.option("--track", type=click.Choice(TRACKERS), multiple=True, help="Also log there.")
-@max_minutes_option("Then save and stop; `uptrain resume` continues.")
+@click.option("--activation-checkpointing", is_flag=True, help="Use less memory, and a third more time.")
+@click.option("--track", type=click.Choice(TRACKERS), multiple=True, help="Also log to this tracker.")
+@max_minutes_option("Save and stop after M minutes; `uptrain resume` continues.")
 def command(**options: Any) -> None:
-    """Train MODEL on --data into the new folder RUN.
+    """Train MODEL on --data, and write the new folder RUN.
 
-    Training is on next-token prediction, with --teacher on the parent's distribution. Give one of --alpha, --tokens and
-    --steps. Start it as it is, or with `accelerate launch -m uptrain run …` over many
-    GPUs. Ctrl-C saves and stops; `uptrain resume RUN` continues exactly where it stopped.
+    The loss is next-token prediction, or with --teacher the divergence from the parent's distribution. Give one of
+    --alpha, --tokens and --steps. For several GPUs, run `accelerate launch -m uptrain run …`. Ctrl-C saves and stops;
+    `uptrain resume RUN` continues exactly where it stopped.
     """
     stop_request.install()
     from uptrain.runs.launch import launch_new

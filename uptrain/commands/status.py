@@ -16,11 +16,11 @@ from uptrain.report.history import show_recovered
 @click.option("--verify", is_flag=True, help="Also check every file of every checkpoint against its checksum.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status as JSON.")
 def command(run: Path, verify: bool, as_json: bool) -> None:
-    """Show where RUN stands.
+    """Show the status of RUN.
 
-    Its steps, losses, speed, time left and checkpoints; also while it runs.
+    Show steps, losses, speed, time left and checkpoints. This also works while the run trains.
 
-    Exit code 1 if --verify finds a damaged checkpoint.
+    The exit code is 1 if --verify finds a damaged checkpoint.
     """
     from uptrain.report.status import read_status
 

@@ -14,28 +14,29 @@ FOLDER = click.Path(path_type=Path)
 
 @click.command("teach")
 @click.argument("model", type=FOLDER)
-@click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="The token cache to train on.")
-@click.option("--out", type=FOLDER, required=True, metavar="LOGITS", help="The logits to write.")
+@click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="The token cache that runs will train on.")
+@click.option("--out", type=FOLDER, required=True, metavar="LOGITS", help="The folder of logits to write.")
 @click.option(
     "--top-k",
     type=click.IntRange(1, LARGEST_SIZE),
     default=64,
     show_default=True,
     metavar="K",
-    help="Log-probabilities kept for each token; the others are summed.",
+    help="Log-probabilities to keep for each token. The probabilities of all other tokens are summed.",
 )
 @click.option(
     "--shard",
     metavar="I/N",
-    help="Compute only the I-th of N parts, on one of several devices or machines that share the folder of LOGITS. The "
-    "same command without --shard then joins them.",
+    help="Compute only the I-th of N parts, on one of several devices or machines that share the folder of LOGITS. "
+    "Afterwards, the same command without --shard joins the parts.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
 def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, as_json: bool) -> None:
-    """Write what the teacher MODEL predicts for each token of a cache, for `uptrain run --teacher-logits`.
+    """Write the logits of the teacher MODEL.
 
-    One pass serves many runs, and the teacher is not in memory while they train. A killed command leaves no LOGITS; the
-    same command continues it.
+    The logits are what MODEL predicts for each token of a token cache. `uptrain run --teacher-logits` distils from
+    them without the teacher in memory, in many runs. If the command is killed, LOGITS is not written; run the same
+    command again to continue.
     """
     machine_shard = None if shard is None else parse_machine_shard(shard)
     with interruptible():

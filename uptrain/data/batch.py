@@ -1,17 +1,25 @@
-"""Read windows of the token cache as batches. Reading mapped memory takes microseconds, so there are no workers.
+"""Read windows of the token cache as batches, one ahead of the computation.
+
+Reading mapped memory takes microseconds, so a thread suffices, without worker processes. Copies to a GPU start from
+pinned memory and do not block.
 
 Letters: B windows, T = seq_len tokens, K the top k of a teacher, L = K + 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from model.decoder.losses import IGNORED
+from uptrain.data.order import windows_of_step
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache, Integers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class TopK:
     @classmethod
     def read(cls, logits: TeacherLogits, windows: Integers, device: torch.device | str) -> "TopK":
         values, ids = logits.read(windows)
-        return cls(torch.from_numpy(values).to(device), torch.from_numpy(ids).to(device))
+        return cls(_copy(torch.from_numpy(values), device), _copy(torch.from_numpy(ids), device))
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,19 @@ class Batch:
             ids_BT[row, : len(ids)] = ids
             documents_BT[row, : len(ids)] = documents
             labels_BT[row, : len(ids)] = ids.masked_fill(documents != documents.roll(1), IGNORED)
-        ids_BT, labels_BT, documents_BT = (x.to(device, non_blocking=True) for x in (ids_BT, labels_BT, documents_BT))
-        return cls(ids_BT, labels_BT, documents_BT)
+        return cls(_copy(ids_BT, device), _copy(labels_BT, device), _copy(documents_BT, device))
 
     @classmethod
     def ignored(cls, seq_len: int, device: torch.device | str) -> "Batch":
         """Return one row without targets, for a process that has no window left."""
         zeros = torch.zeros((1, seq_len), dtype=torch.long, device=device)
         return cls(zeros, torch.full_like(zeros, IGNORED), zeros)
+
+
+def _copy(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor of the host to a device, without waiting if that is a GPU."""
+    pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def micro_batches(
@@ -68,3 +81,32 @@ def micro_batches(
         part = windows[start : start + size]
         batch = Batch.read(cache, part, device)
         yield replace(batch, top=TopK.read(logits, part, device)) if logits else batch
+
+
+def batches_of_steps(
+    steps: Iterable[int],
+    global_batch: int,
+    seed: int,
+    part: slice,
+    cache: Cache,
+    size: int,
+    device: torch.device | str,
+    logits: TeacherLogits | None = None,
+) -> Iterator[Batch]:
+    """Yield the micro-batches of steps, each of a `part` of the step's windows."""
+    for step in steps:
+        windows = windows_of_step(step, cache.n_windows, global_batch, seed)
+        yield from micro_batches(cache, windows[part], size, device, logits)
+
+
+def one_ahead(items: Iterator[T]) -> Generator[T]:
+    """Yield the items of an iterator that advances in another thread: it prepares an item while the last one is used.
+
+    An error of the iterator is raised where its item is due.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        last = object()
+        due = thread.submit(next, items, last)
+        while (item := due.result()) is not last:
+            due = thread.submit(next, items, last)
+            yield item  # type: ignore[misc]

@@ -161,13 +161,13 @@ class TeacherLogits:
             row = window - (int(self._ends[shard - 1]) if shard else 0)
             values.append(self._values[shard][row])
             ids.append(self._ids[shard][row])
-        found = np.stack(ids).astype(np.int64)
-        if found.max() >= self.manifest.vocab_size:
+        all_ids = np.stack(ids).astype(np.int64)
+        if all_ids.max() >= self.manifest.vocab_size:
             raise InputError(
-                f"{self.folder} holds the id {found.max()}, where its manifest says that all are below "
+                f"{self.folder} holds the id {all_ids.max()}, where its manifest says that all are below "
                 f"{self.manifest.vocab_size}; run `uptrain teach` again."
             )
-        return np.stack(values), found
+        return np.stack(values), all_ids
 
     def _verify(self, number: int) -> None:
         if number in self._verified:

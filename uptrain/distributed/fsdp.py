@@ -57,10 +57,16 @@ def broadcast_weights(accelerator: Accelerator, model: nn.Module, weights: dict[
         set_model_state_dict(model, weights, options=options)
 
 
-def place_teacher(accelerator: Accelerator, teacher: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def place_teacher(
+    accelerator: Accelerator,
+    teacher: nn.Module,
+    layers: Sequence[nn.Module],
+    lenders_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda layer: (),
+) -> None:
     """Move a teacher to the device. Under FSDP shard its layers, but not its embedding and head.
 
-    Layers are moved from the CPU one at a time, since the device may be too small for the whole model.
+    Layers are moved from the CPU one at a time, since the device may be too small for the whole model. `lenders_of`
+    returns the student's layers whose parameters a layer uses.
     """
     if not is_sharded(accelerator):
         teacher.to(accelerator.device)
@@ -68,10 +74,27 @@ def place_teacher(accelerator: Accelerator, teacher: nn.Module, blocks: Sequence
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    for block in blocks:
-        fully_shard(
-            block, reshard_after_forward=True
-        )  # explicit: each block is a root, which is not resharded by default
+    for layer in layers:
+        if next(layer.parameters(), None) is not None:
+            # explicit: each layer is a root, which is not resharded by default
+            fully_shard(layer, reshard_after_forward=True)
+        _gather_while_running(layer, lenders_of(layer))
     for tensor in (*teacher.parameters(), *teacher.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(accelerator.device)
+
+
+def _gather_while_running(layer: nn.Module, lenders: Sequence[nn.Module]) -> None:
+    """Gather the shards of `lenders`, sharded layers of the student, while `layer` of the teacher runs."""
+
+    def gather(*_: object) -> None:
+        for lender in lenders:
+            lender.unshard()  # type: ignore[operator]
+
+    def shard(*_: object) -> None:
+        for lender in lenders:
+            lender.reshard()  # type: ignore[operator]
+
+    if lenders:
+        layer.register_forward_pre_hook(gather)
+        layer.register_forward_hook(shard)

@@ -11,7 +11,7 @@ import numpy as np
 from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpoint
 from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
-from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm
+from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
 from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
@@ -84,13 +84,12 @@ def stored_size(run_folder: Path, checkpoint: Path) -> int:
 def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     """Open the weights of a checkpoint, together with those that are not trained from the initial model."""
     trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
+    weights = trained
+    if run.settings.trainable != "all":
+        model = Path(run.settings.model)
+        weights = _Completed(trained, without_latent_norm(open_checkpoint(model)), stored_names(model))
     norm = read_latent_norm(read_config(folder / MODEL)[1])
-    if norm is not None:
-        return WithLatentNorm(trained, norm)
-    if run.settings.trainable == "all":
-        return trained
-    model = Path(run.settings.model)
-    return _Completed(trained, open_checkpoint(model), stored_names(model))
+    return weights if norm is None else WithLatentNorm(weights, norm)
 
 
 class _Completed(Checkpoint):
@@ -100,7 +99,7 @@ class _Completed(Checkpoint):
     """
 
     def __init__(self, trained: Checkpoint, initial: Checkpoint, names: dict[str, str]) -> None:
-        self.path = trained.path
+        self.path, self.format, self.shards = trained.path, trained.format, trained.shards
         self._open = (trained, initial)
         self._places = {
             stored: (trained, name) if name in trained.tensors else (initial, stored) for name, stored in names.items()

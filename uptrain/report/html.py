@@ -67,7 +67,7 @@ def make_page(histories: Sequence[History], names: Sequence[str], drawings: Iter
 
 
 def _section(history: History, of_name: str) -> str:
-    """Return the tables of a run; `of_name` is the suffix of their headings, empty for a single run."""
+    """Return the tables of a run; `of_name`: the suffix of their headings, empty for a single run."""
     parts = [f"<h2>Settings{of_name}</h2>", _facts(_settings(history))]
     if history.evaluations:
         parts += [f"<h2>Evaluations{of_name}</h2>", _evaluations(history.evaluations)]

@@ -74,22 +74,16 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
     listed = []
     for step, path in list_checkpoints(folder).items():
         try:
-            entry = _checkpoint(step, path)
+            size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+            entry: dict[str, Any] = {"step": step, "bytes": size, "kept": _is_kept(path)}
+            if verify:
+                entry["damage"] = find_damage(path)
         except FileNotFoundError:
-            if not path.exists():
-                continue
-            raise
-        if verify:
-            entry["damage"] = find_damage(path)
-            if not path.exists():
-                continue
-        listed.append(entry)
+            if path.exists():
+                raise
+        if path.exists():
+            listed.append(entry)
     return listed
-
-
-def _checkpoint(step: int, path: Path) -> dict[str, Any]:
-    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-    return {"step": step, "bytes": size, "kept": _is_kept(path)}
 
 
 def _is_kept(checkpoint: Path) -> bool | None:

@@ -27,7 +27,7 @@ def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
 def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
     """Raise InputError if the cache holds ids outside the model's vocabulary.
 
-    Only ids that occur count: some tokenizers have padding tokens without an embedding, which no text contains.
+    Ids that do not occur are ignored: some tokenizers have padding tokens without an embedding.
     """
     if cache.manifest.vocab_size > vocab_size and (highest := cache.highest_id()) >= vocab_size:
         raise InputError(

@@ -8,24 +8,22 @@ import torch
 
 from model.common.console import size
 from model.common.errors import InputError
-from model.families import FAMILIES
-from model.families.family import Family
 from uptrain.budget.memory import Models, Way, first_that_fits
 from uptrain.budget.plan import command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
 from uptrain.runs.settings import TRAINABLE
+from uptrain.training.parts import knows_attention
 
 
 def has_estimate(config: dict[str, Any]) -> bool:
     """Return whether the memory of a model can be estimated from its config and the headers of its files."""
-    sizes = isinstance(config.get("intermediate_size"), int)
-    return sizes and isinstance(FAMILIES.get(str(config.get("model_type"))), Family)
+    return isinstance(config.get("intermediate_size"), int) and knows_attention(config)
 
 
 def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | None) -> int:
     """Return the largest micro-batch up to the default that fits this process's device, in windows.
 
-    `way` is what the run is to do, with any micro-batch. Raises InputError if one window does not fit. The error names
+    `way`: the run's choices, with any micro-batch. Raises InputError if one window does not fit. The error names
     the cheapest command that does.
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1

@@ -23,7 +23,7 @@ _BLOCK = 64 << 20
 
 
 def identities(settings: Settings) -> dict[str, str]:
-    """Return the SHA-256 of the model, its frozen tensors, the teacher and the held-out data, as far as there are."""
+    """Return the SHA-256 of those that the run has: model, frozen tensors, teacher and held-out data."""
     models = {"model": settings.model, "teacher": settings.teacher}
     sha256s = {name: of_model(Path(path)) for name, path in models.items() if path}
     if settings.trainable != "all":

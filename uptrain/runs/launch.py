@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from uptrain.budget.memory import Models, Way
 from uptrain.data.run_data import beside, cache_folder, cache_of, seq_len_of
 from uptrain.data.teacher_logits import Manifest, TeacherLogits
 from uptrain.data.token_cache import Cache
-from uptrain.distributed.accelerator import check_launcher, has_accelerator, wants_sharding
+from uptrain.distributed.accelerator import check_launcher, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import check_exportable, check_new, check_packing, check_teacher, check_tokenizer
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
@@ -44,7 +44,7 @@ def launch_new(options: RunOptions) -> None:
     assert folder is not None
     out, deadline = options.out, _deadline(options.max_minutes)
     refuse_existing(out)
-    check_optimizer(options.optimizer, wants_sharding())
+    check_optimizer(options.optimizer)
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = make_settings(options, folder, seq_len)
@@ -59,11 +59,9 @@ def launch_new(options: RunOptions) -> None:
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, Cache.open(Path(settings.data)))
     warnings = warnings_of(settings)
-
-    def work(show: ProgressSink) -> str:
-        return start(settings, budget, folder, out, deadline, _warn_at_start(warnings, show))
-
-    _watch(settings.steps, out, work)
+    with training_bar(settings.steps) as show:
+        status = start(settings, budget, folder, out, deadline, _warn_at_start(warnings, show))
+    _end(out, status)
 
 
 def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainable: str, rank: int) -> None:
@@ -85,7 +83,9 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainab
 def launch_resumed(run: Path, max_minutes: float | None) -> None:
     """Resume a run."""
     steps, deadline = Run.read(run).settings.steps, _deadline(max_minutes)
-    _watch(steps, run, lambda show: resume(run, deadline, show))
+    with training_bar(steps) as show:
+        status = resume(run, deadline, show)
+    _end(run, status)
 
 
 def launch_extended(
@@ -98,10 +98,8 @@ def launch_extended(
     launch_resumed(out, max_minutes)
 
 
-def _watch(steps: int, out: Path, work: Callable[[ProgressSink], str]) -> None:
-    """Show the progress of a run, and print its status at the end."""
-    with training_bar(steps) as show:
-        status = work(show)
+def _end(out: Path, status: str) -> None:
+    """Leave the process group of a run that has ended, and print its status."""
     destroy_process_group()
     if PartialState().is_main_process:
         if status == "finished":

@@ -31,7 +31,7 @@ from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
-from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
+from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
 from uptrain.runs.checks import (
     check_batch,
     check_exportable,
@@ -63,7 +63,7 @@ from uptrain.training.models import (
 )
 from uptrain.training.module import STUDENT, LossModule, blocks, has_finite_weights
 from uptrain.training.optimizer import make_optimizer
-from uptrain.training.sharing import equal_tensors, share, shareable
+from uptrain.training.sharing import Lenders, equal_tensors, lending_layers, share, shareable
 
 
 def start(
@@ -292,24 +292,23 @@ def build(
 def _build_teacher(
     settings: Settings, student: LanguageModel, accelerator: Accelerator
 ) -> tuple[LanguageModel, int]:  # fmt: skip
-    """Load and place the teacher; return it, and the bytes that it shares with the student.
-
-    Under FSDP they share nothing, because each model is sharded by itself.
-    """
+    """Load and place the teacher; return it, and the bytes that it shares with the student (whole, not a shard's)."""
     path, dtype = Path(settings.teacher), teacher_dtype(settings.precision)
-    shared = {}
-    if settings.trainable != "all" and not is_sharded(accelerator):
+    lenders: Lenders = {}
+    if settings.trainable != "all":
         names = on_main(accelerator, lambda: equal_tensors(Path(settings.model), settings.trainable, path))
-        shared = shareable(student, names, dtype)
+        lenders = shareable(student, names, dtype)
     teacher, weights = load_on_main(
         accelerator,
-        lambda: load_teacher(path, settings.precision, skip=shared),
+        lambda: load_teacher(path, settings.precision, skip=lenders),
         lambda: empty_teacher(path, settings.precision),
     )
     check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
-    shared_bytes = share(shared, teacher, dtype)
-    place_teacher(accelerator, teacher, blocks(teacher))
-    broadcast_weights(accelerator, teacher, weights)
+    shared_bytes = share(lenders, teacher, dtype)
+    layers = blocks(student)
+    place_teacher(accelerator, teacher, blocks(teacher), lambda layer: lending_layers(layer, layers))
+    own = teacher.state_dict().keys()
+    broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
     return teacher, shared_bytes
 
 

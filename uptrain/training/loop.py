@@ -2,25 +2,30 @@
 
 Learning rate, windows and loss scale are pure functions of the step and the global batch. A run can therefore stop
 anywhere and resume with another world size without changing its result.
+
+A step waits for the device once: it fetches loss and gradient norm after it has queued the update. Meanwhile the next
+batch is read and copied.
 """
 
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from model.common.errors import RunError
 from uptrain.budget.learning_rate import Schedule, decay_start, learning_rate
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError
-from uptrain.data.batch import micro_batches
+from uptrain.data.batch import Batch, batches_of_steps, one_ahead
 from uptrain.data.order import windows_of_step
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache, Integers
@@ -30,7 +35,7 @@ from uptrain.runs.metrics_log import Metrics
 from uptrain.runs.signals import StopRequest
 from uptrain.training.evaluate import Stopped, evaluate
 from uptrain.training.module import has_finite_weights
-from uptrain.training.optimizer import set_learning_rate
+from uptrain.training.optimizer import can_skip_on_device, set_learning_rate, step_unless
 
 CLIP = 1.0
 HALT_COUNT, HALT_WINDOW = 3, 100
@@ -96,39 +101,16 @@ def train(training: Training, state: RunState) -> str:
     Raises NonFiniteGradientsError in three cases. If 3 of 100 gradients were not finite, the state is saved first. If
     those 3 were consecutive, or if weights are not finite, nothing is saved. Raises SaveError if the last save failed.
     """
-    rank, world_size = training.accelerator.process_index, training.accelerator.num_processes
-    own = slice(rank * training.global_batch // world_size, (rank + 1) * training.global_batch // world_size)
     training.loss_module.train()
-    for step in range(state.step, training.schedule.total_steps):
-        if (reason := _evaluate_if_due(training, step)) is not None:
-            return _stop(training, state, reason)
-        started = time.perf_counter()
-        # CPython's hash of a tuple of integers is not randomised. Another derivation of the seed would change the
-        # random numbers of existing runs when they resume.
-        torch.manual_seed(hash((training.seed, step, rank)))
-        windows = windows_of_step(step, training.cache.n_windows, training.global_batch, training.seed)
-        n_targets = max(1, training.cache.n_targets(windows))  # without targets, loss and gradient are 0
-        rate = learning_rate(training.schedule, step)
-        set_learning_rate(training.optimizer, rate)
-        loss_sum = _backward(training, windows[own], n_targets)
-        grad_norm = float(training.accelerator.clip_grad_norm_(training.loss_module.parameters(), CLIP))
-        loss_sum, stop = _reduce_step(training, loss_sum)
-        skip = _should_skip(training, state, grad_norm)
-        if np.isfinite(grad_norm):
-            _rotate_if_due(training)
-        if skip:
-            state.skipped.append(step + 1)
-        else:
-            training.optimizer.step()
-        training.optimizer.zero_grad()
-        state.step, state.tokens = step + 1, state.tokens + _n_tokens(training.cache, windows)
-        seconds = time.perf_counter() - started
-        _record(training, state, loss_sum / n_targets, rate, grad_norm, skip, windows, seconds)
-        _halt_on_non_finite(training, state)
-        if stop:
-            return _stop(training, state, _reason(training))
-        if state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
-            _try_to_save(training, state)
+    steps = range(state.step, training.schedule.total_steps)
+    with closing(_batches(training, steps)) as batches:
+        for step in steps:
+            if (reason := _evaluate_if_due(training, step)) is not None:
+                return _stop(training, state, reason)
+            if _train_step(training, state, step, batches):
+                return _stop(training, state, _reason(training))
+            if state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
+                _try_to_save(training, state)
     if (reason := _evaluate_if_due(training, training.schedule.total_steps)) is not None:
         return _stop(training, state, reason)
     _save(training, state)
@@ -136,7 +118,56 @@ def train(training: Training, state: RunState) -> str:
     return "finished"
 
 
-def _backward(training: Training, windows: Integers, n_targets: int) -> float:
+def _own_part(training: Training) -> slice:
+    """Return the place of this process's windows among those of a step."""
+    rank, world_size = training.accelerator.process_index, training.accelerator.num_processes
+    return slice(rank * training.global_batch // world_size, (rank + 1) * training.global_batch // world_size)
+
+
+def _batches(training: Training, steps: range) -> Generator[Batch]:
+    """Yield this process's micro-batches of some steps, each read and copied while the one before is used."""
+    t = training
+    return one_ahead(
+        batches_of_steps(
+            steps, t.global_batch, t.seed, _own_part(t), t.cache, t.micro_batch, t.accelerator.device, t.logits
+        )
+    )
+
+
+def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> bool:
+    """Make and record one step; return whether a process was asked to stop."""
+    started = time.perf_counter()
+    # CPython's hash of a tuple of integers is not randomised. Another derivation of the seed would change the random
+    # numbers of existing runs when they resume.
+    torch.manual_seed(hash((training.seed, step, training.accelerator.process_index)))
+    windows = windows_of_step(step, training.cache.n_windows, training.global_batch, training.seed)
+    n_targets = max(1, training.cache.n_targets(windows))  # without targets, loss and gradient are 0
+    rate = learning_rate(training.schedule, step)
+    set_learning_rate(training.optimizer, rate)
+    n_batches = -(-len(windows[_own_part(training)]) // training.micro_batch)
+    device_loss = _backward(training, islice(batches, n_batches), n_batches, n_targets)
+    device_norm = _clip(training)
+    limit = _spike_limit(training, state)
+    queued = can_skip_on_device(training.optimizer)
+    if queued:
+        step_unless(training.optimizer, ~device_norm.isfinite() | (device_norm > limit))
+    loss_sum, grad_norm, stop = _fetch(training, device_loss, device_norm)
+    skip = _note_norm(training, state, grad_norm, limit)
+    if np.isfinite(grad_norm):
+        _rotate_if_due(training)
+    if skip:
+        state.skipped.append(step + 1)
+    elif not queued:
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+    state.step, state.tokens = step + 1, state.tokens + _n_tokens(training.cache, windows)
+    seconds = time.perf_counter() - started
+    _record(training, state, loss_sum / n_targets, rate, grad_norm, skip, windows, seconds)
+    _halt_on_non_finite(training, state)
+    return stop
+
+
+def _backward(training: Training, batches: Iterator[Batch], n_batches: int, n_targets: int) -> Tensor:
     """Accumulate the gradient of Σ loss / n_targets over the windows of all processes; return this process's Σ loss.
 
     DDP and FSDP average gradients over processes; the factor `num_processes` turns the mean into a sum. DDP reduces
@@ -144,40 +175,50 @@ def _backward(training: Training, windows: Integers, n_targets: int) -> float:
     the whole gradient.
     """
     scale = training.accelerator.num_processes / n_targets
-    last = -(-len(windows) // training.micro_batch) - 1
     sharded = is_sharded(training.accelerator)
     losses = []
-    for i, batch in enumerate(
-        micro_batches(training.cache, windows, training.micro_batch, training.accelerator.device, training.logits)
-    ):
+    for i, batch in enumerate(batches):
         top = batch.top and (batch.top.values_BTL, batch.top.ids_BTK)
-        with nullcontext() if sharded or i == last else training.accelerator.no_sync(training.loss_module):
+        with nullcontext() if sharded or i == n_batches - 1 else training.accelerator.no_sync(training.loss_module):
             loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, top=top)
             training.accelerator.backward(loss * scale)
         losses.append(loss.detach())
-    return float(torch.stack(losses).double().sum())
+    return torch.stack(losses).double().sum()
 
 
-def _reduce_step(training: Training, loss_sum: float) -> tuple[float, bool]:
-    """Return the loss sum of all processes, and whether any was asked to stop, in one all-reduce."""
+def _clip(training: Training) -> Tensor:
+    """Clip the gradient; return its norm over all processes before that, in float64."""
+    norm = training.accelerator.clip_grad_norm_(training.loss_module.parameters(), CLIP)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
+
+
+def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, bool]:
+    """Return the loss sum of all processes, the gradient norm, and whether any process was asked to stop.
+
+    This takes one all-reduce, and one copy to the host, which waits for the device.
+    """
     wants_stop = bool(training.stop_request.reason) or time.monotonic() >= training.deadline
-    values = torch.tensor([loss_sum, float(wants_stop)], dtype=torch.float64, device=training.accelerator.device)
-    total, stops = all_reduce_sum(training.accelerator, values).tolist()
-    return total, stops > 0
+    sums = torch.stack([loss_sum, torch.full_like(loss_sum, float(wants_stop))])
+    total, stops, norm = torch.cat([all_reduce_sum(training.accelerator, sums), grad_norm[None]]).tolist()
+    return total, norm, stops > 0
 
 
-def _should_skip(training: Training, state: RunState, grad_norm: float) -> bool:
-    """Return whether to skip the update. `grad_norm` is global, so all ranks return the same."""
+def _spike_limit(training: Training, state: RunState) -> float:
+    """Return the largest gradient norm that is no spike."""
+    recent = state.grad_norms
+    if training.spike_sigma is None or len(recent) < SPIKE_WINDOW:
+        return np.inf
+    return float(np.mean(recent) + training.spike_sigma * np.std(recent))
+
+
+def _note_norm(training: Training, state: RunState, grad_norm: float, limit: float) -> bool:
+    """Record a gradient norm; return whether to skip the update. It is global, so all ranks return the same."""
     if not np.isfinite(grad_norm):
         state.not_finite.append(state.step + 1)
         return True
-    if training.spike_sigma is None:
-        return False
-    recent = state.grad_norms
-    full = len(recent) == SPIKE_WINDOW
-    limit = float(np.mean(recent) + training.spike_sigma * np.std(recent)) if full else np.inf
-    # Norms are clamped to the limit: one spike does not hide the next, and the limit follows a lasting rise.
-    state.grad_norms = [*recent[-SPIKE_WINDOW + 1 :], min(grad_norm, limit)]
+    if training.spike_sigma is not None:
+        # Norms are clamped to the limit: one spike does not hide the next, and the limit follows a lasting rise.
+        state.grad_norms = [*state.grad_norms[-SPIKE_WINDOW + 1 :], min(grad_norm, limit)]
     return grad_norm > limit
 
 

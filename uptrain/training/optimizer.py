@@ -6,15 +6,11 @@ import torch
 from torch import nn
 
 from model.common.errors import InputError
+from uptrain.training.adafactor import Adafactor
 
 
-def check_optimizer(name: str, sharded: bool) -> None:
-    """Raise InputError if the optimizer's library is not installed, or torch's Adafactor would train shards.
-
-    Its step fails on them ("aten.pow_.Scalar: in-place operations …", torch 2.13).
-    """
-    if name == "adafactor" and sharded:
-        raise InputError("--optimizer adafactor does not run with FSDP2; choose adamw or adamw8bit, or LAYOUT=ddp.")
+def check_optimizer(name: str) -> None:
+    """Raise InputError if the optimizer's library is not installed."""
     if name == "adamw8bit" and find_spec("torchao") is None:
         raise InputError("--optimizer adamw8bit needs torchao; install groupwise[torchao], or choose adamw.")
 
@@ -26,6 +22,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step_unless` works: torch's fused optimizers skip updates on the device, for gradient scalers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+    """Queue an update that leaves parameters and states unchanged if `skip`, a scalar on the device, is true."""
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
@@ -42,7 +50,7 @@ def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.op
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=0.0)
+        return Adafactor(groups, lr=0.0)
     if name == "adamw8bit":
         from torchao.optim import AdamW8bit
 

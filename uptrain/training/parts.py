@@ -5,10 +5,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from model.checkpoint import Tensor
-from model.checkpoint.latent_norm import read_latent_norm
+from model.checkpoint.latent_norm import KV_A, KV_B, read_latent_norm
 from model.common.errors import InputError
 from model.families import FAMILIES
 from model.families.family import Family
+
+_LATENT = {"attention": ("self_attn", "input_layernorm"), "kv": (f"self_attn.{KV_A}", f"self_attn.{KV_B}")}
+"""The modules of each part in a layer of latent attention."""
 
 
 def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
@@ -18,8 +21,10 @@ def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
     """
     if part == "all":
         return re.compile("")
-    if part == "lora" and read_latent_norm(config) is None:
+    if part == "lora":
         return re.compile(r"\.lora_[AB]\.")
+    if read_latent_norm(config) is not None:
+        return _of_layers("layers", _LATENT[part])
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if not isinstance(family, Family):
@@ -35,7 +40,16 @@ def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
             f"--trainable kv: model_type {model_type!r} holds queries, keys and values in one tensor "
             f"({family.fused}); use --trainable attention."
         )
-    return re.compile(rf"(^|\.){re.escape(family.layers)}\.\d+\.({'|'.join(map(re.escape, modules))})\.")
+    return _of_layers(family.layers, modules)
+
+
+def _of_layers(layers: str, modules: Iterable[str]) -> re.Pattern[str]:
+    return re.compile(rf"(^|\.){re.escape(layers)}\.\d+\.({'|'.join(map(re.escape, modules))})\.")
+
+
+def knows_attention(config: Mapping[str, Any]) -> bool:
+    """Return whether the names of a model's attention are known, so that attention can be trained alone."""
+    return isinstance(FAMILIES.get(str(config.get("model_type"))), Family) or read_latent_norm(config) is not None
 
 
 def common_dtype(tensors: Iterable[Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import frozen_names, stored_names
 from uptrain.training.trainable import FrozenEmbedding, FrozenLinear, cast_in_use
 
+Lenders = dict[str, tuple[nn.Module, str]]
+"""Where parameters are: name → module, and its attribute."""
 THEIRS = "theirs."
 _BLOCK = 64 << 20
 """Bytes of each tensor that are in memory at once."""
@@ -33,10 +36,11 @@ def _equal(first: Checkpoint, name: str, second: Checkpoint, other_name: str) ->
     return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in blocks)
 
 
-def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Return those of the student's frozen parameters that a teacher of `teacher_dtype` can use with the same result.
+def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch.dtype) -> Lenders:
+    """Return where the student has those of its frozen parameters that a teacher can use with the same result.
 
-    These are the parameters that are cast where they are used. Norms only widen theirs.
+    These are the parameters that are cast where they are used. Norms only widen theirs. `teacher_dtype` is the
+    teacher's own.
     """
     wanted, chosen = set(names), {}
     for module_name, module in student.named_modules():
@@ -45,19 +49,61 @@ def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch
             widened = torch.promote_types(parameter.dtype, teacher_dtype) == teacher_dtype
             rounds = isinstance(module, FrozenLinear | FrozenEmbedding)
             if name in wanted and (rounds or (isinstance(module, RMSNorm) and widened)):
-                chosen[name] = parameter
+                chosen[name] = (module, key)
     return chosen
 
 
-def share(parameters: dict[str, nn.Parameter], teacher: LanguageModel, teacher_dtype: torch.dtype) -> int:
+def share(lenders: Lenders, teacher: LanguageModel, teacher_dtype: torch.dtype) -> int:
     """Replace a teacher's parameters by the student's of the same names; return the bytes that both then share."""
     names = {id(parameter): name.removeprefix(THEIRS) for name, parameter in teacher.named_parameters()}
     shared: dict[str, int] = {}
     for module in teacher.modules():
         own = {key: names[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
-        own = {key: name for key, name in own.items() if name in parameters}
+        own = {key: name for key, name in own.items() if name in lenders}
         if own and cast_in_use(module, teacher_dtype):
-            for key, name in own.items():
-                setattr(module, key, parameters[name])
-                shared[name] = parameters[name].nbytes
+            _borrow(module, {key: lenders[name] for key, name in own.items()})
+            shared |= {name: getattr(*lenders[name]).nbytes for name in own.values()}
     return sum(shared.values())
+
+
+class _Borrower(nn.Module):
+    """A module of the teacher that uses parameters of the student's modules.
+
+    FSDP2 replaces a module's parameters whenever it gathers or shards them, so they are looked up at each use.
+    """
+
+    lenders: Lenders
+    """Module and attribute of each borrowed parameter."""
+
+    def __getattr__(self, name: str) -> Any:
+        lender = self.__dict__["lenders"].get(name)
+        return getattr(*lender) if lender else super().__getattr__(name)
+
+
+class _BorrowingLinear(_Borrower, FrozenLinear):
+    pass
+
+
+class _BorrowingEmbedding(_Borrower, FrozenEmbedding):
+    pass
+
+
+class _BorrowingNorm(_Borrower, RMSNorm):
+    pass
+
+
+def _borrow(module: nn.Module, lenders: Lenders) -> None:
+    """Remove parameters of a module, and let it use those of others."""
+    for key in lenders:
+        delattr(module, key)
+    classes = {FrozenLinear: _BorrowingLinear, FrozenEmbedding: _BorrowingEmbedding, RMSNorm: _BorrowingNorm}
+    module.__class__ = classes[type(module)]
+    assert isinstance(module, _Borrower)
+    module.lenders = lenders
+
+
+def lending_layers(layer: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return those of the student's `layers` whose parameters a layer of the teacher uses."""
+    borrowers = (module for module in layer.modules() if isinstance(module, _Borrower))
+    lenders = {lender for borrower in borrowers for lender, _ in borrower.lenders.values()}
+    return [each for each in layers if not lenders.isdisjoint(each.modules())]

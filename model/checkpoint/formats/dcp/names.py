@@ -17,7 +17,7 @@ from model.checkpoint.formats.meta_llama.model_parallel import FUSED_PARTS, LAYE
 from model.checkpoint.tied import EMBEDDING, EMBEDDINGS
 from model.common.errors import CheckpointError
 
-# Entries that training saves beside the model.
+# Entries of the training state, which are saved with the model.
 OTHERS = re.compile(r"(?:^|\.)(?:optim|optimizers?|(?:lr_)?schedulers?|data_?loader|train_state|rng|rng_state)\.")
 
 FUSED = tuple(LAYER[part][0] for part in FUSED_PARTS)

@@ -32,6 +32,8 @@ REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
     "model.lm_head.layer_norm": _NORM,
 }  # fmt: skip
 
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 # READ: the settings that are read below. FREE: the settings that do not change the output of a trained model.
 READ = {
     "model": {"d_model", "vocab_size", "n_layers", "tie_word_embeddings"},
@@ -81,7 +83,7 @@ def olmo2_config(
         "attention_bias": False,
         "tie_word_embeddings": model.get("tie_word_embeddings") is True,
         **rope_settings(_number(path, "theta", parts["model.block.attention.rope"].get("theta")), None),
-        **{key: _token(tokenizer.get(key)) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{key: token if type(token := tokenizer.get(key)) is int else None for key in _TOKENS},
         **dtype_settings(tensors),
     }
     return config, (
@@ -136,10 +138,6 @@ def _number(path: Path, key: str, value: Any) -> float:
     if not checks.is_finite(value) or value <= 0:
         _refuse(path, key, value)
     return float(value)
-
-
-def _token(value: Any) -> int | None:
-    return value if type(value) is int else None
 
 
 def _refuse(path: Path, place: str, value: Any) -> NoReturn:

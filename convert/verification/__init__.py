@@ -1,0 +1,1 @@
+"""Check a converted folder against its source: recompute, and compare."""

@@ -1,0 +1,68 @@
+"""Compare the files beside the weights, the index and the record of a converted folder."""
+
+import json
+from typing import Any
+
+from convert.output import config_json
+from convert.output.groupwise_json import RECORD_FILE
+from convert.output.model_card import model_card
+from convert.planning.plan import Plan
+from convert.verification.findings import Findings
+from model.checkpoint import Checkpoint
+from model.checkpoint.hf_folder import INDEX
+from model.checkpoint.writer import index_text
+from model.common.files import has_content
+
+
+def compare_files(
+    source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
+) -> None:  # fmt: skip
+    """Compare everything in OUT but the tensors. Add to `findings`."""
+    _compare_config(source, out, plan, findings)
+    _compare_side_files(source, out, plan, record, findings)
+    _compare_index(out, findings)
+    reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
+    if reported != [(heads.tensor, heads.kind) for heads in plan.reported]:
+        findings.differences.append(f"{RECORD_FILE} does not report on exactly the merged tensors")
+
+
+def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
+    expected = json.loads(config_json.config_text(source, plan))
+    for key in sorted(expected.keys() | out.config.keys()):
+        if key not in out.config:
+            findings.differences.append(f"config.json lacks the key {key}")
+        elif key not in expected or json.dumps(out.config[key]) != json.dumps(expected[key]):
+            findings.differences.append(
+                f"config.json has {key} = {out.config[key]!r}; it should be "
+                f"{repr(expected[key]) if key in expected else 'absent'}"
+            )
+
+
+def _compare_side_files(
+    source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
+) -> None:  # fmt: skip
+    origin = record["source"]["name"], record["source"]["revision"]  # as recorded, because the source may have moved
+    expected = {**config_json.copied(source, plan), "README.md": model_card(source, plan, origin)}
+    for name, content in expected.items():
+        path = out.path / name
+        if not path.is_file():
+            findings.differences.append(f"the file {name} is missing")
+        elif not has_content(path, content):
+            findings.differences.append(f"the file {name} differs from what the conversion writes")
+    findings.n_files = len(expected)
+    for name in [*sorted(out.side_files.keys() - expected.keys()), *out.skipped_files]:
+        findings.differences.append(f"the file {name} is not the source's")
+    for shard in out.shards:
+        if shard.metadata.get("format") != "pt":
+            findings.differences.append(f"the metadata of {shard.name} lacks format: pt")
+
+
+def _compare_index(out: Checkpoint, findings: Findings) -> None:
+    expected, path = index_text(out.shards, out.tensors), out.path / INDEX
+    if expected is None:
+        if path.exists():
+            findings.differences.append(f"{INDEX} exists beside a single model.safetensors")
+    elif json.loads(path.read_bytes()) != json.loads(expected):
+        findings.differences.append(f"{INDEX} does not give the true total_size or tensors")
+    for extra in {f.name for f in out.path.glob("*.safetensors")} - {f.name for f in out.weight_files}:
+        findings.differences.append(f"the weight file {extra} belongs to no tensor of the model")

@@ -1,0 +1,116 @@
+"""Recompute layers that a conversion computed as a whole, and compare them within tolerances."""
+
+import shutil
+from pathlib import Path
+from tempfile import gettempdir
+
+import numpy as np
+
+from convert.conversion import calibrate
+from convert.latent.layer import FittedLatent, LatentLayer
+from convert.merging.layer import LayerMerge, LayerWork, attention_of
+from convert.merging.rounding import BFLOAT16, widen
+from convert.merging.weights import LayerAttention
+from convert.output.merged_layers import MergedLayerCache
+from convert.planning.latent_recipe import LATENT
+from convert.planning.plan import Plan
+from convert.planning.recipe import Recipe
+from convert.verification.findings import Findings
+from model.checkpoint import Array, Checkpoint
+from model.common.errors import CheckpointError
+
+ROUNDING = 1e-3
+"""Tolerances for a layer merged by the weights alone: a tensor's error as a share of its norm, and an element's error
+as a share of the tensor's root mean square."""
+TENSOR_TOL, ELEMENT_TOL = 1e-2, 0.25
+"""The same tolerances for a layer merged with a calibration text.
+
+On another kind of processor, or on a GPU, about one in 10^5 of the drawn keys differs. That changes the tensors of
+SmolLM2 by up to 0.0033 of their norms, and single elements by up to 0.14 of their root mean square.
+"""
+MAX_ERROR_RATIO = 1.05
+"""Maximum held-out error of a refined layer, relative to the recomputed layer's. Training amplifies the differences
+between processors, so the weights themselves cannot be compared."""
+
+
+def recompute_layers(
+    source: Checkpoint, plan: Plan, scratch: Path, findings: Findings, workers: int, quiet: bool
+) -> MergedLayerCache | None:  # fmt: skip
+    """Return the merged layers; None if they cannot be recomputed."""
+    if findings.unchecked:
+        return None
+    free = shutil.disk_usage(scratch).free
+    if plan.scratch_bytes > free:
+        raise CheckpointError(
+            f"{gettempdir()} has {free / 1e9:.2f} GB free, but {plan.scratch_bytes / 1e9:.2f} GB are needed to run the "
+            "calibration again; set TMPDIR to a folder with more free space."
+        )
+    calibrate(source, plan, scratch, quiet)
+    return MergedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
+
+
+def compare_layer_tensor(
+    out: Checkpoint, layer: LayerWork, layers: MergedLayerCache, findings: Findings, name: str
+) -> list[str]:
+    """Compare a tensor of a merged layer within a tolerance, because its last digits depend on the order of sums.
+
+    Any later change to the tensor is found by the recorded checksum.
+    """
+    expected, actual = layers.get(layer).tensors[name], out.rows(name, 0, out.tensors[name].shape[0])
+    if actual.tobytes() == expected.tobytes():
+        return []
+    if is_compared_by_errors(layer.recipe):
+        return []  # see `compare_by_errors`
+    wide, wide_actual = expected.astype(np.float64), actual.astype(np.float64)
+    step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of bfloat16 or float16; sufficient for finer dtypes too
+    beyond = np.maximum(np.abs(wide - wide_actual) - step * np.abs(wide), 0) / (np.sqrt(np.mean(wide**2)) or 1.0)
+    error = float(np.sqrt(np.mean(beyond**2)))
+    tensor_tol, element_tol = (TENSOR_TOL, ELEMENT_TOL) if layer.recipe.text else (ROUNDING, ROUNDING)
+    if error <= tensor_tol and beyond.max() <= element_tol:  # false for NaN
+        findings.rounded[name] = error
+        return []
+    return [f"the tensor {name} differs from the one recomputed from the source"]
+
+
+def is_compared_by_errors(recipe: Recipe) -> bool:
+    """Return whether layers are compared by what they compute, because their weights are not determined by it.
+
+    A latent in other coordinates computes the same.
+    """
+    return bool(recipe.refine) or (recipe.method == LATENT and recipe.text is not None)
+
+
+def compare_by_errors(
+    source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache, scratch: Path, findings: Findings
+) -> None:  # fmt: skip
+    """Compare layers that were refined or have a latent, and differ from the recomputed ones, by held-out errors."""
+    from convert.calibration.solve import held_out_errors
+
+    def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return a layer's tensors in OUT, and the recomputed ones."""
+        expected = layers.get(plan.works[index]).tensors
+        return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
+
+    def attentions(index: int) -> list[LayerAttention | FittedLatent]:
+        work = plan.works[index]
+        wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
+        if isinstance(work, LatentLayer):
+            return [work.fitted(tensors) for tensors in wide]
+        assert isinstance(work, LayerMerge)
+        return [attention_of(tensors, work, work.target) for tensors in wide]
+
+    def differs(index: int) -> bool:
+        actual, expected = versions(index)
+        return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
+
+    different = {index for index in range(len(plan.works)) if differs(index)}
+    errors = held_out_errors(source, plan.recipe, scratch, different, attentions) if different else {}
+    for index, (actual, expected) in errors.items():
+        if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
+            excess = max(0.0, actual / expected - 1) if expected else 0.0
+            findings.rounded |= dict.fromkeys(plan.works[index].tensors, excess)
+        else:
+            findings.differences.append(
+                f"layer {index} was refined; its held-out error is {actual:.4g}, "
+                f"where recomputing it gives {expected:.4g}"
+            )

@@ -1,0 +1,69 @@
+"""Read the recipe that a converted folder records, with the tokens that it was calibrated on."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from convert.calibration.text import NO_TORCH, CalibrationText, read_stored
+from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
+from convert.output.groupwise_json import RECORD_FILE
+from convert.planning.latent_recipe import LATENT, read_latent_recipe
+from convert.planning.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
+from convert.verification.findings import Findings
+from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
+
+
+def recorded_recipe(
+    source: Checkpoint, out_path: Path, record: dict[str, Any], device: str, findings: Findings
+) -> Recipe:  # fmt: skip
+    """Return the recipe that OUT records, for a device.
+
+    If OUT's calibration tokens are not usable, add to `findings.unchecked`.
+    """
+    if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT, LATENT):
+        raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
+    _check_repeatable(record, out_path / RECORD_FILE)
+    refit, refine = record.get("refit", False), record.get("refine", 0)
+    if type(refine) is not int or not 0 <= refine <= MAX_TOKENS:
+        raise CheckpointError(f"{out_path / RECORD_FILE} records that layers were refined on {refine!r} tokens.")
+    if type(refit) is not bool or record["seed"] < 0:
+        raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
+    recorded = record.get("calibration")
+    text = None if recorded is None else _stored_text(source, out_path, recorded, device, findings)
+    recipe = Recipe(record["method"], record["seed"], refit, refine, text, device)
+    if record["method"] == LATENT:
+        return read_latent_recipe(record, recipe, out_path / RECORD_FILE)
+    try:
+        recipe.check()
+    except UnsupportedMethodError as error:
+        raise CheckpointError(f"{out_path / RECORD_FILE} records a recipe that is not possible: {error}") from error
+    return recipe
+
+
+def _check_repeatable(record: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError if OUT was made with an option that only earlier versions had."""
+    always = {"renorm": "spread" if record["method"] in LAYER_METHODS else "none", "grouping": "contiguous"}
+    for option, value in always.items():
+        if record.get(option, value) != value:
+            raise CheckpointError(
+                f"{path} records {option} = {record[option]!r}, which this version cannot repeat; verify it with the "
+                "version of Groupwise that made it."
+            )
+
+
+def _stored_text(
+    source: Checkpoint, out_path: Path, recorded: dict[str, Any], device: str, findings: Findings
+) -> CalibrationText:  # fmt: skip
+    """Return OUT's calibration text, with the tokens stored in OUT if they match the record."""
+    try:
+        if find_spec("torch") is None:
+            raise CheckpointError(NO_TORCH)
+        from convert.calibration.layer_stream import check_tokens, open_layers
+
+        text = read_stored(out_path, recorded)
+        check_tokens(open_layers(source, text.window, device), text)
+        return text
+    except CheckpointError as error:
+        findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")
+    return CalibrationText(recorded["text"], recorded["windows"], recorded["window"], None)

@@ -1,0 +1,169 @@
+"""Check a converted folder against its source: recompute every merged tensor, and compare everything else.
+
+The expected tensors depend only on the source, and on OUT's recipe, number of groups and calibration tokens.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from convert.conversion import plan_recipe
+from convert.merging.heads import merge_groups
+from convert.output.groupwise_json import read_record
+from convert.output.merged_layers import MergedLayerCache
+from convert.output.write_shards import digest, scaled_rows
+from convert.planning.plan import Plan
+from convert.verification.files import compare_files
+from convert.verification.findings import Findings
+from convert.verification.layers import (
+    compare_by_errors,
+    compare_layer_tensor,
+    is_compared_by_errors,
+    recompute_layers,
+)
+from convert.verification.recorded_recipe import recorded_recipe
+from model.checkpoint import Checkpoint, open_checkpoint
+from model.common.command_options import AUTO_DEVICE
+
+PIECE = 8 << 20
+
+
+def verify(
+    source: Checkpoint,
+    out_path: Path,
+    progress: Callable[[int], None],
+    workers: int,
+    quiet: bool = True,
+    device: str = AUTO_DEVICE,
+) -> Findings:
+    """Compare the folder `out_path` with a conversion of `source`. `progress` counts bytes of OUT's tensors.
+
+    A calibration is repeated on `device`, with the tokens stored in OUT. The text that OUT names is neither opened nor
+    downloaded, because OUT may be untrusted.
+
+    Raises CheckpointError if either cannot be read, or OUT does not record its recipe.
+    """
+    record = read_record(out_path)
+    findings = Findings()
+    with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
+        recipe = recorded_recipe(source, out_path, record, device, findings)
+        plan = plan_recipe(source, record["groups"], recipe, None)
+        same_names = _compare_names(plan, out, findings)
+        layers = recompute_layers(source, plan, Path(scratch), findings, workers, quiet)
+        if layers is not None and is_compared_by_errors(plan.recipe) and set(plan.regrouped) <= set(same_names):
+            compare_by_errors(source, out, plan, layers, Path(scratch) / "scored", findings)
+        checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
+        layer_wise = [name for name in same_names if name in plan.regrouped and plan.regrouped[name].layer]
+        digests = [
+            *(partial(_compare_digest, path, record) for path in source.weight_files),
+            *(partial(_compare_written, out, record, name) for name in layer_wise),
+        ]
+        with ThreadPoolExecutor(plan.workers(workers)) as pool:
+            digest_results = [pool.submit(check) for check in digests]
+            for name, difference in zip(same_names, pool.map(lambda check: check(), checks), strict=True):
+                progress(out.tensors[name].nbytes)
+                findings.differences += difference
+            for result in digest_results:
+                findings.differences += result.result()
+        findings.n_copied = len(same_names) - len(plan.regrouped.keys() & set(same_names))
+        findings.n_regrouped = 0 if layers is None else len(same_names) - findings.n_copied
+        compare_files(source, out, plan, record, findings)
+    return findings
+
+
+def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]:
+    """Return the tensors with the expected dtype and shape in OUT; record the others as differences."""
+    for name in plan.tensors.keys() - out.tensors.keys():
+        findings.differences.append(f"the tensor {name} is missing")
+    for name in out.tensors.keys() - plan.tensors.keys():
+        findings.differences.append(f"the tensor {name} is not in the source")
+    same = []
+    for name, expected in plan.tensors.items():
+        tensor = out.tensors.get(name)
+        if tensor == expected:
+            same.append(name)
+        elif tensor:
+            findings.differences.append(
+                f"the tensor {name} is {tensor.dtype} {tensor.shape}; it should be {expected.dtype} {expected.shape}"
+            )
+    return same
+
+
+def _compare_tensor(
+    source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache | None, findings: Findings, name: str
+) -> list[str]:
+    if name in plan.regrouped:
+        layer = plan.regrouped[name].layer
+        if layer is not None:
+            return [] if layers is None else compare_layer_tensor(out, layer, layers, findings, name)
+        expected, origin = _recomputed(source, plan, name), "recomputed from the source"
+    else:
+        expected, origin = _source_bytes(source, name), "copied from the source"
+    span = out.span(name)
+    assert span is not None, "OUT is safetensors, which stores tensors as plain bytes"
+    with span.path.open("rb", buffering=0) as file:
+        for offset, piece in expected:
+            file.seek(span.offset + offset)
+            if file.read(len(piece)) != piece:
+                return [f"the tensor {name} differs from the one {origin}"]
+    return []
+
+
+Pieces = Iterator[tuple[int, bytes]]
+"""The expected content of a tensor of OUT: pieces of bytes, each with its offset."""
+
+
+def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
+    regrouped = plan.regrouped[name]
+    row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
+    for rows in regrouped.copies:
+        for at, piece in _read(source, rows.source, rows.source_row, rows.n, row_nbytes):
+            yield rows.row * row_nbytes + at, piece
+    if regrouped.scaled is not None:
+        for row, values in scaled_rows(source, regrouped.scaled):
+            yield row * row_nbytes, values.tobytes()
+    for merge in regrouped.merges:
+        for row, merged, _ in merge_groups(source, merge, plan.recipe):
+            yield row * row_nbytes, merged.tobytes()
+
+
+def _source_bytes(source: Checkpoint, name: str) -> Pieces:
+    span, tensor = source.span(name), source.tensors[name]
+    if span is None:
+        n_rows = tensor.shape[0]
+        yield from _read(source, name, 0, n_rows, max(1, tensor.nbytes // max(n_rows, 1)))
+        return
+    with span.path.open("rb", buffering=0) as file:
+        file.seek(span.offset)
+        for start in range(0, span.length, PIECE):
+            yield start, file.read(min(PIECE, span.length - start))
+
+
+def _read(source: Checkpoint, name: str, row: int, n_rows: int, row_nbytes: int) -> Pieces:
+    """Read rows of the source in pieces. Offsets are bytes from the first row."""
+    step = max(1, PIECE // row_nbytes)
+    for start in range(0, n_rows, step):
+        rows = source.rows(name, row + start, row + min(start + step, n_rows))
+        yield start * row_nbytes, np.ascontiguousarray(rows).tobytes()
+
+
+def _compare_written(out: Checkpoint, record: dict[str, Any], name: str) -> list[str]:
+    sha256 = digest(out.rows(name, 0, out.tensors[name].shape[0]))
+    if record["sha256"].get(name) == sha256:
+        return []
+    return [f"the tensor {name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]
+
+
+def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
+    recorded = {file["name"]: file["sha256"] for file in record["source"]["files"]}
+    with path.open("rb", buffering=0) as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if recorded.get(path.name) == sha256:
+        return []
+    return [f"the source file {path.name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]

@@ -1,0 +1,232 @@
+"""Estimate conversion and uptraining of large models on 1 to 512 devices, from file headers alone.
+
+The checkpoints are sparse: their files have headers and lengths, and no data. Sizes, memory and FLOPs are those of
+`convert --dry-run` and `uptrain plan`; communication is counted by `communication` below, and compared with the bytes
+that two and four processes really exchange in tests/scripts/test_at_scale.py. Nothing of this has run on a GPU.
+
+    python -m scripts.bench.at_scale --out docs/bench/at_scale
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from convert.planning.plan import make_plan
+from convert.planning.recipe import Recipe
+from model.checkpoint import open_checkpoint
+from scripts.bench.machine import facts
+from uptrain.budget.estimate import MFU, PEAK_FLOPS, count_parameters
+from uptrain.budget.memory import GRADIENT_BYTES, Models, Way
+from uptrain.training.parts import part_pattern
+
+DEVICES = (1, 8, 64, 512)
+GROUPS, SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 8, 2048, 4, 4_194_304
+PART = "attention"
+SHARD_BYTES = 10_000_000_000
+NVLINK, NETWORK = 450e9, 50e9
+"""Bytes per second of a device in one direction: NVLink of an H100 (NVIDIA's data sheet: 900 GB/s both ways), and one
+400 Gb/s network card for each device."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    mlp: int
+    vocab: int
+
+    def config(self, n_kv_heads: int) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden,
+            "intermediate_size": self.mlp, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": n_kv_heads, "vocab_size": self.vocab, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+        }  # fmt: skip
+
+    def tensors(self, n_kv_heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        kv = self.hidden // self.heads * n_kv_heads
+        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        for layer in range(self.layers):
+            name = f"model.layers.{layer}"
+            for part, rows in {"q": self.hidden, "k": kv, "v": kv, "o": self.hidden}.items():
+                yield f"{name}.self_attn.{part}_proj.weight", (rows, self.hidden)
+            yield f"{name}.mlp.gate_proj.weight", (self.mlp, self.hidden)
+            yield f"{name}.mlp.up_proj.weight", (self.mlp, self.hidden)
+            yield f"{name}.mlp.down_proj.weight", (self.hidden, self.mlp)
+            yield f"{name}.input_layernorm.weight", (self.hidden,)
+            yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
+        yield "model.norm.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocab, self.hidden)
+
+
+SHAPES = (
+    Shape("Llama-2-7B", 4096, 32, 32, 11008, 32000),
+    Shape("70B", 8192, 80, 64, 28672, 32000),
+    Shape("405B", 16384, 126, 128, 53248, 128256),
+)
+"""The larger two have the sizes of Llama 2 70B and Llama 3.1 405B, but a K/V head for each query head."""
+
+
+def write_sparse(shape: Shape, n_kv_heads: int, folder: Path) -> Path:
+    """Write a checkpoint of headers: the files have their full length, and take no space."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(shape.config(n_kv_heads)))
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, size in shape.tensors(n_kv_heads):
+        nbytes = 2 * prod(size)
+        if filled and filled + nbytes > SHARD_BYTES:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = size
+        filled += nbytes
+    weight_map = {}
+    for number, tensors in enumerate(shards, start=1):
+        path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
+        header, end = {}, 0
+        for name, size in tensors.items():
+            header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [end, end + 2 * prod(size)]}
+            end += 2 * prod(size)
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+        weight_map |= dict.fromkeys(tensors, path.name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that a device receives for a micro-batch, under FSDP2."""
+
+    student: int
+    """Its layers, gathered for the forward pass and again for the backward pass; embedding and head, gathered once."""
+    gradients: int
+    """Of trained parameters, reduced in float32."""
+    teacher: int
+    """Its layers, gathered once; embedding and head are on every device. Layers that use parameters of the student's
+    gather the student's layers again, and their own parameters."""
+
+    @property
+    def total(self) -> int:
+        return self.student + self.gradients + self.teacher
+
+
+def communication(models: Models, part: str, devices: int) -> Communication:
+    """Return the bytes of a micro-batch: each device receives what it does not hold, (devices − 1) / devices of all."""
+    pattern, width = part_pattern(part, models.config), 2 if models.precision == "bf16" else 4
+    trained = count_parameters(tensor for tensor in models.tensors if pattern.search(tensor.name))
+    layers, taught = (
+        {tensor for tensor in tensors if ".layers." in tensor.name} for tensors in (models.tensors, models.teacher)
+    )
+    frozen = {tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name not in models.changed}
+    lent = layers if taught & frozen else set()
+
+    def received(n: int) -> int:
+        return n * (devices - 1) // devices
+
+    return Communication(
+        student=received(width * (count_parameters(layers) + count_parameters(models.tensors))),
+        gradients=received(GRADIENT_BYTES * trained),
+        teacher=received(width * (count_parameters(lent) + count_parameters(taught - frozen))),
+    )
+
+
+def conversion(source: Path) -> dict[str, Any]:
+    """Return the bytes and memory of a conversion by the mean."""
+    with open_checkpoint(source) as checkpoint:
+        plan = make_plan(checkpoint, GROUPS, Recipe("mean"), None)
+        return {
+            "source_bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+            "out_bytes": plan.output_bytes,
+            "memory_bytes": plan.peak_memory(4),
+            "cache_bytes_before": plan.geometry.kv_cache_bytes_per_token(plan.geometry.n_kv_heads),
+            "cache_bytes_after": plan.geometry.kv_cache_bytes_per_token(GROUPS),
+        }
+
+
+def uptraining(models: Models, devices: int) -> dict[str, Any]:
+    """Return memory, compute and communication of a device, for micro-batches of MICRO_BATCH windows."""
+    n_params, n_teacher = count_parameters(models.tensors), count_parameters(models.teacher)
+    tokens = MICRO_BATCH * SEQ_LEN
+    computing = (6 * n_params + 2 * n_teacher) * tokens / (MFU * PEAK_FLOPS["H100"])
+    exchanged = communication(models, PART, devices).total
+    micro_batches = GLOBAL_BATCH // (tokens * devices)
+    return {
+        "devices": devices,
+        "memory_bytes": models.memory(Way(PART, MICRO_BATCH, True)).of(devices),
+        "least_memory_bytes": models.memory(Way(PART, 1, True)).of(devices),
+        "micro_batches": micro_batches,
+        "computing_s": computing,
+        "received_bytes": exchanged,
+        "nvlink_s": exchanged / NVLINK,
+        "network_s": exchanged / NETWORK,
+        "step_s": micro_batches * max(computing, exchanged / (NVLINK if devices <= 8 else NETWORK)),
+    }
+
+
+def estimates(shape: Shape, folder: Path) -> dict[str, Any]:
+    source = write_sparse(shape, shape.heads, folder / f"{shape.name}-mha")
+    models = Models.read(write_sparse(shape, GROUPS, folder / f"{shape.name}-gqa"), source, SEQ_LEN)
+    rows = [uptraining(models, devices) for devices in DEVICES]
+    return {
+        "name": shape.name, "n_params": count_parameters(models.teacher), "conversion": conversion(source),
+        "uptraining": rows,
+    }  # fmt: skip
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the estimates as two Markdown tables."""
+    lines = [
+        f"| | source | as GQA-{GROUPS} | memory to convert by the mean | KV cache of a token |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        row = result["conversion"]
+        lines.append(
+            f"| {result['name']} | {row['source_bytes'] / 1e9:,.0f} GB | {row['out_bytes'] / 1e9:,.0f} GB "
+            f"| {row['memory_bytes'] / 1e6:.0f} MB "
+            f"| {row['cache_bytes_before'] / 1e6:.2f} → {row['cache_bytes_after'] / 1e6:.3f} MB |"
+        )
+    lines += [
+        "",
+        "| | H100s | memory of each | with one window | micro-batches of a step | computing one | receives for it "
+        "| over NVLink | over the network | a step |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        for row in result["uptraining"]:
+            lines.append(
+                f"| {result['name']} | {row['devices']} | {row['memory_bytes'] / 1e9:,.0f} GB "
+                f"| {row['least_memory_bytes'] / 1e9:,.0f} GB | {row['micro_batches']} | {row['computing_s']:.1f} s "
+                f"| {row['received_bytes'] / 1e9:,.0f} GB | {row['nvlink_s']:.1f} s | {row['network_s']:.1f} s "
+                f"| {row['step_s']:,.0f} s |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write OUT.json and OUT.md")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = [estimates(shape, Path(folder)) for shape in SHAPES]
+    print(table(results))
+    if options.out:
+        record = {"machine": facts(), "part": PART, "seq_len": SEQ_LEN, "micro_batch": MICRO_BATCH, "rows": results}
+        options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+        options.out.with_suffix(".md").write_text(table(results) + "\n")
+
+
+if __name__ == "__main__":
+    main()

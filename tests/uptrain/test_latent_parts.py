@@ -1,0 +1,214 @@
+"""Training a part of latent attention: the rest keeps its bytes, and a teacher that has the same bytes shares it."""
+
+import json
+import re
+
+import latent
+import pytest
+import tiny
+import torch
+from real_runs import VOCAB, arguments, assert_same_run, drive, events, make_inputs, steps, tensors
+
+from model import load_model
+from uptrain.budget.memory import Models, Way
+from uptrain.training.lora import initialise_adapters
+from uptrain.training.models import load_student, load_teacher, teacher_dtype
+from uptrain.training.sharing import equal_tensors, share, shareable
+
+PARTS = ("attention", "kv", "lora")
+OF_PART = {
+    "attention": re.compile(r"self_attn\.|input_layernorm"),
+    "kv": re.compile(r"self_attn\.(kv_a_proj_with_mqa|kv_b_proj)\."),
+    "lora": re.compile(r"\.lora_[AB]\."),
+}
+WRITTEN = re.compile(r"self_attn\.|input_layernorm"), re.compile(r"self_attn\.kv_"), re.compile(r"_proj|_with_mqa")
+"""The tensors of an export that may differ from those before, by part."""
+LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
+SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
+CELLS = [pytest.param(layout, part, marks=SLOW[layout]) for layout in LAYOUTS for part in PARTS]
+
+
+def make_pair(convert, folder, dtype="bfloat16", norm="eps", epsilon=1e-5, **changes):
+    """Write a parent and its conversion to latent attention."""
+    parent = latent.make_source(folder / "parent", dtype=dtype, vocab_size=VOCAB, rms_norm_eps=epsilon, **changes)
+    size = ("--latent", 12, "--rope", 8, "--latent-norm", norm, "--calibration", "none")
+    assert convert("mha-to-mla", parent, folder / "mla", *size).code == 0
+    return {"model": folder / "mla", "parent": parent}
+
+
+@pytest.fixture
+def inputs(convert, tmp_path):
+    return {**make_inputs(tmp_path / "inputs"), **make_pair(convert, tmp_path / "pair")}
+
+
+def batch():
+    ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    return ids, ids, (torch.arange(16) > 9).long().expand(2, -1)
+
+
+@pytest.mark.parametrize("part", ["attention", "kv"])
+@pytest.mark.parametrize(("dtype", "norm"), [("float32", "eps"), ("bfloat16", "eps"), ("float16", "bias")])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_first_step_is_that_of_full_training(convert, tmp_path, dtype, norm, part, autocast):
+    folder = make_pair(convert, tmp_path, dtype, norm)["model"]
+    losses, gradients = [], []
+    for each in ("all", part):
+        student = load_student(folder, each).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss, _ = student(*batch())
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
+    full, partial = gradients
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert {name for name in full if OF_PART[part].search(name)} == partial.keys()
+    for name, gradient in partial.items():
+        assert (gradient - full[name]).norm() <= 1e-6 * full[name].norm(), name
+
+
+def test_adapters_begin_at_the_model(convert, tmp_path):
+    folder = make_pair(convert, tmp_path)["model"]
+    whole, adapted = load_student(folder), load_student(folder, "lora", 3)
+    initialise_adapters(adapted, seed=7)
+    names = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert len(names) == 2 * len([n for n, p in whole.named_parameters() if p.ndim == 2 and "layers." in n])
+    with torch.no_grad():
+        assert whole(*batch())[0].item() == pytest.approx(adapted(*batch())[0].item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_only_trained_parameters_have_masters(convert, tmp_path, part):
+    for name, parameter in load_student(make_pair(convert, tmp_path)["model"], part, 4).named_parameters():
+        trained = bool(OF_PART[part].search(name))
+        assert parameter.requires_grad is trained, name
+        assert parameter.dtype == (torch.float32 if trained else torch.bfloat16), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_teacher_with_heads_shares_the_rest(convert, tmp_path, part, epsilon, precision):
+    """Where the norms' epsilon changes, embedding, o_proj and down_proj are rescaled, so they differ.
+
+    Without a calibration, o_proj is otherwise the parent's. The plan counts on none of the conversion's tensors.
+    """
+    pair = make_pair(convert, tmp_path, epsilon=epsilon, num_key_value_heads=4)
+    student, dtype = load_student(pair["model"], part, 4), teacher_dtype(precision)
+    shared = shareable(student, equal_tensors(pair["model"], part, pair["parent"]), dtype)
+    teacher = load_teacher(pair["parent"], precision, skip=shared)
+    nbytes = share(shared, teacher, dtype)
+    ours, theirs = (dict(each.named_parameters()) for each in (student, teacher))
+    same = {name for name in ours.keys() & theirs.keys() if ours[name] is theirs[name]}
+    changed = re.compile(r"self_attn|embed_tokens|down_proj" if epsilon == 1e-5 else "self_attn.[qkv]_")
+    assert same == {n for n in theirs if not changed.search(n) and not OF_PART[part].search(n)}
+    assert nbytes == sum(ours[name].nbytes for name in same) > 0
+    alone = load_teacher(pair["parent"], precision)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        assert torch.equal(teacher(batch()[0]), alone(batch()[0]))
+    models = Models.read(pair["model"], pair["parent"], 32, precision, lora_rank=4)
+    widths = sum((2 if precision == "bf16" else 4) * ours[name].numel() for name in same if "self_attn" not in name)
+    assert models.memory(Way(part, 1)).shared == widths
+
+
+def test_sharing_changes_nothing(inputs, tmp_path):
+    """Also after a stop, when student and teacher are loaded anew."""
+    more = ("--trainable", "attention", "--eval-data", inputs["held_out"], "--eval-every", 2)
+    shared, apart = tmp_path / "shared", tmp_path / "apart"
+    jobs = [
+        {"arguments": arguments(inputs, shared, *more, loss="distill", steps=6), "stop_in": 3},
+        {"arguments": ["resume", str(shared)]},
+        {"arguments": arguments(inputs, apart, *more, loss="distill", steps=6), "apart": True},
+    ]
+    drive(jobs)
+    assert_same_run(shared, apart)
+    nbytes = [event["shared_bytes"] for name in ("started", "resumed") for event in events(shared, name)]
+    assert nbytes == nbytes[:1] * 2
+    assert "shared_bytes" not in events(apart, "started")[0]
+
+
+@pytest.mark.parametrize(("layout", "part"), CELLS)
+def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout, part):
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    precision = "fp32" if part == "kv" else "bf16"
+    more = ("--trainable", part, "--precision", precision, "--eval-data", inputs["held_out"], "--eval-every", 4)
+    resume = {"arguments": ["resume", str(pieces)]}
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more, loss="distill")},
+        {"arguments": arguments(inputs, pieces, *more, loss="distill"), "stop_in": 3},
+        {**resume, "stop_in": 7},
+        resume,
+    ]
+    drive(jobs, *LAYOUTS[layout])
+    assert len(steps(whole)) == 12
+    assert_same_run(whole, pieces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_layouts_train_alike(inputs, tmp_path, part):
+    losses = []
+    for layout, how in LAYOUTS.items():
+        drive([{"arguments": arguments(inputs, tmp_path / layout, "--trainable", part, steps=4)}], *how)
+        losses.append([loss for _, loss in steps(tmp_path / layout, "loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["eps", "bias"])
+@pytest.mark.parametrize("part", PARTS)
+def test_an_export_is_the_model_that_was_trained(convert, uptrain, tmp_path, part, norm):
+    """In the stock class too; and the tensors that were not trained keep their bytes."""
+    inputs = {**make_inputs(tmp_path / "inputs"), **make_pair(convert, tmp_path / "pair", norm=norm)}
+    run, rank = tmp_path / "run", ("--lora-rank", 4) if part == "lora" else ()
+    more = ("--trainable", part, *rank, "--lr", 0.01)
+    drive([{"arguments": arguments(inputs, run, *more, loss="distill", steps=6)}], on_cpu=True)
+    stored, prefix = tensors(run / "checkpoints/step-00000006"), "model.student."
+    weights = {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
+    assert weights and all(OF_PART[part].search(name) for name in weights), weights.keys()
+    live = load_student(inputs["model"], part, 4)
+    live.load_state_dict(weights, strict=False)
+    assert uptrain("export", run, tmp_path / "out").code == 0
+    assert uptrain("export", run, tmp_path / "wide", "--dtype", "float32").code == 0
+    before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    written, differing = WRITTEN[PARTS.index(part)], set()
+    for name, tensor in after.items():
+        assert tensor.dtype == torch.bfloat16
+        differing |= set() if torch.equal(tensor, before[name]) else {name}
+    assert all(written.search(name) for name in differing), differing
+    assert any("kv_b_proj" in name for name in differing)
+    with torch.inference_mode():
+        expected = live(batch()[0])
+        assert (latent.open_stock(tmp_path / "wide")(batch()[0]).logits - expected).abs().max() <= 1e-4
+        assert (load_model(tmp_path / "wide")(batch()[0]) - expected).abs().max() <= 1e-5
+        assert (load_model(inputs["model"], torch.float32)(batch()[0]) - expected).abs().max() > 1e-2  # it was trained
+
+
+def test_attention_is_the_default_after_a_conversion(inputs, tmp_path, uptrain):
+    run = tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run, loss="distill", steps=4)}], on_cpu=True)
+    assert json.loads((run / "run.json").read_text())["settings"]["trainable"] == "attention"
+    options = ("--steps", 4, "--lr", 1e-3, "--global-batch-tokens", 512, "--memory", "64GB", "--json")
+    plan = json.loads(uptrain("plan", inputs["model"], "--teacher", inputs["parent"], *options).out)
+    assert "--trainable attention" in plan["memory"]["fitting"]["1"]["command"]
+
+
+def test_memory_counts_what_is_trained(inputs):
+    models = Models.read(inputs["model"], None, 32, lora_rank=4)
+    for part in PARTS:
+        student, needed = load_student(inputs["model"], part, 4), models.memory(Way(part, 1))
+        assert needed.masters == 4 * sum(p.numel() for p in student.parameters() if p.requires_grad), part
+        assert needed.frozen == sum(p.nbytes for p in student.parameters() if not p.requires_grad), part
+
+
+def test_another_model_is_refused(inputs, tmp_path, uptrain):
+    run = tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run, "--trainable", "kv"), "stop_in": 2}])
+
+    def edit(name, tensor):
+        return tensor + (1 if name.endswith("layers.1.self_attn.q_proj.weight") else 0)
+
+    latent.edit_tensors(inputs["model"], edit)
+    for command in (("resume", run), ("export", run, tmp_path / "out")):
+        uptrain(*command).refused("holds other tensors than when the run began")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,140 @@
+"""A step waits for its device once, and the next batch is read before it is needed."""
+
+import copy
+import itertools
+import threading
+
+import pytest
+import torch
+from small_training import make_training
+from torch import nn
+
+from uptrain.data import batch
+from uptrain.training import loop
+from uptrain.training.loop import RunState, train
+from uptrain.training.optimizer import can_skip_on_device, make_optimizer, step_unless
+
+WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")
+"""Methods of a tensor that wait for its device."""
+STEPS = 5
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Return a list that fills with the names of the waits of this thread."""
+    calls, ours = [], threading.current_thread()
+
+    def wrap(name):
+        real = getattr(torch.Tensor, name)
+
+        def called(*arguments, **options):
+            if threading.current_thread() is ours:
+                calls.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, called)
+
+    for name in WAITS:
+        wrap(name)
+    return calls
+
+
+def of_steps(calls):
+    """Divide the calls at the records of the steps; leave out what comes after the last."""
+    steps, step = [], []
+    for call in calls:
+        if isinstance(call, dict):
+            steps.append(step)
+            step = []
+        else:
+            step.append(call)
+    return steps
+
+
+@pytest.mark.parametrize("spike_sigma", [None, 6.0])
+def test_a_step_fetches_once_after_its_update(tmp_path, calls, monkeypatch, spike_sigma):
+    monkeypatch.setattr(loop, "SPIKE_WINDOW", 2)
+    assert train(make_training(tmp_path, STEPS, calls.append, spike_sigma=spike_sigma), RunState()) == "finished"
+    assert of_steps(calls) == [["update", "tolist"]] * STEPS
+
+
+def test_other_optimizers_update_after_the_fetch(tmp_path, calls):
+    """They cannot skip on the device. Adafactor waits for its own norms."""
+    assert train(make_training(tmp_path, STEPS, calls.append, "adafactor"), RunState()) == "finished"
+    assert [step[:2] for step in of_steps(calls)] == [["tolist", "update"]] * STEPS
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
+    """Neither parameters nor the optimizer's states, which the next step continues."""
+    state, kept = RunState(), []
+
+    def tensors():
+        states = training.optimizer.state_dict()["state"][0]
+        return copy.deepcopy({**training.loss_module.state_dict(), **states})
+
+    def look(record):
+        if isinstance(record, dict):
+            kept.append(tensors())
+
+    training = make_training(tmp_path, STEPS, look)
+    training.loss_module.register_forward_hook(lambda *call: call[2] * (float("nan") if state.step == 2 else 1))
+    train(training, state)
+    assert state.skipped == state.not_finite == [3]
+    same = [all(torch.equal(after[name], before[name]) for name in after) for before, after in itertools.pairwise(kept)]
+    assert same == [False, True, False, False]
+
+
+@pytest.mark.parametrize("sizes", [(3,), (3, 4)])
+def test_a_skipped_update_is_none(sizes):
+    model, other = (nn.ParameterList([torch.ones(sizes)]) for _ in range(2))
+    optimizers = [make_optimizer("adamw", each, 0.1) for each in (model, other)]
+    for group in (*optimizers[0].param_groups, *optimizers[1].param_groups):
+        group["lr"] = 0.1
+    assert all(map(can_skip_on_device, optimizers))
+    for value, skip in ((1.0, False), (float("inf"), True), (2.0, False), (3.0, True), (4.0, False)):
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            each[0].grad = torch.full(sizes, value)
+            if each is model:
+                step_unless(optimizer, torch.tensor(skip))
+            elif not skip:
+                optimizer.step()
+    assert torch.equal(model[0], other[0])
+    states, others = (optimizer.state_dict()["state"][0] for optimizer in optimizers)
+    assert all(torch.equal(states[name], others[name]) for name in others)
+    assert not can_skip_on_device(make_optimizer("adafactor", model, 0.0))
+
+
+def test_an_item_is_prepared_while_the_last_is_used():
+    prepared = [threading.Event() for _ in range(4)]
+
+    def items():
+        for number, event in enumerate(prepared):
+            event.set()
+            yield number
+
+    for number, item in enumerate(batch.one_ahead(items())):
+        assert item == number
+        if number + 1 < len(prepared):
+            assert prepared[number + 1].wait(10)
+        assert not any(event.is_set() for event in prepared[number + 2 :])
+
+
+def test_an_error_comes_when_its_item_is_due():
+    def items():
+        yield 1
+        yield 2
+        raise ValueError("damaged")
+
+    ahead = batch.one_ahead(items())
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(ValueError, match="damaged"):
+        next(ahead)
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cuda:1", True), ("cpu", False)])
+def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch, device, pinned):
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append("pin") or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *where, **how: calls.append((*where, how)) or tensor)
+    batch._copy(torch.zeros(2), torch.device(device))
+    assert calls == [*["pin"] * pinned, (torch.device(device), {"non_blocking": True})]
