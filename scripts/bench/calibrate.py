@@ -1,0 +1,119 @@
+"""Measure how long a layer of Llama-2-7B's shape takes to calibrate, and extrapolate it to the whole model.
+
+Two layers of random weights are merged 32 → 8 by default, for each number of tokens. Times are of the processor, so
+that a busy machine can measure them, and so is the estimate of --dry-run beside them. A layer takes a + b · tokens.
+This is extrapolated to 32 layers and the default number of tokens, and divided by the number of cores.
+
+    OMP_NUM_THREADS=1 python -m scripts.bench.calibrate --tokens 4096 8192
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from convert.calibration import estimate, solve
+from convert.calibration.text import DEFAULT_TOKENS
+from convert.planning.plan import Plan
+from model.checkpoint import Checkpoint
+from scripts.bench import convert as checkpoints
+from scripts.bench.machine import facts
+
+LAYER_BYTES = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+SHAPE = {"HIDDEN": 4096, "MLP": 11008, "LAYER_SHARD": 1, "LAYER_BYTES": LAYER_BYTES}
+N_LAYERS = 32
+TOKENIZER = Path(__file__).parents[2] / "assets/demo-mha/tokenizer.json"
+
+
+class Timer:
+    """Adds up the processor time of a function's calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds, self.calls = function, 0.0, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        started = time.process_time()
+        result = self.function(*arguments)
+        self.seconds += time.process_time() - started
+        self.calls += 1
+        return result
+
+
+def convert(*arguments: object) -> None:
+    from convert.cli import main
+
+    with mock.patch.object(sys, "argv", ["convert", "mha-to-gqa", *map(str, arguments)]):
+        try:
+            main()
+        except SystemExit as stop:
+            if stop.code:
+                raise
+
+
+def measure(source: Path, out: Path, tokens: int) -> dict[str, float]:
+    """Return the seconds of a layer with and without refining, and their estimate, in processor time."""
+    common = (source, out, "--groups", 8, "--calibration-tokens", tokens, "--json", "--overwrite")
+    merge, refine = Timer(solve._merge), Timer(solve.refine)
+    with mock.patch.object(solve, "_merge", merge), mock.patch.object(solve, "refine", refine):
+        convert(*common)
+    per_layer = merge.seconds / merge.calls
+    refining = refine.seconds / refine.calls
+    estimates = [estimated(*common), estimated(*common, "--refine", 0)]
+    return {
+        "refined": per_layer, "closed": per_layer - refining,
+        "refined_estimate": estimates[0], "closed_estimate": estimates[1],
+    }  # fmt: skip
+
+
+def estimated(*arguments: object) -> float:
+    """Return the estimate of --dry-run for a layer, in processor time."""
+    estimates: list[float] = []
+    original = estimate.calibration_seconds
+
+    def kept(checkpoint: Checkpoint, plan: Plan) -> float:
+        estimates.append(original(checkpoint, plan) / len(plan.layers))
+        return estimates[-1]
+
+    clock = mock.patch.object(estimate.time, "perf_counter", time.process_time)
+    with clock, mock.patch.object(estimate, "calibration_seconds", kept):
+        convert(*arguments, "--dry-run")
+    return estimates[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs=2, default=[4096, 8192], metavar=("FEW", "MANY"))
+    parser.add_argument("--work", type=Path, help="Where the model is written, for 3 GB (a temporary folder).")
+    parser.add_argument("--json", type=Path, help="Also write the results here.")
+    options = parser.parse_args()
+    print(f"{facts()}, {torch.get_num_threads()} threads", flush=True)
+    with tempfile.TemporaryDirectory(dir=options.work) as folder:
+        source = Path(folder) / "source"
+        for name, value in SHAPE.items():
+            setattr(checkpoints, name, value)
+        checkpoints.make_checkpoint(source, 1.3)
+        shutil.copyfile(TOKENIZER, source / "tokenizer.json")
+        few, many = (measure(source, Path(folder) / "out", tokens) for tokens in options.tokens)
+    if options.json:
+        rows = [{"tokens": tokens, **one} for tokens, one in zip(options.tokens, (few, many), strict=True)]
+        options.json.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=2) + "\n")
+    for way in ("refined", "closed"):
+        for tokens, one in zip(options.tokens, (few, many), strict=True):
+            ratio = one[f"{way}_estimate"] / one[way]
+            print(f"{way}: {tokens:,} tokens {one[way]:.1f} s a layer, estimate {ratio:.2f} of it")
+        slope = (many[way] - few[way]) / (options.tokens[1] - options.tokens[0])
+        whole = N_LAYERS * (many[way] + slope * (DEFAULT_TOKENS - options.tokens[1]))
+        cores = ", ".join(f"{whole / n / 60:.0f} min on {n}" for n in (1, 2, 16))
+        print(f"{way}: {DEFAULT_TOKENS:,} tokens and {N_LAYERS} layers take {cores} cores")
+
+
+if __name__ == "__main__":
+    main()
