@@ -2,12 +2,14 @@
 
 Two layers of random weights are merged 32 → 8 by default, for each number of tokens. Times are of the processor, so
 that a busy machine can measure them, and so is the estimate of --dry-run beside them. A layer takes a + b · tokens.
-This is extrapolated to 32 layers and the default number of tokens, and divided by the number of cores.
+This is extrapolated to 32 layers and the default number of tokens, compared with the estimate for these, and divided by
+the number of cores.
 
     OMP_NUM_THREADS=1 python -m scripts.bench.calibrate --tokens 4096 8192
 """
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -59,17 +61,21 @@ def convert(*arguments: object) -> None:
 
 def measure(source: Path, out: Path, tokens: int) -> dict[str, float]:
     """Return the seconds of a layer with and without refining, and their estimate, in processor time."""
-    common = (source, out, "--groups", 8, "--calibration-tokens", tokens, "--json", "--overwrite")
+    common = arguments(source, out, tokens)
     merge, refine = Timer(solve._merge), Timer(solve.refine)
     with mock.patch.object(solve, "_merge", merge), mock.patch.object(solve, "refine", refine):
         convert(*common)
     per_layer = merge.seconds / merge.calls
     refining = refine.seconds / refine.calls
-    estimates = [estimated(*common), estimated(*common, "--refine", 0)]
-    return {
-        "refined": per_layer, "closed": per_layer - refining,
-        "refined_estimate": estimates[0], "closed_estimate": estimates[1],
-    }  # fmt: skip
+    return {"refined": per_layer, "closed": per_layer - refining, **estimates(common)}
+
+
+def arguments(source: Path, out: Path, tokens: int) -> tuple[object, ...]:
+    return (source, out, "--groups", 8, "--calibration-tokens", tokens, "--json", "--overwrite")
+
+
+def estimates(common: tuple[object, ...]) -> dict[str, float]:
+    return {"refined_estimate": estimated(*common), "closed_estimate": estimated(*common, "--refine", 0)}
 
 
 def estimated(*arguments: object) -> float:
@@ -91,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs=2, default=[4096, 8192], metavar=("FEW", "MANY"))
     parser.add_argument("--work", type=Path, help="Where the model is written, for 3 GB (a temporary folder).")
+    parser.add_argument("--json", type=Path, help="Also write the results here.")
     options = parser.parse_args()
     print(f"{facts()}, {torch.get_num_threads()} threads", flush=True)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
@@ -99,7 +106,13 @@ def main() -> None:
             setattr(checkpoints, name, value)
         checkpoints.make_checkpoint(source, 1.3)
         shutil.copyfile(TOKENIZER, source / "tokenizer.json")
-        few, many = (measure(source, Path(folder) / "out", tokens) for tokens in options.tokens)
+        out = Path(folder) / "out"
+        few, many = (measure(source, out, tokens) for tokens in options.tokens)
+        default = estimates(arguments(source, out, DEFAULT_TOKENS))
+    if options.json:
+        rows = [{"tokens": tokens, **one} for tokens, one in zip(options.tokens, (few, many), strict=True)]
+        rows.append({"tokens": DEFAULT_TOKENS, **default})
+        options.json.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=2) + "\n")
     for way in ("refined", "closed"):
         for tokens, one in zip(options.tokens, (few, many), strict=True):
             ratio = one[f"{way}_estimate"] / one[way]
@@ -107,7 +120,8 @@ def main() -> None:
         slope = (many[way] - few[way]) / (options.tokens[1] - options.tokens[0])
         whole = N_LAYERS * (many[way] + slope * (DEFAULT_TOKENS - options.tokens[1]))
         cores = ", ".join(f"{whole / n / 60:.0f} min on {n}" for n in (1, 2, 16))
-        print(f"{way}: {DEFAULT_TOKENS:,} tokens and {N_LAYERS} layers take {cores} cores")
+        ratio = N_LAYERS * default[f"{way}_estimate"] / whole
+        print(f"{way}: {DEFAULT_TOKENS:,} tokens and {N_LAYERS} layers take {cores} cores, estimate {ratio:.2f} of it")
 
 
 if __name__ == "__main__":
