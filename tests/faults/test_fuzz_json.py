@@ -260,7 +260,8 @@ def test_a_file_of_options(models, uptrain, tmp_path, monkeypatch, n):
     from uptrain.runs import launch
 
     watched: list[object] = []
-    monkeypatch.setattr(launch, "_watch", lambda *given: watched.append(given))
+    monkeypatch.setattr(launch, "start", lambda *given: watched.append(given))
+    monkeypatch.setattr(launch, "_end", lambda *given: None)
     cache = caches.write_cache(tmp_path / "cache", [[[5] * 40] * 9], 32, VOCAB)
     path = tmp_path / "run.toml"
     required = {

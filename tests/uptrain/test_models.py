@@ -6,6 +6,7 @@ import torch
 
 from model import load_model
 from model.decoder import attention
+from uptrain.training.adafactor import Adafactor
 from uptrain.training.models import compile_layers, random_student, recompute_activations
 from uptrain.training.module import blocks
 from uptrain.training.optimizer import make_optimizer
@@ -34,7 +35,7 @@ def test_only_matrices_decay(student):
         assert decay == (0.0 if name.endswith("bias") or "norm" in name or "embed" in name else 0.1), name
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adafactor", torch.optim.Adafactor)])
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adafactor", Adafactor)])
 def test_optimizers(folder, student, name, kind):
     choose_trainable(student, "kv", folder)
     optimizer = make_optimizer(name, student, 0.0)
