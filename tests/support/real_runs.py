@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from uptrain.distributed.accelerator import has_accelerator
 
 HERE = Path(__file__).parent
+LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
+"""Number of processes, and whether they shard: the last arguments of `drive`."""
 VOCAB = 257
 """A prime: shards of FSDP are of unequal size."""
 
@@ -83,6 +85,22 @@ def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = Fals
         command(script, n_processes), env=environment(sharded), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def assert_stops_change_nothing(inputs: dict[str, Path], folder: Path, layout: tuple[int, bool], *more: object) -> None:
+    """Distil with two stops and without; both runs are the same to the last bit. `layout` as in `drive`."""
+    whole, pieces = folder / "whole", folder / "pieces"
+    more = (*more, "--eval-data", inputs["held_out"], "--eval-every", 4)
+    resume = {"arguments": ["resume", str(pieces)]}
+    jobs = [
+        {"arguments": arguments(inputs, whole, *more, loss="distill")},
+        {"arguments": arguments(inputs, pieces, *more, loss="distill"), "stop_in": 3},
+        {**resume, "stop_in": 7},
+        resume,
+    ]
+    drive(jobs, *layout)
+    assert len(steps(whole)) == 12
+    assert_same_run(whole, pieces)
 
 
 def records(run: Path) -> list[dict[str, Any]]:

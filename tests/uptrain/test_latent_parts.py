@@ -7,7 +7,18 @@ import latent
 import pytest
 import tiny
 import torch
-from real_runs import VOCAB, arguments, assert_same_run, drive, events, make_inputs, steps, tensors
+from real_runs import (
+    LAYOUTS,
+    VOCAB,
+    arguments,
+    assert_same_run,
+    assert_stops_change_nothing,
+    drive,
+    events,
+    make_inputs,
+    steps,
+    tensors,
+)
 
 from model import load_model
 from uptrain.budget.memory import Models, Way
@@ -23,7 +34,6 @@ OF_PART = {
 }
 WRITTEN = re.compile(r"self_attn\.|input_layernorm"), re.compile(r"self_attn\.kv_"), re.compile(r"_proj|_with_mqa")
 """The tensors of an export that may differ from those before, by part."""
-LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
 CELLS = [pytest.param(layout, part, marks=SLOW[layout]) for layout in LAYOUTS for part in PARTS]
 
@@ -128,19 +138,8 @@ def test_sharing_changes_nothing(inputs, tmp_path):
 
 @pytest.mark.parametrize(("layout", "part"), CELLS)
 def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout, part):
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     precision = "fp32" if part == "kv" else "bf16"
-    more = ("--trainable", part, "--precision", precision, "--eval-data", inputs["held_out"], "--eval-every", 4)
-    resume = {"arguments": ["resume", str(pieces)]}
-    jobs = [
-        {"arguments": arguments(inputs, whole, *more, loss="distill")},
-        {"arguments": arguments(inputs, pieces, *more, loss="distill"), "stop_in": 3},
-        {**resume, "stop_in": 7},
-        resume,
-    ]
-    drive(jobs, *LAYOUTS[layout])
-    assert len(steps(whole)) == 12
-    assert_same_run(whole, pieces)
+    assert_stops_change_nothing(inputs, tmp_path, LAYOUTS[layout], "--trainable", part, "--precision", precision)
 
 
 @pytest.mark.slow

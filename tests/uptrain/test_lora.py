@@ -7,13 +7,22 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from real_runs import VOCAB, arguments, assert_same_run, drive, make_inputs, steps, tensors
+from real_runs import (
+    LAYOUTS,
+    VOCAB,
+    arguments,
+    assert_same_run,
+    assert_stops_change_nothing,
+    drive,
+    make_inputs,
+    steps,
+    tensors,
+)
 
 from uptrain.budget.memory import Models, Way
 from uptrain.training.lora import initialise_adapters
 from uptrain.training.models import load_student
 
-LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
 CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]
 ADAPTED = re.compile(r"layers\.\d+\..*(_proj|dense|fc1|fc2)\.weight$")
@@ -134,18 +143,7 @@ def test_the_export_is_the_model_that_was_trained(inputs, tmp_path, uptrain):
 
 @pytest.mark.parametrize("layout", CELLS)
 def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout):
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    more = (*LORA, "--precision", "bf16", "--eval-data", inputs["held_out"], "--eval-every", 4)
-    resume = {"arguments": ["resume", str(pieces)]}
-    jobs = [
-        {"arguments": arguments(inputs, whole, *more, loss="distill")},
-        {"arguments": arguments(inputs, pieces, *more, loss="distill"), "stop_in": 3},
-        {**resume, "stop_in": 7},
-        resume,
-    ]
-    drive(jobs, *LAYOUTS[layout])
-    assert len(steps(whole)) == 12
-    assert_same_run(whole, pieces)
+    assert_stops_change_nothing(inputs, tmp_path, LAYOUTS[layout], *LORA, "--precision", "bf16")
 
 
 @pytest.mark.slow

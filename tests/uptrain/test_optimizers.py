@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
-from real_runs import arguments, assert_same_run, drive, make_inputs, steps
+from real_runs import LAYOUTS, arguments, assert_same_run, drive, make_inputs, steps
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -14,7 +14,6 @@ from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.adafactor import Adafactor
 from uptrain.training.optimizer import make_optimizer
 
-LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 ONES = [pytest.param(name, marks=needs_torchao if name == "adamw8bit" else ()) for name in OPTIMIZERS]
 CELLS = [

@@ -2,9 +2,8 @@
 
 import pytest
 import tiny
-from real_runs import VOCAB, arguments, assert_same_run, drive, make_inputs, steps
+from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, make_inputs, steps
 
-LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 CELLS = [
     pytest.param(layout, precision, loss, marks=() if (layout, precision, loss) in FAST else pytest.mark.slow)
     for FAST in [{("one process", "fp32", "next-token"), ("FSDP2 x 2", "bf16", "distill")}]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import tiny
 import torch
-from real_runs import VOCAB, arguments, assert_same_run, drive, events, make_inputs, records
+from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, events, make_inputs, records
 
 from uptrain.training.models import load_student, load_teacher, teacher_dtype
 from uptrain.training.sharing import equal_tensors, share, shareable
@@ -74,7 +74,6 @@ def test_a_tensor_that_differs_is_not_shared(tmp_path, convert):
     assert not torch.equal(student.model.layers[1].mlp.up_proj.weight, weights[name])
 
 
-LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 FAST = {("llama", "one process", "fp32"), ("phi", "one process", "bf16")}
 
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import tiny
 from caches import write_cache
-from real_runs import VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
+from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
 
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import Manifest
 
-LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
 CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]
 

@@ -6,7 +6,17 @@ import re
 import pytest
 import tiny
 import torch
-from real_runs import VOCAB, arguments, assert_same_run, drive, make_inputs, steps, tensors
+from real_runs import (
+    LAYOUTS,
+    VOCAB,
+    arguments,
+    assert_same_run,
+    assert_stops_change_nothing,
+    drive,
+    make_inputs,
+    steps,
+    tensors,
+)
 
 from model.families import FAMILIES
 from model.families.family import Wrapper
@@ -18,7 +28,6 @@ OF_PART = {
     "attention": re.compile(r"self_attn\.|input_layernorm"),
     "kv": re.compile(r"self_attn\.[kv]_proj\."),
 }
-LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
 CELLS = [pytest.param(layout, part, marks=SLOW[layout]) for layout in LAYOUTS for part in PARTS]
 
@@ -114,19 +123,8 @@ def test_an_export_keeps_the_bytes_of_the_rest(inputs, tmp_path, uptrain, family
 
 @pytest.mark.parametrize(("layout", "part"), CELLS)
 def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout, part):
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     precision = "fp32" if part == "kv" else "bf16"
-    more = ("--trainable", part, "--precision", precision, "--eval-data", inputs["held_out"], "--eval-every", 4)
-    resume = {"arguments": ["resume", str(pieces)]}
-    jobs = [
-        {"arguments": arguments(inputs, whole, *more, loss="distill")},
-        {"arguments": arguments(inputs, pieces, *more, loss="distill"), "stop_in": 3},
-        {**resume, "stop_in": 7},
-        resume,
-    ]
-    drive(jobs, *LAYOUTS[layout])
-    assert len(steps(whole)) == 12
-    assert_same_run(whole, pieces)
+    assert_stops_change_nothing(inputs, tmp_path, LAYOUTS[layout], "--trainable", part, "--precision", precision)
 
 
 @pytest.mark.slow

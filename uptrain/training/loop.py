@@ -126,12 +126,17 @@ def _own_part(training: Training) -> slice:
 
 def _batches(training: Training, steps: range) -> Generator[Batch]:
     """Yield this process's micro-batches of some steps, each read and copied while the one before is used."""
-    t = training
-    return one_ahead(
-        batches_of_steps(
-            steps, t.global_batch, t.seed, _own_part(t), t.cache, t.micro_batch, t.accelerator.device, t.logits
-        )
+    batches = batches_of_steps(
+        steps,
+        training.global_batch,
+        training.seed,
+        _own_part(training),
+        training.cache,
+        training.micro_batch,
+        training.accelerator.device,
+        training.logits,
     )
+    return one_ahead(batches)
 
 
 def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> bool:
