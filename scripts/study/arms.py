@@ -34,8 +34,12 @@ class Subject:
     tokens: str
     global_batch_tokens: int
     precision: str
-    registers: Path | None
-    """Texts of many kinds: held-out/ for evaluation, own/ for calibration."""
+    seq_len: int
+
+    @property
+    def registers(self) -> Path:
+        """The folder of texts of many kinds: held-out/ for evaluation, own/ for calibration."""
+        return self.caches / "registers"
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,14 @@ class Case:
 def subjects(workspace: Workspace) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
     plan, parent = workspace.plan, workspace.plan.parent
     for family, seed in product(parent.families or ("",), parent.seeds):
-        values = (parent.tokens, parent.global_batch_tokens, parent.precision)
-        folder = workspace.parent(seed, family)
-        subject = Subject(family or "parent", folder, seed, workspace.home, *values, workspace.registers)
+        values = (parent.tokens, parent.global_batch_tokens, parent.precision, plan.seq_len)
+        subject = Subject(family or "parent", workspace.parent(seed, family), seed, workspace.home, *values)
         yield subject, arms_of(plan, None)
     for outside in plan.outside:
         folder = workspace.home / outside.name
-        values = (outside.original_tokens, outside.global_batch_tokens, parent.precision)
+        values = (outside.original_tokens, outside.global_batch_tokens, parent.precision, outside.seq_len)
         for seed in outside.seeds:
-            subject = Subject(outside.name, folder / "model", seed, folder, *values, folder / "registers")
-            yield subject, arms_of(plan, outside)
+            yield Subject(outside.name, folder / "model", seed, folder, *values), arms_of(plan, outside)
 
 
 def missing_cases(workspace: Workspace) -> list[Case]:
@@ -179,12 +181,13 @@ def behave(workspace: Workspace, case: Case, model: Path) -> Result:
 
 def on_registers(workspace: Workspace, case: Case, model: Path) -> dict[str, float]:
     """Return the loss on each register's held-out texts; after calibration on one register, only on that one."""
-    assert case.subject.registers is not None  # run_study checks it
     texts = case.subject.registers / "held-out"
     if case.arm.register and (texts / f"{case.arm.register}.jsonl").exists():
         texts /= f"{case.arm.register}.jsonl"
-    words = (model, "--registers", texts, "--windows", workspace.plan.register_windows)
-    losses: dict[str, float] = json.loads(programs.run("scripts.study.on_registers", *words))
+    windows = ("--windows", workspace.plan.register_windows, "--length", case.subject.seq_len)
+    losses: dict[str, float] = json.loads(
+        programs.run("scripts.study.on_registers", model, "--registers", texts, *windows)
+    )
     return losses
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
+from model.decoder.transformers_model import TransformersModel
 
 PATH = click.Path(exists=True, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -28,7 +29,6 @@ BATCH = 4
 @click.option("--length", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window.")
 def main(model: Path, registers: Path, windows: int, length: int) -> None:
     tokenizer, loaded = Tokenizer.from_file(str(model / "tokenizer.json")), load_model(model, torch.float32)
-    assert isinstance(loaded, LlamaForCausalLM)
     files = sorted(registers.glob("*.jsonl")) if registers.is_dir() else [registers]
     print(json.dumps({file.stem: loss_on(loaded, ids_of(tokenizer, file), windows, length) for file in files}))
 
@@ -40,7 +40,7 @@ def ids_of(tokenizer: Tokenizer, file: Path) -> list[int]:
 
 
 @torch.inference_mode()
-def loss_on(model: LlamaForCausalLM, ids: Sequence[int], windows: int, length: int) -> float:
+def loss_on(model: LlamaForCausalLM | TransformersModel, ids: Sequence[int], windows: int, length: int) -> float:
     """Return the mean loss on evenly spaced windows, in nats. Raises SystemExit if there are too few tokens."""
     if len(ids) < windows * length:
         raise SystemExit(f"a register has {len(ids)} tokens; {windows} windows of {length} need {windows * length}.")

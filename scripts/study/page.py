@@ -4,7 +4,7 @@
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
-`calibration`, `refine`, `refine_longer`, `demo_model`, `parts` or `latent`.
+`calibration`, `refine`, `refine_longer`, `demo_model`, `families`, `families_registers`, `parts` or `latent`.
 """
 
 import json
@@ -33,7 +33,18 @@ from scripts.study.results import (
     unique,
     united,
 )
-from scripts.study.table import by_cache, by_heads, by_parent, by_part, kv_heads, markdown, savings, show, tables
+from scripts.study.table import (
+    by_cache,
+    by_heads,
+    by_parent,
+    by_part,
+    kv_heads,
+    markdown,
+    registers_by_parent,
+    savings,
+    show,
+    tables,
+)
 
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "tables.md")
@@ -134,6 +145,7 @@ def renewed(page: str, results: Path) -> str:
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
+            "families_registers": lambda folder: registers_by_parent(read(folder / "families_registers.jsonl")),
             "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),
             "refined_registers": refined_registers,
             "distilled_registers": distilled_registers,

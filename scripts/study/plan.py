@@ -137,6 +137,10 @@ class Plan:
     """Number of windows on which the loss on each kind of text in --registers is measured too; 0: none. In the
     arguments of `convert`, REGISTERS/KIND.jsonl is a calibration text of that kind; then only that kind is measured."""
 
+    @property
+    def needs_registers(self) -> bool:
+        return self.register_windows > 0 or any(arm.register for arm in self.arms)
+
 
 def find_plan(name: str) -> Path:
     path = PLANS / f"{name}.toml"

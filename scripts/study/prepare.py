@@ -9,7 +9,8 @@ The folder of a plan:
     parent-0/ parent-0-hf/     the run that trained the parent of seed 0, and the parent
     parent-0-g2/ …             the same from scratch with 2 K/V heads
     parent-0-qwen3/ …          the same of a family
-    smollm2/                   model/, train/ and valid/ of an outside parent; registers/ with its chats
+    registers/                 texts of many kinds, with chats in the parent's template
+    smollm2/                   model/, train/, valid/ and registers/ of an outside parent
     arms/                      the models that are currently converted and trained
     plan.json                  the values of the plan that all of this depends on
     results.jsonl lock
@@ -92,7 +93,7 @@ class Workspace:
 def check_home(workspace: Workspace) -> None:
     """Raise PlanError if the plan needs texts that were not given, or its folder was built with other values of it."""
     plan = workspace.plan
-    if workspace.registers is None and (plan.register_windows or any(arm.register for arm in plan.arms)):
+    if workspace.registers is None and plan.needs_registers:
         raise PlanError(f"the plan {plan.name} needs texts of many kinds; give their folder with --registers.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
@@ -125,6 +126,8 @@ def shared_steps(workspace: Workspace) -> list[Step]:
                 if variant
             ),
         ]
+        if plan.needs_registers:
+            steps.append(registers_step(workspace, home / "init", home))
     return [*steps, *(step for outside in plan.outside for step in outside_steps(workspace, outside))]
 
 
@@ -135,11 +138,13 @@ def outside_steps(workspace: Workspace, outside: ExternalParent) -> list[Step]:
         Step(folder / "model", partial(fetch_model, outside, folder / "model")),
         Step(folder / "valid", partial(cache, "valid", outside.windows)),
     ]
-    if workspace.plan.register_windows:
-        steps.append(
-            Step(folder / "registers", partial(render_registers, workspace, folder / "model", folder / "registers"))
-        )
+    if workspace.plan.needs_registers:
+        steps.append(registers_step(workspace, folder / "model", folder))
     return [*steps, Step(folder / "train", partial(cache, "train", None))] if outside.uptrain else steps
+
+
+def registers_step(workspace: Workspace, model: Path, folder: Path) -> Step:
+    return Step(folder / "registers", partial(render_registers, workspace, model, folder / "registers"))
 
 
 def parent_steps(workspace: Workspace) -> list[Step]:

@@ -9,7 +9,7 @@ schedules or batches were tried for an uptraining, the one with the best mean is
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from scripts.study.results import (
     read,
     setting_of,
     shares,
+    shares_by_register,
     stage_of,
     unique,
 )
@@ -187,6 +188,29 @@ def by_parent(lines: list[Result]) -> str:
             before = next(line["groups"] for line in lines if is_parent(line))
             rows.append([parent, f"{before} → {groups}", show(of_seeds(own, "parent_loss")), *cells])
     return markdown(["family", "K/V heads", "parent", *headings], rows)
+
+
+def registers_by_parent(lines: list[Result]) -> str:
+    """Return the shares of mean's gap that the arm `default` leaves on each kind of text, by parent.
+
+    A cell has one share for each number of K/V heads, from many to few.
+    """
+    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
+    shares_of = {}
+    for parent in unique(line["parent"] for line in lines):
+        own = [line for line in lines if line["parent"] == parent]
+        by_groups = ([line for line in own if is_parent(line) or line["groups"] == groups] for groups in heads)
+        shares_of[parent] = [shares_by_register("default", merged) for merged in by_groups]
+    kinds = list(lines[0]["registers"])
+    rows = [[kind, *(_shares(left[kind] for left in each) for each in shares_of.values())] for kind in kinds]
+    for name, of_all in (("average", statistics.mean), ("worst", max)):
+        rows.append([name, *(_shares(of_all(left.values()) for left in each) for each in shares_of.values())])
+    before = next(line["groups"] for line in lines if is_parent(line))
+    return markdown([f"{before} → {' / '.join(map(str, heads))} heads", *shares_of], rows)
+
+
+def _shares(left: Iterable[float]) -> str:
+    return " / ".join(f"{share:.1%}" for share in left)
 
 
 def rates(lines: list[Result]) -> Iterator[str]:

@@ -51,6 +51,9 @@ def stand_in(study, monkeypatch):
             return json.dumps({"repeated": 0.1})
         if words[1] == "export" and "exported" in words[3]:  # for its behaviour
             return ""
+        if words[0] == "scripts.study.on_registers":
+            calls.append(words)
+            return json.dumps({"prose": 4.1})
         calls.append(words)
         if words[1] == "evaluate":
             return json.dumps({"loss": 5.0, "teacher_loss": 4.0, "kl": 0.5, "agreement": 0.9, "targets": 100})
@@ -278,6 +281,20 @@ def test_parents_of_several_families(study, stand_in, tmp_path):
     assert "another parent" in start(study, "--plan", path, "--work", tmp_path).output
 
 
+def test_parents_are_evaluated_on_registers(study, stand_in, tmp_path, monkeypatch):
+    """In windows of the plan's length, on texts whose chats were rendered once for them."""
+    path, rendered = tmp_path / "smoke.toml", []
+    path.write_text("register_windows = 3\n" + SMOKE.read_text())
+    monkeypatch.setattr(study[2], "render_registers", lambda workspace, model, out: rendered.append((model, out)))
+    assert start(study, "--plan", path, "--work", tmp_path, "--registers", tmp_path).exit_code == 0
+    home = tmp_path / "smoke"
+    assert rendered == [(home / "init", home / "registers")]
+    measured = [words for words in stand_in if words[0] == "scripts.study.on_registers"]
+    options = ["--registers", str(home / "registers/held-out"), "--windows", "3", "--length", "64"]
+    assert [words[2:] for words in measured] == [options] * len(read(tmp_path))
+    assert all(line["registers"] == {"prose": 4.1} for line in read(tmp_path))
+
+
 def test_lists_are_tried_in_all_combinations(study, tmp_path):
     path = tmp_path / "sweep.toml"
     path.write_text(SMOKE.read_text().replace("lr = 1e-3", 'lr = [1e-3, 2e-3], schedule = ["wsd", "cosine"]', 1))
@@ -409,7 +426,7 @@ def test_a_plan_is_evaluated_on_registers(tmp_path):
     assert rendered.startswith("<user>word0 said 0 times") and rendered.endswith("<assistant>yes\n")
     # transformers' loss on the same windows
     ids = AutoTokenizer.from_pretrained(model)(words).input_ids
-    windows = torch.tensor([ids[:512], ids[len(ids) - 512 :]])
+    windows = torch.tensor([ids[:64], ids[len(ids) - 64 :]])
     with torch.inference_mode():
         loss = AutoModelForCausalLM.from_pretrained(model, dtype="float32")(windows, labels=windows).loss
     assert abs(losses_by_arm["parent"]["prose"] - float(loss)) < 1e-5

@@ -268,6 +268,29 @@ def test_table_of_registers():
     ]
 
 
+def test_table_of_registers_by_parent():
+    def evaluated(parent, arm, groups, prose, code):
+        measured = line(arm, 0, prose, groups=groups, convert=None if arm == "parent" else (arm,))
+        return measured | {"parent": parent, "registers": {"prose": prose, "code": code}}
+
+    lines = [
+        evaluated("phi", "parent", 4, 3, 2),
+        evaluated("phi", "mean", 2, 4, 4), evaluated("phi", "default", 2, 3.1, 2.4),
+        evaluated("phi", "mean", 1, 5, 6), evaluated("phi", "default", 1, 4, 3),
+        evaluated("glm", "parent", 4, 3, 2),
+        evaluated("glm", "mean", 2, 5, 4), evaluated("glm", "default", 2, 4, 3.5),
+        evaluated("glm", "mean", 1, 5, 4), evaluated("glm", "default", 1, 5, 4),
+    ]  # fmt: skip
+    assert table.registers_by_parent(lines).splitlines() == [
+        "| 4 → 2 / 1 heads | phi | glm |",
+        "| --- | --- | --- |",
+        "| prose | 10.0% / 50.0% | 50.0% / 100.0% |",
+        "| code | 20.0% / 25.0% | 75.0% / 100.0% |",
+        "| average | 15.0% / 37.5% | 62.5% / 100.0% |",
+        "| worst | 20.0% / 50.0% | 75.0% / 100.0% |",
+    ]
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/study.md", "docs/study/tables.md"])
 def test_the_pages_tables_are_the_recorded_results(name):
 
