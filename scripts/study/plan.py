@@ -116,6 +116,8 @@ class ExternalParent:
     uptrain: tuple[Stage, ...] = ()
     original_tokens: str = ""
     global_batch_tokens: int = 4096
+    kv_heads: int | None = None
+    """Repeat its K/V heads to this number, each in coordinates of its own (repeat_heads.py)."""
 
 
 @dataclass(frozen=True)

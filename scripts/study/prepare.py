@@ -20,6 +20,7 @@ import json
 import lzma
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from typing import Any
 
 from scripts.study import programs
 from scripts.study.plan import SHARED, ExternalParent, Plan, PlanError, Vocabulary
+from scripts.study.repeat_heads import repeat_heads
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,12 @@ def fetch_model(outside: ExternalParent, out: Path) -> None:
         from scripts.demo import find_model
 
         source = str(find_model(source.removeprefix("package:")))
-    programs.run("convert", "to-hf", source, out, "--json")
+    if outside.kv_heads is None:
+        programs.run("convert", "to-hf", source, out, "--json")
+        return
+    with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
+        programs.run("convert", "to-hf", source, Path(temporary) / "model", "--json")
+        repeat_heads(Path(temporary) / "model", out, outside.kv_heads)
 
 
 def render_registers(workspace: Workspace, model: Path, out: Path) -> None:

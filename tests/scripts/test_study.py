@@ -23,7 +23,9 @@ from click.testing import CliRunner
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from convert.cli import cli
 from scripts.study import arms, plan, prepare, programs, run, table
+from scripts.study.repeat_heads import repeat_heads
 
 STUDY = Path(__file__).parents[2] / "scripts/study"
 SMOKE = STUDY / "plans/smoke.toml"
@@ -430,6 +432,31 @@ def test_a_plan_is_evaluated_on_registers(tmp_path):
     with torch.inference_mode():
         loss = AutoModelForCausalLM.from_pretrained(model, dtype="float32")(windows, labels=windows).loss
     assert abs(losses_by_arm["parent"]["prose"] - float(loss)) < 1e-5
+
+
+def test_repeated_heads_compute_the_same(tmp_path):
+    """And differ: their mean is another model. The default merge gives back the model they were made of."""
+    source = make_tokenizer(tiny.save(tiny.build(vocab_size=300, initializer_range=0.2), tmp_path / "source"), 300)
+    few, many = tmp_path / "few", tmp_path / "many"
+    convert_cli = ["mha-to-gqa", str(source), str(few), "--groups", "2", "--method", "mean"]
+    assert CliRunner().invoke(cli, convert_cli).exit_code == 0
+    repeat_heads(few, many, 4)
+    ids = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
+
+    def logits(folder):
+        with torch.inference_mode():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+
+    expected = logits(few)
+    assert AutoModelForCausalLM.from_pretrained(many).config.num_key_value_heads == 4
+    assert float((logits(many) - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    lost = {}
+    for name, options in (("mean", ["--method", "mean"]), ("default", ["--calibration-tokens", "1024"])):
+        out = tmp_path / name
+        result = CliRunner().invoke(cli, ["mha-to-gqa", str(many), str(out), "--groups", "2", *options])
+        assert result.exit_code == 0, result.output
+        lost[name] = float((logits(out) - expected).abs().max() / expected.abs().max())
+    assert lost["default"] < 1e-3 < 0.1 < lost["mean"]
 
 
 def study_of_few(arguments):
