@@ -10,9 +10,9 @@ from typing import Any
 
 from convert.calibration.text import pack
 from convert.output import config_json
-from convert.output.groupwise_json import RECORD_FILE, build_record, earlier_conversion
+from convert.output.groupwise_json import build_record, earlier_conversion
 from convert.output.model_card import model_card
-from convert.output.write_shards import execute, total_bytes
+from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.latent_recipe import LatentRecipe
 from convert.planning.plan import Plan, fingerprint, make_plan
@@ -24,6 +24,7 @@ from model.checkpoint.writer import index_text
 from model.common import console
 from model.common.errors import CheckpointError, InputError
 from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes
+from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
 
 POSITIONS = "positions of the rotated key"
@@ -94,7 +95,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
         plan = _with_positions(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
-            execute(checkpoint, plan, staging, workers, progress)
+            write_shards(checkpoint, plan, staging, workers, progress)
         if fingerprint(checkpoint, requested) != before:
             raise CheckpointError(
                 f"{checkpoint.path} changed while it was read; convert again once nothing writes to it."
@@ -165,8 +166,8 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
     text = plan.recipe.text
     if text is None or not plan.works:
         return
+    from convert.calibration.calibrate_layers import calibrate_layers
     from convert.calibration.latent_fit import calibrate_latent  # imported here, because they need torch
-    from convert.calibration.solve import calibrate_layers
 
     total = len(plan.works) * (text.n_tokens + plan.recipe.refine)
     with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
@@ -186,7 +187,7 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
         "config.json": config_json.config_text(checkpoint, plan),
         **({} if index is None else {INDEX: index}),
         **({} if text is None else {CALIBRATION_TOKENS: pack(text)}),
-        RECORD_FILE: json_text(record),
+        CONVERSION_RECORD: json_text(record),
         "README.md": model_card(checkpoint, plan, origin_of(checkpoint.path)),
     }
     for name, content in files.items():

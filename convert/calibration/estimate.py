@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from convert.calibration.calibrate_layers import JUDGED_TOKENS
 from convert.calibration.layer_module import Weights
-from convert.calibration.layer_stream import CalibrationWindows, Layer, open_layers
+from convert.calibration.layer_stream import HELD_OUT_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
 from convert.calibration.refine import EVALUATIONS
-from convert.calibration.refit_output import HELD_OUT_EVERY
-from convert.calibration.solve import JUDGED_TOKENS
 from convert.merging.methods import find_alternatives
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from convert.calibration.calibrate_layers import judged_windows, write_layers
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights, with_latent_weights
 from convert.calibration.layer_output import outputs, squared_error
-from convert.calibration.layer_stream import Layer, Progress
+from convert.calibration.layer_stream import Layer, Progress, is_held_out
 from convert.calibration.refine import refine
-from convert.calibration.refit_output import is_held_out, refit_output
-from convert.calibration.solve import judged_windows, write_layers
+from convert.calibration.refit_output import refit_output
 from convert.calibration.text import CalibrationText
 from convert.latent.attention import LatentAttention
 from convert.latent.baselines import solve_as

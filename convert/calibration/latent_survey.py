@@ -15,8 +15,7 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_output import parents_output, squared_error
-from convert.calibration.layer_stream import Layer, Progress, iter_layers
-from convert.calibration.refit_output import is_held_out
+from convert.calibration.layer_stream import Layer, Progress, is_held_out, iter_layers
 from convert.calibration.text import CalibrationText
 from convert.latent.closed_form import plane_powers, solve
 from convert.latent.layer import LatentLayer
@@ -87,7 +86,7 @@ def _errors(
 ) -> Real:  # fmt: skip
     """Return the squared output error of the layer on held-out windows for each candidate, as shares of its power."""
     before, moments = work.read(checkpoint), sums.moments()
-    windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+    windows = layer.text.held_out
     fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
     batches = layer.text.batches(windows)
     power = sum(float(to_float64(parents_output(layer, batch)).square().sum()) for batch in batches) or 1.0

@@ -36,18 +36,33 @@ _BATCH_TOKENS = 1024
 _CHECKED_LENGTH = 8
 """Tokens of the text on which a model is tried."""
 
+HELD_OUT_EVERY = 4
+
 States = NDArray[np.float32]
 
 Progress = Callable[[int], None]
 """Called with the number of tokens that a layer has just processed."""
 
 
+def is_held_out(window: int) -> bool:
+    """Return whether a window is held out: every fourth one."""
+    return window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
 class CalibrationWindows:
-    """The windows of a text, in batches."""
+    """The windows of a text, in batches. Every fourth is held out: nothing is fitted to it."""
 
     def __init__(self, text: CalibrationText) -> None:
         self.n_windows, self.length = text.n_windows, text.window
         self._batch = max(1, _BATCH_TOKENS // self.length)
+
+    @property
+    def held_out(self) -> list[int]:
+        return [window for window in range(self.n_windows) if is_held_out(window)]
+
+    @property
+    def fitted(self) -> list[int]:
+        return [window for window in range(self.n_windows) if not is_held_out(window)]
 
     def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:
         """Yield the indices of all windows, or of `windows`, batch by batch."""

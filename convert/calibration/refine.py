@@ -16,7 +16,6 @@ import torch
 
 from convert.calibration.layer_output import AnyWeights, heads_out, parents_output, squared_error
 from convert.calibration.layer_stream import Layer, Progress
-from convert.calibration.refit_output import is_held_out
 
 BATCH_TOKENS = 1024
 """Tokens per step."""
@@ -42,7 +41,7 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, progress: Progress) 
 
     Reads the file that `Layer.run` writes, so call that first.
     """
-    held_out = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+    held_out = layer.text.held_out
     batch = max(1, BATCH_TOKENS // layer.text.length)
     n_steps = max(1, n_tokens // (batch * layer.text.length))
     start = merged.to(layer.module.device)
@@ -63,7 +62,7 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, progress: Progress) 
 
 def _shuffled(layer: Layer, batch: int) -> Iterator[list[int]]:
     """Yield batches of the training windows without end. Each pass has another random order."""
-    windows = [n for n in range(layer.text.n_windows) if not is_held_out(n)]
+    windows = layer.text.fitted
     generator = torch.Generator().manual_seed(layer.index)
     waiting: list[int] = []
     while True:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from convert.calibration.layer_output import AnyAttention, output_matrix, with_output
+from convert.calibration.layer_stream import is_held_out
 from model.decoder.devices import float64_device, to_float64
 
 RIDGE_PENALTIES = (1e-1, 1e-2, 1e-3)
 """Ridge penalties tried, as shares of the features' mean power."""
-HELD_OUT_EVERY = 4
 
 
 class _Sums:
@@ -64,8 +64,3 @@ def _solutions(old_CM: Tensor, fit: _Sums) -> Iterator[Tensor]:
         ridged_CC = fit.power_CC.clone()
         ridged_CC.diagonal().add_(penalty * mean_power)
         yield torch.linalg.solve(ridged_CC, slope_CM).add_(old_CM)
-
-
-def is_held_out(window: int) -> bool:
-    """Return whether a window is held out: every fourth one."""
-    return window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1

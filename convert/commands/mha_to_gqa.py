@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 from convert.commands.options import OutputOptions, merge_options, output_options
-from convert.planning.options import MergeOptions
 from model.common.command_options import pop_fields
 
 
@@ -25,6 +24,7 @@ def command(source: Path, out: Path, groups: int, **options: Any) -> None:
     G must divide the number of K/V heads in SOURCE; `convert inspect SOURCE` lists the possible values. If the command
     is killed, OUT is not written; run the same command again to continue.
     """
-    from convert.commands.convert import convert
+    from convert.commands.run_conversion import convert_heads
+    from convert.planning.resolve_merge import MergeOptions
 
-    convert(source, out, groups, pop_fields(MergeOptions, options), pop_fields(OutputOptions, options))
+    convert_heads(source, out, groups, pop_fields(MergeOptions, options), pop_fields(OutputOptions, options))

@@ -21,7 +21,7 @@ def command(source: Path, out: Path, **options: Any) -> None:
     token and layer, whatever the number of heads. SOURCE is a Llama or Mistral, with MHA or GQA. If the command is
     killed, OUT is not written; run the same command again to continue.
     """
-    from convert.commands.convert import convert_to_latent
+    from convert.commands.run_conversion import convert_to_latent
     from convert.planning.resolve_latent import LatentOptions
 
     convert_to_latent(source, out, pop_fields(LatentOptions, options), pop_fields(OutputOptions, options))

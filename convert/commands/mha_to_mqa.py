@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 from convert.commands.options import OutputOptions, merge_options, output_options
-from convert.planning.options import MergeOptions
 from model.common.command_options import pop_fields
 
 
@@ -20,6 +19,7 @@ def command(source: Path, out: Path, **options: Any) -> None:
 
     The result is multi-query attention, as with `mha-to-gqa --groups 1`.
     """
-    from convert.commands.convert import convert
+    from convert.commands.run_conversion import convert_heads
+    from convert.planning.resolve_merge import MergeOptions
 
-    convert(source, out, 1, pop_fields(MergeOptions, options), pop_fields(OutputOptions, options))
+    convert_heads(source, out, 1, pop_fields(MergeOptions, options), pop_fields(OutputOptions, options))

@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 from convert.commands.options import OutputOptions, output_options
-from convert.planning.options import MergeOptions
 from model.common.command_options import RenamedOption, pop_fields
 
 
@@ -23,7 +22,8 @@ def command(source: Path, out: Path, groups: int, **options: Any) -> None:
     with a larger KV cache. G must be a multiple of the number of K/V heads in SOURCE, and divide the number of query
     heads; `convert inspect SOURCE` lists the possible values.
     """
-    from convert.commands.convert import convert
+    from convert.commands.run_conversion import convert_heads
     from convert.merging.methods import REPEAT
+    from convert.planning.resolve_merge import MergeOptions
 
-    convert(source, out, groups, MergeOptions(method=REPEAT), pop_fields(OutputOptions, options))
+    convert_heads(source, out, groups, MergeOptions(method=REPEAT), pop_fields(OutputOptions, options))

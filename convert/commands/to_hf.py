@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 from convert.commands.options import OutputOptions, output_options
-from convert.planning.options import MergeOptions
 from model.common.command_options import pop_fields
 
 
@@ -19,6 +18,7 @@ def command(source: Path, out: Path, **options: Any) -> None:
 
     OUT holds safetensors. This is for checkpoints in another format: Meta's, .bin, .gguf, torch.distributed.checkpoint.
     """
-    from convert.commands.convert import convert
+    from convert.commands.run_conversion import convert_heads
+    from convert.planning.resolve_merge import MergeOptions
 
-    convert(source, out, None, MergeOptions(method="mean"), pop_fields(OutputOptions, options))
+    convert_heads(source, out, None, MergeOptions(method="mean"), pop_fields(OutputOptions, options))

@@ -18,7 +18,7 @@ _BLOCK = 1 << 17  # elements measured at a time
 
 
 @dataclass(frozen=True)
-class Merge:
+class HeadMerge:
     """K or V heads to merge, restricted to the merged heads in one tensor of the output."""
 
     tensor: str
@@ -67,7 +67,7 @@ def tensor_rng(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
 
 
-def merge_groups(checkpoint: Checkpoint, merge: Merge, recipe: Recipe) -> Iterator[tuple[int, Array, GroupReport]]:
+def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> Iterator[tuple[int, Array, GroupReport]]:
     """Yield for each merged head its first row in the output, its rows [rows_per_head, …] and its report.
 
     The rows have the tensor's dtype. One group of the source is in memory at a time. Raises CheckpointError if a head

@@ -121,8 +121,14 @@ class LayerMerge:
         return 8 * rows * self.sizes.hidden_size
 
     def compute(self, checkpoint: Checkpoint) -> "MergedLayer":
-        """Merge the layer by its weights alone."""
-        return merge_layer(checkpoint, self)
+        """Merge the layer by its weights alone.
+
+        Raises CheckpointError for NaN or infinity, before or after rounding.
+        """
+        projected = read_attention(checkpoint, self)
+        before = normalise(projected, self.norms)
+        moments = [moments_from_weights(group, before.norms is not None) for group in before.groups(self.n_kv_heads)]
+        return finish_layer(checkpoint, self, projected, merge_attention(before, moments, self.recipe.method))
 
 
 @dataclass(frozen=True)
@@ -131,14 +137,6 @@ class MergedLayer:
 
     tensors: dict[str, Array]
     reports: dict[str, list[GroupReport]]
-
-
-def merge_layer(checkpoint: Checkpoint, merge: LayerMerge) -> MergedLayer:
-    """Merge a layer by its weights alone. Raises CheckpointError for NaN or infinity, before or after rounding."""
-    projected = read_attention(checkpoint, merge)
-    before = normalise(projected, merge.norms)
-    moments = [moments_from_weights(group, before.norms is not None) for group in before.groups(merge.n_kv_heads)]
-    return finish_layer(checkpoint, merge, projected, merge_attention(before, moments, merge.recipe.method))
 
 
 def merge_attention(attention: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:

@@ -14,11 +14,10 @@ from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, read_bytes_up_to
 from model.common.staging import Staging
 from model.common.typed_json import check_types, parse_object
 
-RECORD_FILE = "groupwise.json"
 SCHEMA = 1
 
 
@@ -80,16 +79,18 @@ def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
 
 def earlier_conversion(checkpoint: Checkpoint) -> Any:
     """Return the source's own `groupwise.json`; None if the source is not the output of a conversion."""
-    return read_record(checkpoint.home) if (checkpoint.home / RECORD_FILE).exists() else None
+    return read_record(checkpoint.home) if (checkpoint.home / CONVERSION_RECORD).exists() else None
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Read a folder's `groupwise.json`. Raises CheckpointError if it is missing, damaged or of another schema."""
-    path = folder / RECORD_FILE
+    path = folder / CONVERSION_RECORD
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist; give a folder that convert made.")
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no {RECORD_FILE}, so it was not made by convert and cannot be verified.")
+        raise CheckpointError(
+            f"{folder} has no {CONVERSION_RECORD}, so it was not made by convert and cannot be verified."
+        )
     try:
         content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
         _check(content)

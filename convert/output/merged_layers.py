@@ -19,7 +19,7 @@ from model.common.files import sync_file
 class MergedLayerCache:
     """Merged layers shared by several workers. Each layer is computed once for all its tensors.
 
-    With a `calibrated` folder, layers are read from the files that `convert.calibration.solve` wrote there.
+    With a `calibrated` folder, layers are read from the files that `convert.calibration.calibrate_layers` wrote there.
     """
 
     def __init__(self, checkpoint: Checkpoint, n_workers: int, calibrated: Path | None = None) -> None:

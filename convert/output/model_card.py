@@ -6,7 +6,6 @@ The card contains no times and no paths, so the same conversion gives the same b
 from pathlib import Path
 
 from convert.merging.methods import LAYER_METHODS, REPEAT
-from convert.output.groupwise_json import RECORD_FILE
 from convert.planning.latent_plan import LatentPlan
 from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import Plan
@@ -14,7 +13,7 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, read_bytes_up_to
 
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
@@ -50,7 +49,7 @@ def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:
 {table}
 
 {_what_was_done(plan)}{quantised} Details,
-with the SHA-256 of every source file, are in `{RECORD_FILE}`. The base model's licence applies.
+with the SHA-256 of every source file, are in `{CONVERSION_RECORD}`. The base model's licence applies.
 {_how_to_open(plan)}{notes}{CARD_END}
 """
 

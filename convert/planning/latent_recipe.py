@@ -1,4 +1,4 @@
-"""Describe one way to convert heads to latent attention, and resolve the options of the command line."""
+"""Describe one way to convert heads to latent attention, and read it from the record of a conversion."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,9 +7,8 @@ from convert.latent import Frequencies, LatentMethod, LatentNorm
 from convert.latent.rotation import SourceRope
 from convert.latent.sizes import LatentSizes, choose_sizes
 from convert.planning.latent_recipe import LATENT, LatentRecipe, default_positions, is_exact
-from convert.planning.options import MergeOptions
 from convert.planning.recipe import NONE
-from convert.planning.resolve_options import read_text
+from convert.planning.resolve_merge import MergeOptions, read_text
 from model.checkpoint import Checkpoint
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError

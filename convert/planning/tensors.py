@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from convert.merging.heads import Merge
+from convert.merging.heads import HeadMerge
 from convert.merging.layer import LayerMerge, LayerWork
 from convert.merging.methods import METHODS
 from convert.planning.recipe import Recipe, UnsupportedMethodError
@@ -48,7 +48,7 @@ class OutputTensor:
 
     tensor: Tensor
     copies: tuple[Rows, ...]
-    merges: tuple[Merge, ...]
+    merges: tuple[HeadMerge, ...]
     layer: LayerWork | None = None
     """The conversion of a whole layer that makes the tensor. Then `copies` and `merges` are empty."""
     scaled: Scaled | None = None
@@ -152,13 +152,13 @@ def _regroup_layers(
 
 def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, Tensor]) -> OutputTensor:
     copies: list[Rows] = []
-    merges: list[Merge] = []
+    merges: list[HeadMerge] = []
     n_rows = 0
     for source, output in pairs:
         heads = tuple(head for head in range(output.n) if output.place(head)[0] == name)
         n_rows += len(heads) * output.rows_per_head
         if output.n < source.n:
-            merges.append(Merge(name, source, output, heads))
+            merges.append(HeadMerge(name, source, output, heads))
         else:
             for head in heads:
                 source_name, source_row = source.place(head // (output.n // source.n))

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 from convert.output import config_json
-from convert.output.groupwise_json import RECORD_FILE
 from convert.output.model_card import model_card
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
@@ -12,6 +11,7 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.writer import index_text
 from model.common.files import has_content
+from model.common.read_files import CONVERSION_RECORD
 
 
 def compare_files(
@@ -23,7 +23,7 @@ def compare_files(
     _compare_index(out, findings)
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
     if reported != [(heads.tensor, heads.kind) for heads in plan.reported]:
-        findings.differences.append(f"{RECORD_FILE} does not report on exactly the merged tensors")
+        findings.differences.append(f"{CONVERSION_RECORD} does not report on exactly the merged tensors")
 
 
 def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:

@@ -84,7 +84,7 @@ def compare_by_errors(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache, scratch: Path, findings: Findings
 ) -> None:  # fmt: skip
     """Compare layers that were refined or have a latent, and differ from the recomputed ones, by held-out errors."""
-    from convert.calibration.solve import held_out_errors
+    from convert.calibration.calibrate_layers import held_out_errors
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""

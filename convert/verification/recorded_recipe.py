@@ -6,12 +6,12 @@ from typing import Any
 
 from convert.calibration.text import NO_TORCH, CalibrationText, read_stored
 from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
-from convert.output.groupwise_json import RECORD_FILE
 from convert.planning.latent_recipe import LATENT, read_latent_recipe
 from convert.planning.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
+from model.common.read_files import CONVERSION_RECORD
 
 
 def recorded_recipe(
@@ -22,22 +22,24 @@ def recorded_recipe(
     If OUT's calibration tokens are not usable, add to `findings.unchecked`.
     """
     if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT, LATENT):
-        raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
-    _check_repeatable(record, out_path / RECORD_FILE)
+        raise CheckpointError(f"{out_path / CONVERSION_RECORD} records no method and seed that this version supports.")
+    _check_repeatable(record, out_path / CONVERSION_RECORD)
     refit, refine = record.get("refit", False), record.get("refine", 0)
     if type(refine) is not int or not 0 <= refine <= MAX_TOKENS:
-        raise CheckpointError(f"{out_path / RECORD_FILE} records that layers were refined on {refine!r} tokens.")
+        raise CheckpointError(f"{out_path / CONVERSION_RECORD} records that layers were refined on {refine!r} tokens.")
     if type(refit) is not bool or record["seed"] < 0:
-        raise CheckpointError(f"{out_path / RECORD_FILE} records no method and seed that this version supports.")
+        raise CheckpointError(f"{out_path / CONVERSION_RECORD} records no method and seed that this version supports.")
     recorded = record.get("calibration")
     text = None if recorded is None else _stored_text(source, out_path, recorded, device, findings)
     recipe = Recipe(record["method"], record["seed"], refit, refine, text, device)
     if record["method"] == LATENT:
-        return read_latent_recipe(record, recipe, out_path / RECORD_FILE)
+        return read_latent_recipe(record, recipe, out_path / CONVERSION_RECORD)
     try:
         recipe.check()
     except UnsupportedMethodError as error:
-        raise CheckpointError(f"{out_path / RECORD_FILE} records a recipe that is not possible: {error}") from error
+        raise CheckpointError(
+            f"{out_path / CONVERSION_RECORD} records a recipe that is not possible: {error}"
+        ) from error
     return recipe
 
 

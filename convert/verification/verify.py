@@ -61,8 +61,8 @@ def verify(
         checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
         layer_wise = [name for name in same_names if name in plan.regrouped and plan.regrouped[name].layer]
         digests = [
-            *(partial(_compare_digest, path, record) for path in source.weight_files),
-            *(partial(_compare_written, out, record, name) for name in layer_wise),
+            *(partial(_compare_source_file, path, record) for path in source.weight_files),
+            *(partial(_compare_recorded_tensor, out, record, name) for name in layer_wise),
         ]
         with ThreadPoolExecutor(plan.workers(workers)) as pool:
             digest_results = [pool.submit(check) for check in digests]
@@ -153,14 +153,14 @@ def _read(source: Checkpoint, name: str, row: int, n_rows: int, row_nbytes: int)
         yield start * row_nbytes, np.ascontiguousarray(rows).tobytes()
 
 
-def _compare_written(out: Checkpoint, record: dict[str, Any], name: str) -> list[str]:
+def _compare_recorded_tensor(out: Checkpoint, record: dict[str, Any], name: str) -> list[str]:
     sha256 = digest(out.rows(name, 0, out.tensors[name].shape[0]))
     if record["sha256"].get(name) == sha256:
         return []
     return [f"the tensor {name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]
 
 
-def _compare_digest(path: Path, record: dict[str, Any]) -> list[str]:
+def _compare_source_file(path: Path, record: dict[str, Any]) -> list[str]:
     recorded = {file["name"]: file["sha256"] for file in record["source"]["files"]}
     with path.open("rb", buffering=0) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.common.errors import CheckpointError
-from model.common.read_files import CONFIG_BYTES, check_regular, leads_outside, read_bytes_up_to, refuse_outside
+from model.common.read_files import (
+    CONFIG_BYTES,
+    CONVERSION_RECORD,
+    check_regular,
+    leads_outside,
+    read_bytes_up_to,
+    refuse_outside,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -29,7 +36,7 @@ CALIBRATION_TOKENS = "groupwise_calibration.xz"
 """The file of the tokens that a converted model was calibrated on (`convert.calibration.text.pack`)."""
 
 # The converter writes these files itself instead of copying them.
-OWN_FILES = ("config.json", "groupwise.json", CALIBRATION_TOKENS)
+OWN_FILES = ("config.json", CONVERSION_RECORD, CALIBRATION_TOKENS)
 
 LFS_POINTER = b"version https://git-lfs"
 WEIGHTS = (

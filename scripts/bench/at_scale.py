@@ -20,8 +20,8 @@ from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from scripts.bench.machine import facts
-from uptrain.budget.estimate import MFU, PEAK_FLOPS, count_parameters
 from uptrain.budget.memory import GRADIENT_BYTES, Models, Way
+from uptrain.budget.training_time import MFU, PEAK_FLOPS, count_parameters
 from uptrain.training.parts import part_pattern
 
 DEVICES = (1, 8, 64, 512)

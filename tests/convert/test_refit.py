@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from convert.calibration.refit_output import HELD_OUT_EVERY, RIDGE_PENALTIES, refit_output
+from convert.calibration.layer_stream import HELD_OUT_EVERY
+from convert.calibration.refit_output import RIDGE_PENALTIES, refit_output
 from convert.merging.weights import LayerAttention
 
 N_HEADS, HEAD_DIM, HIDDEN, WINDOW, N_WINDOWS = 4, 6, 20, 50, 12

@@ -269,13 +269,13 @@ def test_invalid_tokenizer(uptrain, tmp_path):
 def test_source_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 10)
-    run = build.TokenizeJob.run
+    run = build.CacheBuild.run
 
     def run_and_touch(self, quiet):
         run(self, quiet)
         os.utime(path, ns=(1, 1))
 
-    monkeypatch.setattr(build.TokenizeJob, "run", run_and_touch)
+    monkeypatch.setattr(build.CacheBuild, "run", run_and_touch)
     prepare(path).refused(f"{path} changed while it was read; run the same command when nothing writes to it")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from model.checkpoint import Tensor
 from model.common.errors import InputError
-from uptrain.budget import estimate
+from uptrain.budget import training_time
 from uptrain.budget.budget import BudgetOptions, default_peak, make_budget
+from uptrain.budget.conversion_record import source_names
 from uptrain.budget.counts import parse_count, show_count
-from uptrain.budget.identify import SHAPE_KEYS, known_originals, named, source_names
+from uptrain.budget.identify import SHAPE_KEYS, known_originals, named
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 # The steps of α = 0.05 with the original's own batch, as published figures give them.
@@ -236,14 +237,14 @@ def test_show_count():
 
 
 def test_time_is_six_operations_a_parameter_and_token_and_two_for_a_teacher():
-    alone = estimate.time(estimate.Workload(10**9, 0, 4), 10**12)
+    alone = training_time.time(training_time.Workload(10**9, 0, 4), 10**12)
     assert alone["flops"] == 6 * 10**21
     assert alone["device_hours"]["H100"] == pytest.approx(6e21 / (0.4 * 989e12) / 3600)
     assert alone["hours"]["H100"] == alone["device_hours"]["H100"] / 4
-    taught = estimate.time(estimate.Workload(10**9, 10**9, 4), 10**12)
+    taught = training_time.time(training_time.Workload(10**9, 10**9, 4), 10**12)
     assert taught["flops"] / alone["flops"] == pytest.approx(4 / 3)
 
 
 def test_rope_frequencies_are_no_parameters():
     tensors = [Tensor("a.weight", "F32", (3, 4)), Tensor("model.layers.0.self_attn.rotary_emb.inv_freq", "F32", (9,))]
-    assert estimate.count_parameters(tensors) == 12
+    assert training_time.count_parameters(tensors) == 12

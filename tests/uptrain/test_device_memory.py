@@ -12,8 +12,8 @@ from model.checkpoint import Tensor
 from model.decoder import losses
 from model.geometry import Geometry
 from uptrain.budget import memory
-from uptrain.budget.estimate import count_parameters
 from uptrain.budget.memory import Models, Way, first_that_fits, layer_activation_bytes, micro_batches
+from uptrain.budget.training_time import count_parameters
 from uptrain.runs import device_memory
 
 QKVO = frozenset(f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(32) for p in "qkvo")
@@ -79,9 +79,9 @@ def test_a_7b_fits_where_it_should():
     """With its teacher on one device, windows of 2,048 tokens: attention into 60 GB, keys and values into 24 GB."""
     subject = models(changed=QKVO)
     assert first_that_fits(subject, ["attention"], 60e9).options == "--trainable attention"
-    assert first_that_fits(subject, ["kv"], 24e9) == Way("kv", 2, recompute=True)
+    assert first_that_fits(subject, ["kv"], 24e9) == Way("kv", 2, activation_checkpointing=True)
     assert subject.memory(Way("attention", 1)).of(1) <= 60e9
-    assert subject.memory(Way("kv", 1, recompute=True)).of(1) <= 24e9
+    assert subject.memory(Way("kv", 1, activation_checkpointing=True)).of(1) <= 24e9
 
 
 def test_activations_of_llama_2_7b():
@@ -91,7 +91,7 @@ def test_activations_of_llama_2_7b():
     assert kept == {"kv": kv, "attention": kv + 4 * 4096, "all": kv + 10 * 4096 + 2 * 11008}
     subject = models()
     assert subject.memory(Way("kv", 3)).activations == 3 * 2048 * 32 * kv
-    assert subject.memory(Way("kv", 3, recompute=True)).activations == 3 * 2048 * (32 * 4 * 4096 + kv)
+    assert subject.memory(Way("kv", 3, activation_checkpointing=True)).activations == 3 * 2048 * (32 * 4 * 4096 + kv)
 
 
 def test_float32_has_no_copies_and_wider_teachers():
@@ -123,7 +123,7 @@ def test_the_first_way_that_fits():
         assert subject.memory(found).of(1) <= bytes_of(*way)
     assert first_that_fits(subject, parts, bytes_of("all", 2)) == Way("all", 2)
     assert first_that_fits(subject, parts, bytes_of("all", 2) - 1) == Way("all", 1)
-    assert first_that_fits(subject, ["attention"], bytes_of("attention", 1) - 1).recompute
+    assert first_that_fits(subject, ["attention"], bytes_of("attention", 1) - 1).activation_checkpointing
     assert first_that_fits(subject, parts, bytes_of("kv", 1, True) - 1) is None
     assert first_that_fits(subject, parts, bytes_of("attention", 1, devices=8), 8) is not None
 

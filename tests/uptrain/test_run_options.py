@@ -10,7 +10,7 @@ import tiny
 import torch
 from tiny_tokenizers import make_tokenizer
 
-from uptrain.budget.identify import default_trainable
+from uptrain.budget.conversion_record import default_trainable
 
 
 @pytest.fixture(scope="module")

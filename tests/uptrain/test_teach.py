@@ -11,7 +11,7 @@ from caches import write_cache
 from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
 
 from uptrain.data import teacher_logits
-from uptrain.data.teacher_logits import Manifest
+from uptrain.data.teacher_logits import LogitsManifest
 
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
 CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]
@@ -87,7 +87,7 @@ def test_stopped_and_resumed_is_bit_equal(inputs, teach, tmp_path, layout):
 def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
     monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 20_000)
     expected = tiny.snapshot(teach(tmp_path / "alone"))
-    assert len(Manifest.parse(tmp_path / "alone").shards) > 3
+    assert len(LogitsManifest.parse(tmp_path / "alone").shards) > 3
     out = tmp_path / "out"
     for share in ("1/3", "3/3"):
         result = uptrain(*teach_arguments(inputs, out, "--shard", share, "--json"))
@@ -200,7 +200,7 @@ def test_a_damaged_manifest_is_refused(teach, refused, tmp_path):
 def test_ids_beyond_the_vocabulary_are_refused(inputs, teach, tmp_path, uptrain):
     """The checksums are right: the folder was made by something else."""
     logits = teach(tmp_path / "logits")
-    manifest = Manifest.parse(logits)
+    manifest = LogitsManifest.parse(logits)
     path = logits / manifest.shards[0].ids
     ids = np.fromfile(path, "<u2")
     ids[:] = 300

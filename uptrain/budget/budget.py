@@ -67,7 +67,7 @@ class Budget:
 
 
 def make_budget(options: BudgetOptions, config: Mapping[str, Any], source_names: Sequence[str], seq_len: int) -> Budget:
-    """Return the budget for a model with this `config.json`; for `source_names` see `uptrain.budget.identify`.
+    """Return the budget for a model with this `config.json`; for `source_names` see `uptrain.budget.conversion_record`.
 
     Raises InputError with every option that would help if the original is unknown or ambiguous.
     """

@@ -15,8 +15,8 @@ from model.common import checks
 from model.common.errors import InputError
 from model.families import is_native
 from model.geometry import ModelSizes, read_sizes
-from uptrain.budget.estimate import count_parameters, is_rope
-from uptrain.budget.identify import changed_tensors
+from uptrain.budget.conversion_record import changed_tensors
+from uptrain.budget.training_time import count_parameters, is_rope
 from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch
 from uptrain.training.parts import common_dtype, part_pattern
 
@@ -47,17 +47,17 @@ MEMORY_FORMULA = (
 class Way:
     """The choices of a run that save memory."""
 
-    part: str
+    trainable: str
     """As in `--trainable`."""
     micro_batch: int
     """Windows."""
-    recompute: bool = False
+    activation_checkpointing: bool = False
     """Whether the activations of a layer are computed again in the backward pass."""
 
     @property
     def options(self) -> str:
         """The options of `uptrain run` for it, besides the micro-batch."""
-        return f"--trainable {self.part}{' --activation-checkpointing' * self.recompute}"
+        return f"--trainable {self.trainable}{' --activation-checkpointing' * self.activation_checkpointing}"
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class Models:
         Tensors of the teacher count as shared if a frozen one has their name, dtype and shape, and the conversion did
         not change it.
         """
-        pattern, width = part_pattern(way.part, self.config), COMPUTE_BYTES[self.precision]
+        pattern, width = part_pattern(way.trainable, self.config), COMPUTE_BYTES[self.precision]
         trained = [tensor for tensor in self.tensors if pattern.search(tensor.name)]
-        if way.part == "lora":
+        if way.trainable == "lora":
             trained = list(self._adapters())
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), way.micro_batch * self.seq_len
@@ -176,11 +176,11 @@ class Models:
 
     def _activation_bytes(self, way: Way) -> int:
         width = COMPUTE_BYTES[self.precision]
-        layer = layer_activation_bytes(self.sizes, self.intermediate_size, way.part, width)
-        if way.part == "lora":
+        layer = layer_activation_bytes(self.sizes, self.intermediate_size, way.trainable, width)
+        if way.trainable == "lora":
             n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.sizes.n_layers
             layer += n_adapters * width * self.lora_rank
-        if not way.recompute:
+        if not way.activation_checkpointing:
             return self.sizes.n_layers * layer
         return self.sizes.n_layers * 4 * self.sizes.hidden_size + layer
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
-from uptrain.budget import estimate
+from uptrain.budget import training_time
 from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
-from uptrain.budget.identify import default_trainable, merge_method, named, source_names
+from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
+from uptrain.budget.identify import named
 from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, Models, Way, first_that_fits, parts_of
 from uptrain.data.token_cache import Manifest
@@ -47,8 +48,8 @@ def make_plan(
         length = _seq_len(seq_len, manifest, checkpoint.config)
         budget = make_budget(options, checkpoint.config, source_names(model), length)
     models = Models.read(model, teacher, length, optimizer=optimizer)
-    n_params = estimate.count_parameters(models.tensors)
-    work = estimate.Workload(n_params, estimate.count_parameters(models.teacher), processes)
+    n_params = training_time.count_parameters(models.tensors)
+    work = training_time.Workload(n_params, training_time.count_parameters(models.teacher), processes)
     numbers = sorted({*DEVICES, processes})
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
     plan_schedule = Schedule(schedule, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
@@ -77,7 +78,7 @@ def make_plan(
             "formula": MEMORY_FORMULA,
             "fitting": None if memory is None else _fitting(models, memory, numbers, str(model), teacher),
         },
-        "time": estimate.time(work, budget.tokens),
+        "time": training_time.time(work, budget.tokens),
         "processes": processes,
         "first_loss": _first_loss(model, data),
         "warnings": list(filter(None, [data_use and repetition_warning(data_use["epochs"])])),
@@ -111,7 +112,7 @@ def _memory(models: Models, part: str, numbers: list[int]) -> dict[str, Any] | N
     if part not in parts_of(models.config):
         return None
     needed = models.memory(Way(part, default_micro_batch(models.seq_len)))
-    least = models.memory(Way(part, 1, recompute=True))
+    least = models.memory(Way(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), "host_bytes": needed.host()}
 
@@ -130,11 +131,11 @@ def _fitting(
 
     def describe(way: Way, n: int) -> dict[str, Any]:
         return {
-            "trainable": way.part,
-            "activation_checkpointing": way.recompute,
+            "trainable": way.trainable,
+            "activation_checkpointing": way.activation_checkpointing,
             "micro_batch_tokens": way.micro_batch * models.seq_len,
             "bytes_per_process": models.memory(way).of(n),
-            "command": command(way, model, teacher, n),
+            "command": run_command(way, model, teacher, n),
         }
 
     parts = TRAINABLE[TRAINABLE.index(default_trainable(Path(model), models.config)) :]
@@ -142,7 +143,7 @@ def _fitting(
     return {str(n): describe(way, n) if way else None for n, way in ways.items()}
 
 
-def command(way: Way, model: str, teacher: Path | None, devices: int = 1) -> str:
+def run_command(way: Way, model: str, teacher: Path | None, devices: int = 1) -> str:
     """Return the beginning of a command that trains in a way, without data, budget and output."""
     begin = "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
     taught = f" --teacher {shlex.quote(str(teacher))}" if teacher else ""

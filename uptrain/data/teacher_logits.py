@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Shard:
+class LogitsShard:
     """The logits of consecutive windows."""
 
     values: str
@@ -44,7 +44,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class LogitsManifest:
     """Content of a folder of logits. The fields are the keys of manifest.json."""
 
     top_k: int
@@ -60,7 +60,7 @@ class Manifest:
     """Name of the teacher's folder."""
     teacher_sha256: str
     """Fingerprint of the teacher: see `uptrain.runs.fingerprints`."""
-    shards: tuple[Shard, ...]
+    shards: tuple[LogitsShard, ...]
     format: int = FORMAT
 
     @property
@@ -130,7 +130,7 @@ class TeacherLogits:
     """Open logits."""
 
     folder: Path
-    manifest: Manifest
+    manifest: LogitsManifest
     _values: list[npt.NDArray[Any]] = field(repr=False)
     _ids: list[npt.NDArray[Any]] = field(repr=False)
     _ends: Integers = field(repr=False)
@@ -140,7 +140,7 @@ class TeacherLogits:
     @classmethod
     def open(cls, folder: Path, cache: Cache) -> Self:
         """Map logits into memory. Raises InputError if they are of another cache, or a file's size is wrong."""
-        manifest = Manifest.parse(folder)
+        manifest = LogitsManifest.parse(folder)
         manifest.check_cache(cache, folder)
         rows, k = manifest.seq_len - 1, manifest.top_k
         shards = manifest.shards

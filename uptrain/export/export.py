@@ -15,6 +15,7 @@ from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, witho
 from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
+from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
@@ -188,8 +189,8 @@ def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str)
     files: dict[str, Path | bytes] = {**side_files, "config.json": config_text(source, dtype)}
     files[RECORD] = json_text(record)
     files["README.md"] = model_card(source, record)
-    if (source / "groupwise.json").is_file():
-        files["groupwise.json"] = source / "groupwise.json"
+    if (source / CONVERSION_RECORD).is_file():
+        files[CONVERSION_RECORD] = source / CONVERSION_RECORD
     for name, content in files.items():
         copy_file(content, folder / name)
     for path in folder.rglob("*"):

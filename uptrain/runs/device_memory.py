@@ -9,7 +9,7 @@ import torch
 from model.common.console import size
 from model.common.errors import InputError
 from uptrain.budget.memory import Models, Way, first_that_fits
-from uptrain.budget.plan import command
+from uptrain.budget.plan import run_command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
 from uptrain.runs.settings import TRAINABLE
 from uptrain.training.parts import knows_attention
@@ -28,12 +28,12 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
     free = free_memory()
-    if found := first_that_fits(models, [way.part], free, devices, [way.recompute]):
+    if found := first_that_fits(models, [way.trainable], free, devices, [way.activation_checkpointing]):
         return found.micro_batch
-    needed = models.memory(Way(way.part, 1, way.recompute)).of(devices)
-    cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.part) :], free, devices)
+    needed = models.memory(Way(way.trainable, 1, way.activation_checkpointing)).of(devices)
+    cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.trainable) :], free, devices)
     advice = (
-        f"this fits: {command(cheaper, str(model), teacher, devices)} …"
+        f"this fits: {run_command(cheaper, str(model), teacher, devices)} …"
         if cheaper
         else f"nothing fits; `uptrain plan {model} --memory {free / 1e9:.0f}GB …` shows what more devices take"
     )

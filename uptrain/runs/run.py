@@ -1,4 +1,4 @@
-"""Start and resume runs: make the run's folder, build the Training from the settings, and execute it.
+"""Start and resume runs: make the run's folder, build the Training from the settings, and train_run it.
 
 RUN/run.json              settings, budget, fingerprints of data and models, versions
 RUN/model/                copies of the model's config and tokenizer files, for resuming and exporting
@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError, RankError, RunError
 from model.common.files import copy_file, replace_file, sync_tree, write_file
+from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
@@ -81,7 +82,7 @@ def start(
     training = build_first(settings, config_folder, accelerator, out, deadline, show)
     on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
     with _locked_on_main(accelerator, out):
-        return execute(out, settings, training, RunState(), None)
+        return train_run(out, settings, training, RunState(), None)
 
 
 def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
@@ -100,7 +101,7 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
         else:
             training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
         if checkpoint is None:
-            return execute(folder, settings, training, RunState(), None)
+            return train_run(folder, settings, training, RunState(), None)
         load(checkpoint.folder, training.loss_module, training.optimizer)
         if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
@@ -108,7 +109,7 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
             )
         state = RunState(**{name: checkpoint.state[name] for name in vars(RunState())})
         training.saved_step, training.rotation_is_due = state.step, True
-        return execute(folder, settings, training, state, checkpoint)
+        return train_run(folder, settings, training, state, checkpoint)
 
 
 @contextmanager
@@ -132,7 +133,7 @@ def make_folder(
     refuse_existing(out)
     side_files, _ = list_files(config_folder)
     files = {**side_files, "config.json": config_folder / "config.json"}
-    record = config_folder / "groupwise.json"
+    record = config_folder / CONVERSION_RECORD
     if record.is_file():
         files[record.name] = record
     run = Run(
@@ -165,7 +166,7 @@ def refuse_existing(out: Path) -> None:
         raise InputError(f"{out} exists already; {hint}.")
 
 
-def execute(
+def train_run(
     folder: Path, settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None
 ) -> str:
     """Train a run from `state.step`; return the status that run_state.json then holds.

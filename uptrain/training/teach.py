@@ -31,8 +31,8 @@ from uptrain.data.teacher_logits import (
     MANIFEST,
     VALUES,
     Floats,
-    Manifest,
-    Shard,
+    LogitsManifest,
+    LogitsShard,
     window_bytes,
     windows_per_shard,
 )
@@ -95,19 +95,19 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
             _write_shards(missing, options.model, cache, wanted, staging, advance)
         if options.machine_shard is not None:
             return {"share": f"{share.number}/{share.of}", "shards": len(own), "of": len(parts)}
-        manifest = replace(wanted, shards=tuple(Shard(**staging.finished[_name(number)]) for number, _ in parts))
+        manifest = replace(wanted, shards=tuple(LogitsShard(**staging.finished[_name(number)]) for number, _ in parts))
         _publish(manifest, staging)
     return _summary(options.out, manifest, was_complete=False)
 
 
-def _publish(manifest: Manifest, staging: Staging) -> None:
+def _publish(manifest: LogitsManifest, staging: Staging) -> None:
     staging.keep_only(name for shard in manifest.shards for name in (shard.values, shard.ids))
     write_file(staging.folder / MANIFEST, manifest.text())
     sync_file(staging.folder / MANIFEST)
     staging.publish()
 
 
-def _describe(options: TeachOptions, cache: Cache) -> Manifest:
+def _describe(options: TeachOptions, cache: Cache) -> LogitsManifest:
     """Return the manifest without its shards. Raises InputError if model, data and top k do not go together."""
     model = build_meta(options.model)
     vocab_size = len(model.head_weight)
@@ -116,7 +116,7 @@ def _describe(options: TeachOptions, cache: Cache) -> Manifest:
     check_packing(model, cache.seq_len)
     if options.top_k > vocab_size:
         raise InputError(f"--top-k {options.top_k}, but {options.model} has {vocab_size} tokens; take that or fewer.")
-    return Manifest(
+    return LogitsManifest(
         top_k=options.top_k,
         seq_len=cache.seq_len,
         n_windows=cache.n_windows,
@@ -129,9 +129,9 @@ def _describe(options: TeachOptions, cache: Cache) -> Manifest:
     )
 
 
-def _already_complete(out: Path, wanted: Manifest) -> Manifest:
+def _already_complete(out: Path, wanted: LogitsManifest) -> LogitsManifest:
     """Return the manifest of OUT if it holds what is wanted. Raises InputError if not."""
-    manifest = Manifest.parse(out)
+    manifest = LogitsManifest.parse(out)
     for name, what in (
         ("top_k", "--top-k"), ("cache_sha256", "token cache"), ("teacher_sha256", "model"),
     ):  # fmt: skip
@@ -140,14 +140,14 @@ def _already_complete(out: Path, wanted: Manifest) -> Manifest:
     return manifest
 
 
-def _summary(out: Path, manifest: Manifest, was_complete: bool) -> dict[str, Any]:
+def _summary(out: Path, manifest: LogitsManifest, was_complete: bool) -> dict[str, Any]:
     nbytes = manifest.n_windows * window_bytes(manifest.seq_len, manifest.top_k, manifest.dtype)
     names = ("top_k", "n_windows", "seq_len", "vocab_size", "teacher", "teacher_sha256", "cache_sha256", "sha256")
     values = {name: getattr(manifest, name) for name in names}
     return {"out": str(out), "was_complete": was_complete, "bytes": nbytes, **values}
 
 
-def _check_room(out: Path, n_windows: int, wanted: Manifest) -> None:
+def _check_room(out: Path, n_windows: int, wanted: LogitsManifest) -> None:
     """Raise InputError if the disk has too little space for so many windows."""
     required = n_windows * window_bytes(wanted.seq_len, wanted.top_k, wanted.dtype)
     free = shutil.disk_usage(out.resolve().parent).free
@@ -182,7 +182,7 @@ def _write_shards(
     missing: list[tuple[int, Integers]],
     folder: Path,
     cache: Cache,
-    wanted: Manifest,
+    wanted: LogitsManifest,
     staging: Staging,
     advance: Callable[[float], None],
 ) -> None:
@@ -206,7 +206,7 @@ def _write_shards(
                 write_file(staging.folder / name, content)
                 sync_file(staging.folder / name)
                 sums.append(hashlib.sha256(content).hexdigest())
-            staging.record_file(_name(number), vars(Shard(*names, len(windows), *sums)))
+            staging.record_file(_name(number), vars(LogitsShard(*names, len(windows), *sums)))
 
 
 def _divided(windows: Integers, n: int) -> Iterator[Integers]:

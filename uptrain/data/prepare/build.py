@@ -19,7 +19,7 @@ SKIPPED_RECORDS = 100_000
 
 
 @dataclass
-class TokenizeJob:
+class CacheBuild:
     """Build of a token cache: tokenise work units in a pool, and record the finished ones."""
 
     source_quotas: list[SourceQuota]

@@ -14,7 +14,7 @@ from typing import Any
 from model.common.errors import InputError
 from model.common.staging import check_out
 from uptrain.data.prepare import journal
-from uptrain.data.prepare.build import TokenizeJob
+from uptrain.data.prepare.build import CacheBuild
 from uptrain.data.prepare.publish import INPUTS, Kind, publish
 from uptrain.data.prepare.quotas import MachineShard, Records, SourceQuota, make_source_quotas
 from uptrain.data.prepare.sources import Source, find_sources
@@ -83,7 +83,7 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
             if options.machine_shard is None:
                 joined.enter_context(journal.joined(staging, plan.units, kind.dtype, plan.fingerprint))
             records = journal.load_records(staging, plan.units, kind.dtype)
-            build = TokenizeJob(
+            build = CacheBuild(
                 plan.source_quotas, options.machine_shard or MachineShard(), staging, pool, options.skip_bad, records
             )
             build.run(quiet)

@@ -12,7 +12,7 @@ import numpy as np
 from model.common import console
 from model.common.files import sync_file, write_file
 from model.common.staging import Staging
-from uptrain.data.prepare.build import TokenizeJob, check_bad
+from uptrain.data.prepare.build import CacheBuild, check_bad
 from uptrain.data.prepare.quotas import Records, finalise_quotas
 from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.tokenise import shard_names
@@ -39,7 +39,7 @@ Taken = list[tuple[Unit, int]]
 
 
 def publish(
-    build: TokenizeJob, sources: list[Source], n_tokens: int | None, kind: Kind, inputs: str, quiet: bool
+    build: CacheBuild, sources: list[Source], n_tokens: int | None, kind: Kind, inputs: str, quiet: bool
 ) -> Manifest:
     """Turn the staging folder into the cache. Raises InputError if tokens are too few or a source has changed."""
     records, staging = build.records, build.staging

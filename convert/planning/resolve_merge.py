@@ -1,6 +1,6 @@
 """Resolve merge options into a Recipe, and choose the default method."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from convert.calibration.text import (
     DEFAULT_TOKENS,
@@ -12,11 +12,11 @@ from convert.calibration.text import (
     split_name,
 )
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
-from convert.planning.options import MergeOptions
 from convert.planning.plan import check_n_kv_heads
 from convert.planning.recipe import NONE, Recipe, UnsupportedMethodError
 from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
+from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.geometry import Geometry, read_geometry
 
@@ -24,7 +24,31 @@ DEFAULT_METHOD = "fit"
 """The method, with refit and refine, if none is requested: the best by docs/study.md."""
 
 
-def resolve_options(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> Recipe:
+@dataclass(frozen=True)
+class MergeOptions:
+    """The options of a merge. None: not set by the user."""
+
+    method: str | None = None
+    seed: int = 0
+    refit: bool = False
+    refine: int | None = None
+    calibration: str | None = None
+    """`none`, `shipped`, `self`, the path of a text, `hub:NAME…`, or several joined by +."""
+    calibration_tokens: int | None = None
+    device: str = AUTO_DEVICE
+
+    @property
+    def of_calibration(self) -> str | None:
+        """An option that was given and needs a calibration text."""
+        given = {
+            "--calibration": self.calibration not in (None, NONE),
+            "--calibration-tokens": self.calibration_tokens is not None,
+            "--device": self.device != AUTO_DEVICE,
+        }
+        return next((option for option, is_given in given.items() if is_given), None)
+
+
+def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> Recipe:
     """Return the recipe of a conversion to `n_kv_heads`; None keeps their number.
 
     Raises CheckpointError if the model does not support the options, or the options are incompatible. If it does not

@@ -11,10 +11,9 @@ from convert.commands.options import OutputOptions
 from convert.merging.methods import REPEAT
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.latent_recipe import LATENT
-from convert.planning.options import MergeOptions
 from convert.planning.plan import Plan, make_plan
 from convert.planning.resolve_latent import LatentOptions, resolve_latent
-from convert.planning.resolve_options import resolve_options
+from convert.planning.resolve_merge import MergeOptions, resolve_merge
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.checkpoint.writer import parse_size
@@ -25,11 +24,11 @@ SLOW_SECONDS = 60
 """A message announces a calibration that is estimated to take longer."""
 
 
-def convert(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
+def convert_heads(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
     """Convert SOURCE to `n_kv_heads` K/V heads, and print the result. None keeps their number."""
 
     def planned(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
-        return make_plan(checkpoint, n_kv_heads, resolve_options(checkpoint, n_kv_heads, merge), shard_size)
+        return make_plan(checkpoint, n_kv_heads, resolve_merge(checkpoint, n_kv_heads, merge), shard_size)
 
     _convert(source, out, planned, output)
 

@@ -17,7 +17,7 @@ from convert.calibration.layer_output import outputs, squared_error, weights_of,
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
-from convert.calibration.refit_output import is_held_out, refit_output
+from convert.calibration.refit_output import refit_output
 from convert.calibration.text import CalibrationText
 from convert.latent.layer import FittedLatent
 from convert.merging.layer import LayerMerge, LayerWork, MergedLayer, apply_maps, finish_layer, read_attention
@@ -83,7 +83,7 @@ def held_out_errors(
         for layer in iter_layers(checkpoint, recipe.text, folder, lambda n: None, recipe.device):
             layer.run(lambda heads: None)
             if layer.index in indices:
-                windows = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+                windows = layer.text.held_out
                 errors[layer.index] = [_error(layer, attention, windows) for attention in versions(layer.index)]
     return errors
 
@@ -138,5 +138,5 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: 
 
 def judged_windows(layer: Layer) -> list[int]:
     """Return the held-out windows on which solutions are compared."""
-    held_out = [n for n in range(layer.text.n_windows) if is_held_out(n)]
+    held_out = layer.text.held_out
     return held_out[: -(-JUDGED_TOKENS // layer.text.length)]

@@ -1,0 +1,94 @@
+"""Resolve the options of `uptrain run` into the settings of a run, with every default."""
+
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.hf_folder import read_config
+from model.common.errors import InputError
+from model.common.files import check_name
+from uptrain.budget.budget import Budget, make_budget
+from uptrain.budget.conversion_record import default_trainable, source_names
+from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
+from uptrain.budget.memory import Models, Way
+from uptrain.data.run_data import beside, cache_folder
+from uptrain.distributed.accelerator import has_accelerator
+from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
+from uptrain.runs.settings import DEFAULT_RANK, RunOptions, Settings, default_micro_batch
+from uptrain.training.losses import WITHOUT_TEACHER
+
+DEFAULT_SAVES = 10
+"""Default number of checkpoints and of evaluations in a run."""
+
+
+def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Settings, Budget]:
+    """Resolve every default; return the settings and the budget. The token caches need not exist yet.
+
+    `folder` is that of `options.model` or `options.init`.
+    """
+    if options.teacher and options.teacher_logits:
+        raise InputError("give either --teacher or --teacher-logits: the logits stand for the teacher.")
+    taught = options.teacher or options.teacher_logits
+    loss = options.loss or ("distill" if taught else WITHOUT_TEACHER)
+    if loss != WITHOUT_TEACHER and taught is None:
+        raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
+    if loss == WITHOUT_TEACHER and options.teacher_logits:
+        raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
+    config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
+    trainable = options.trainable or (default_trainable(folder, config) if options.model else "all")
+    if options.lora_rank and trainable != "lora":
+        raise InputError(f"--lora-rank is for --trainable lora, not {trainable}; leave one of the two out.")
+    rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
+    budget = make_budget(options.budget, config, names, seq_len)
+    way = Way(trainable, 1, options.activation_checkpointing)
+    interval = max(1, budget.steps // DEFAULT_SAVES)
+    precision = options.precision or ("bf16" if has_accelerator() else "fp32")
+    eval_cache = cache_folder([options.eval_data], beside(options.out, "eval_data")) if options.eval_data else None
+    settings = Settings(
+        model=_absolute(options.model),
+        data=_absolute(cache_folder(options.data, beside(options.out, "data"))),
+        eval_data=_absolute(eval_cache),
+        teacher=_absolute(options.teacher),
+        teacher_logits=_absolute(options.teacher_logits),
+        loss=loss,
+        steps=budget.steps,
+        global_batch=budget.global_batch_tokens // seq_len,
+        micro_batch=options.micro_batch or _micro_batch(options, way, config, seq_len, precision, rank),
+        schedule=options.schedule,
+        lr=budget.peak_lr,
+        warmup_steps=default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps,
+        decay_fraction=WSD_DECAY_FRACTION,
+        original_steps=budget.original_steps or 0,
+        precision=precision,
+        optimizer=options.optimizer,
+        weight_decay=options.weight_decay,
+        trainable=trainable,
+        lora_rank=rank,
+        seed=options.seed,
+        save_every=options.save_every or interval,
+        keep_last=options.keep_last,
+        eval_every=options.eval_every or interval,
+        spike_sigma=options.spike_sigma,
+        compile=options.compile,
+        activation_checkpointing=options.activation_checkpointing,
+        track=options.track,
+    )
+    return settings, budget
+
+
+def _micro_batch(options: RunOptions, way: Way, config: dict[str, Any], seq_len: int, precision: str, rank: int) -> int:
+    """Return the default micro-batch, in windows: one that fits the device if the model's memory can be estimated.
+
+    Raises InputError if one window does not fit.
+    """
+    if options.model is None or not has_estimate(config):
+        return default_micro_batch(seq_len)
+    models = Models.read(options.model, options.teacher, seq_len, precision, options.optimizer, rank)
+    return fitting_micro_batch(models, way, options.model, options.teacher)
+
+
+def _absolute(path: Path | None) -> str:
+    """Return an absolute path for run.json, "" for None. Raises InputError for a name that JSON cannot hold."""
+    if path is None:
+        return ""
+    check_name(path.resolve(), "a folder")
+    return str(path.resolve())
