@@ -41,6 +41,8 @@ from scripts.study.results import (
 
 PAPERS = ("mean", (0.05, "next-token"))
 """The recipe of Ainslie et al. (2023), section 2."""
+KNOWN = 6.0
+"""Loss, in nats, below which the parents of `families` know a kind of text. A uniform guess costs them 7.6."""
 START: Stage = (0, None)
 """Right after conversion."""
 
@@ -193,7 +195,8 @@ def by_parent(lines: list[Result]) -> str:
 def registers_by_parent(lines: list[Result]) -> str:
     """Return the shares of mean's gap that the arm `default` leaves on each kind of text, by parent.
 
-    A cell has one share for each number of K/V heads, from many to few.
+    A cell has one share for each number of K/V heads, from many to few. Kinds of which a parent knows too little are
+    left out (`KNOWN`): there the mean can be better than the parent, and a share of its gap says nothing.
     """
     heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
     shares_of = {}
@@ -201,10 +204,12 @@ def registers_by_parent(lines: list[Result]) -> str:
         own = [line for line in lines if line["parent"] == parent]
         by_groups = ([line for line in own if is_parent(line) or line["groups"] == groups] for groups in heads)
         shares_of[parent] = [shares_by_register("default", merged) for merged in by_groups]
-    kinds = list(lines[0]["registers"])
+    of_parents = [line["registers"] for line in lines if is_parent(line)]
+    kinds = [kind for kind in of_parents[0] if max(losses[kind] for losses in of_parents) < KNOWN]
     rows = [[kind, *(_shares(left[kind] for left in each) for each in shares_of.values())] for kind in kinds]
     for name, of_all in (("average", statistics.mean), ("worst", max)):
-        rows.append([name, *(_shares(of_all(left.values()) for left in each) for each in shares_of.values())])
+        summary = ([of_all(left[kind] for kind in kinds) for left in each] for each in shares_of.values())
+        rows.append([name, *map(_shares, summary)])
     before = next(line["groups"] for line in lines if is_parent(line))
     return markdown([f"{before} → {' / '.join(map(str, heads))} heads", *shares_of], rows)
 

@@ -271,7 +271,8 @@ def test_table_of_registers():
 def test_table_of_registers_by_parent():
     def evaluated(parent, arm, groups, prose, code):
         measured = line(arm, 0, prose, groups=groups, convert=None if arm == "parent" else (arm,))
-        return measured | {"parent": parent, "registers": {"prose": prose, "code": code}}
+        unknown = 6.1 if arm == "parent" else 6.0
+        return measured | {"parent": parent, "registers": {"prose": prose, "code": code, "chinese": unknown}}
 
     lines = [
         evaluated("phi", "parent", 4, 3, 2),
