@@ -1,6 +1,6 @@
 """Draw the figures of the study from the recorded results.
 
-headline.png: above, what each merge leaves of the loss that merging by the mean costs; below, loss against tokens of
+headline.png: above, the loss that each merge adds, as a share of what the mean adds; below, loss against tokens of
 uptraining, of the better-trained parents. weak.png: the same of the weak ones. compute.png: loss against compute, of
 both. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
 against the peak of the learning rate. parts.png: the same by the part that is trained.
@@ -9,6 +9,7 @@ against the peak of the learning rate. parts.png: the same by the part that is t
 import hashlib
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ BLUE, ORANGE, GREEN, PINK = SERIES[:4]
 DEFAULT = "default"
 MERGES = {
     "random": "random", "mean": "mean (the paper's)", "first": "first", "mean-norm": "mean, norm restored",
-    "aligned-spread": "aligned, mean", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit",
-    DEFAULT: "the default: also refined",
+    "aligned-spread": "aligned", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit (former default)",
+    DEFAULT: "fit --refit --refine (default)",
 }  # fmt: skip
 PLACES = (
     ("merges", 2, "8 → 2", BLUE, BLUE, "o"), ("longer", 2, "8 → 2, better-trained parents", BLUE, "white", "o"),
@@ -70,23 +71,29 @@ TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "regis
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
     ("mean", "distill", "mean, distilled from the parent", PINK, "v"),
-    ("fit-refit", "distill", "fit --refit, distilled", BLUE, "o"),
-    ("parent", "next-token", "the parent itself, trained on", MUTED, "d"),
+    ("fit-refit", "distill", "former default, distilled", BLUE, "o"),
+    ("parent", "next-token", "the control: the parent, trained further", MUTED, "d"),
 )
-TODAYS_CURVE = (TODAY["refine_longer"], "distill", "the default, distilled", GREEN, "^")
+TODAYS_CURVE = (TODAY["refine_longer"], "distill", "default, distilled", GREEN, "^")
 DEFAULT_BY_TOKENS = ("closed form", "refined 65536", "refined 262144")
 DISTILLED_DEFAULT = (DEFAULT, "refined 65536")
 """Names of the default merge in the plans that distil it."""
 SHARES, GAPS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2), (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Ticks: compute as a share of the recipe's, and nats."""
+RATES_TRIED = (6e-5, 2e-4, 4e-4, 6.6e-4, 1e-3, 2e-3)
+PARTS_RATES = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3)
+"""Ticks: peaks of the learning rate."""
 TOP = 0.55
-BEYOND = "nats per token beyond the parent"
-SCRATCH = "trained with so few heads from the start"
+BEYOND = "loss above the parent's (nats)"
+SCRATCH = "trained with 2 K/V heads from the start"
+DPI = 200
 TRAINED = (("all", ORANGE, "s"), ("attention", BLUE, "o"), ("kv", GREEN, "^"), ("lora", PINK, "v"))
-TRAINED_FROM = {DEFAULT: "the default merge", "mean": "the mean"}
+PART_NAMES = {"all": "all parameters", "attention": "attention", "kv": "keys and values", "lora": "adapters"}
+TRAINED_FROM = {DEFAULT: "from the default", "mean": "from the mean"}
 SCHEDULES = (("wsd", BLUE, "o"), ("cosine", ORANGE, "s"), ("constant", GREEN, "^"))
 NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
 NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8, "color": MUTED}
+LEFT_OF = {**NEXT_TO, "xytext": (-5, -10), "horizontalalignment": "right"}
 
 
 def draw(results: Path) -> None:
@@ -96,7 +103,9 @@ def draw(results: Path) -> None:
     }  # fmt: skip
     with matplotlib.rc_context(PLOT_STYLE):
         for name, figure_of in drawn.items():
-            figure_of(results).savefig(results / name, metadata={"Software": None, "Source": digest(results, name)})
+            figure_of(results).savefig(
+                results / name, dpi=DPI, metadata={"Software": None, "Source": digest(results, name)}
+            )
 
 
 def digest(results: Path, figure: str) -> str:
@@ -106,7 +115,7 @@ def digest(results: Path, figure: str) -> str:
 
 
 def headline(results: Path) -> Figure:
-    figure = Figure(figsize=(8.2, 6.2), layout="constrained")
+    figure = Figure(figsize=(8.2, 6.8), layout="constrained")
     grid = figure.add_gridspec(2, 2)
     names = {*(place[0] for place in PLACES), *TODAYS_PLANS.values()}
     plans = {name: read(results / f"{name}.jsonl") for name in names}
@@ -144,11 +153,12 @@ def speed(results: Path) -> Figure:
         points = {heads: seeds for heads, seeds in found.items() if seeds}
         draw_points(axes, {times[heads]: seeds for heads, seeds in points.items()}, label, colour, f"{marker}-")
         for heads, seeds in points.items():
-            axes.annotate(NAMES[heads], (times[heads], statistics.mean(seeds.values())), **NEXT_TO)
+            place = LEFT_OF if heads == 1 else NEXT_TO  # no curve goes on to the left of MQA
+            axes.annotate(NAMES[heads], (times[heads], statistics.mean(seeds.values())), **place)
     axes.plot([times[8]], [0], "d", color=MUTED, label="the parent")
     axes.annotate(NAMES[8], (times[8], 0), **NEXT_TO)
-    axes.set_title("Loss after uptraining for 5 %, and time to decode")
-    axes.set_xlabel(f"milliseconds per step of decoding (batch {batch}, context {context})")
+    axes.set_title("Loss after uptraining for α = 0.05, and time to decode")
+    axes.set_xlabel(f"milliseconds per decoding step (batch {batch}, context {context})")
     axes.set_ylabel(BEYOND)
     axes.set_xlim(left=0, right=1.15 * times[8])
     axes.legend(loc="upper right")
@@ -165,9 +175,7 @@ def rates(results: Path) -> Figure:
             points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
             draw_points(axes, points, schedule, colour, f"{marker}-")
         axes.set_title(label)
-        axes.set_xlabel("peak of the learning rate")
-        axes.set_ylabel(BEYOND)
-        axes.set_xscale("log")
+        label_rates(axes, RATES_TRIED)
         axes.legend()
     return figure
 
@@ -199,15 +207,17 @@ def draw_compute(axes: Axes, lines: list[Result]) -> None:
         for arm, loss, label, colour, marker in CURVES[:2]
     ]
     default = [line for line in lines if line["arm"] in DEFAULT_BY_TOKENS and not line["alpha"]]
-    ways.append(("the default, refined on 0, 65,536 and 262,144 tokens", default, BLUE, "o-"))
+    ways.append(("default, refined on 0, 65,536 and 262,144 tokens", default, BLUE, "o-"))
     distilled = [line for line in lines if line["arm"] in DISTILLED_DEFAULT and line["loss"] == "distill"]
     for part, colour, form in (("all", GREEN, "^-"), ("attention", INK, "v:")):
         own = [line for line in distilled if line["trainable"] == part]
-        ways.append((f"the default, distilled: {part}", own, colour, form))
+        ways.append((f"default, distilled: {PART_NAMES[part]}", own, colour, form))
     for label, of_way, colour, form in ways:
         points = {}
-        for cost in sorted({forward_passes(line) for line in of_way}):
-            points[cost / papers] = gaps(at_best_setting([line for line in of_way if forward_passes(line) == cost]))
+        # Batches give a few tokens more or less, because steps are whole; they share a point.
+        for share in sorted({round(forward_passes(line) / papers, 2) for line in of_way}):
+            best = at_best_setting([line for line in of_way if round(forward_passes(line) / papers, 2) == share])
+            points[forward_passes(best[0]) / papers] = gaps(best)
         if points:
             draw_points(axes, points, label, colour, form)
     axes.set_xscale("log")
@@ -228,17 +238,23 @@ def parts(results: Path) -> Figure:
             for alpha, form in ((0.0025, ":"), (0.01, "-")):
                 own = [line for line in of_arm if (line["trainable"], line["alpha"]) == (part, alpha)]
                 points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
-                draw_points(axes, points, f"{part}, α {alpha:g}", colour, f"{marker}{form}")
+                draw_points(axes, points, f"{PART_NAMES[part]}, α {alpha:g}", colour, f"{marker}{form}")
         start = statistics.mean(gaps([line for line in of_arm if not line["alpha"]]).values())
         if arm == DEFAULT:
             axes.axhline(start, color=INK, linewidth=1, linestyle="--", label="after conversion")
         axes.set_title(title)
-        axes.set_xlabel("peak of the learning rate")
-        axes.set_ylabel(BEYOND)
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        label_rates(axes, [rate for rate in PARTS_RATES if rate in {line["lr"] for line in of_arm}])
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
+
+
+def label_rates(axes: Axes, ticks: Sequence[float]) -> None:
+    """Label the axes of losses against the peak of the learning rate, with a tick for each rate."""
+    axes.set_xlabel("peak of the learning rate (10⁻⁴)")
+    axes.set_ylabel(BEYOND)
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{rate * 1e4:g}" for rate in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def draw_points(axes: Axes, points: dict[float, Seeds], label: str, colour: str, form: str) -> None:
@@ -256,7 +272,7 @@ def milliseconds(row: dict[str, Any]) -> float:
 
 
 def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
-    axes.set_title("Right after conversion: what is left of the loss that merging by the mean costs")
+    axes.set_title("Right after conversion: added loss, in % of the loss that the mean adds")
     for place, (plan, groups, label, colour, inside, marker) in enumerate(PLACES):
         for row, arm in enumerate(MERGES):
             if figures := shares_left(results, plan, arm, groups):
@@ -268,7 +284,7 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
                 )  # fmt: skip
     axes.set_yticks(range(len(MERGES)), MERGES.values())
     axes.set_xlim(left=0, right=200)  # leaves room for the legend
-    axes.set_xlabel("% of mean's gap that is left")
+    axes.set_xlabel("share of mean's gap (%)")
     axes.legend(loc="upper right", title="K/V heads", alignment="left", title_fontsize=8)
 
 
@@ -285,7 +301,7 @@ def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: i
 
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
-    axes.set_title(f"8 → {groups}: loss against uptraining")
+    axes.set_title(f"8 → {groups}: loss during uptraining")
     for arm, loss, label, colour, marker in (*CURVES, TODAYS_CURVE):
         if points := curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss):
             percent = {100 * alpha: seeds for alpha, seeds in points.items()}

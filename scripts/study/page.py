@@ -51,6 +51,8 @@ PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESUL
 PARENTS = "parents.jsonl"
 SAME_PARENT = 1e-3
 """Tolerance for the loss of one model on different machines, in nats."""
+PARENTS_OF = {"merges": "weak parents", "longer": "better-trained parents"}
+"""Plan → how the page calls the parents that it trains."""
 BEST = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -126,7 +128,7 @@ def training_of_parents(results: Path) -> str:
         at_share = [line for line in lines if line["share"] == share]
         own = [[line for line in at_share if (line["plan"], line["groups"]) == model] for model in models]
         rows.append([f"{share:.0%}", *(show(losses(of_model), "{:.3f}") for of_model in own)])
-    names = [f"{plan}, {kv_heads(groups)}" if groups else plan for plan, groups in models]
+    names = [PARENTS_OF.get(plan, plan) + (f", {kv_heads(groups)}" if groups else "") for plan, groups in models]
     return markdown(["of its training", *names], rows)
 
 
@@ -136,7 +138,7 @@ def renewed(page: str, results: Path) -> str:
     def fill(match: re.Match[str]) -> str:
         parts: dict[str, Callable[[Path], str]] = {
             "results": headline,
-            "results_former": lambda folder: after_conversion(folder, FORMER),
+            "results_former": lambda folder: after_conversion(folder, FORMER, "former default"),
             "parents": training_of_parents,
             "weak": lambda folder: "\n\n".join(tables(united(folder, WEAK))),
             "better": lambda folder: "\n\n".join(tables(united(folder, BETTER))),
@@ -208,9 +210,9 @@ def by_register(names: list[str], left: list[dict[str, float]]) -> str:
     return markdown(["held-out texts", *names], rows)
 
 
-def after_conversion(results: Path, cases: Sequence[tuple[str, str, str, int, int]]) -> str:
-    """Return a table of merges right after conversion: loss, and share of mean's gap."""
-    rows = ["| | K/V heads | parent | mean | default | of mean's gap |", "|---|---|---|---|---|---|"]
+def after_conversion(results: Path, cases: Sequence[tuple[str, str, str, int, int]], merge: str = "default") -> str:
+    """Return a table of a merge and the mean right after conversion: loss, and share of mean's gap."""
+    rows = [f"| | K/V heads | parent | mean | {merge} | of mean's gap |", "|---|---|---|---|---|---|"]
     for name, plan, arm, before, after in cases:
         lines = [line for line in read(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]]
         mean, own = ([line for line in lines if line["arm"] == each] for each in ("mean", arm))

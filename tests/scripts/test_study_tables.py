@@ -304,7 +304,7 @@ def test_the_pages_tables_are_the_recorded_results(name):
     assert page.renewed(changed, root / page.RESULTS) == written
 
 
-@pytest.mark.parametrize("name", ["headline.png", "weak.png", "speed.png", "rates.png"])
+@pytest.mark.parametrize("name", sorted(drawing.SOURCES))
 def test_the_figures_are_of_the_recorded_results(name):
     from PIL import Image
 
