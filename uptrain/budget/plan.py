@@ -20,7 +20,7 @@ from uptrain.runs.settings import TRAINABLE, default_micro_batch, default_seq_le
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
 FIRST_LOSS = {
-    True: "above the parent's; in docs/study.md by 4 to 23 % of what averaging the heads costs",
+    True: "above the parent's; in docs/study.md by at most 12 % of what averaging the heads costs",
     False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
 }
 """Expected first loss, after the method `fit` or to latent attention (True), or after any other."""
