@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from convert.calibration import estimate, solve
+from convert.calibration import calibrate_layers, estimate
 from convert.calibration.text import DEFAULT_TOKENS
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
@@ -62,8 +62,8 @@ def convert(*arguments: object) -> None:
 def measure(source: Path, out: Path, tokens: int) -> dict[str, float]:
     """Return the seconds of a layer with and without refining, and their estimate, in processor time."""
     common = arguments(source, out, tokens)
-    merge, refine = Timer(solve._merge), Timer(solve.refine)
-    with mock.patch.object(solve, "_merge", merge), mock.patch.object(solve, "refine", refine):
+    merge, refine = Timer(calibrate_layers._merge), Timer(calibrate_layers.refine)
+    with mock.patch.multiple(calibrate_layers, _merge=merge, refine=refine):
         convert(*common)
     per_layer = merge.seconds / merge.calls
     refining = refine.seconds / refine.calls

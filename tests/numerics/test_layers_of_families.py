@@ -13,7 +13,7 @@ from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration import layer_stream, solve, transformers_layers
+from convert.calibration import calibrate_layers, layer_stream, transformers_layers
 from convert.calibration.layer_output import weights_of
 from convert.calibration.text import read_calibration_text
 from convert.calibration.transformers_layers import TransformersLayers
@@ -176,7 +176,7 @@ def merged(tmp_path, monkeypatch, use_class):
         text = read_calibration_text(checkpoint, "shipped", 1024)
         recipe = Recipe("fit", refit=True, refine=256, text=text)
         plan = make_plan(checkpoint, 2, recipe, None)
-        solve.calibrate_layers(checkpoint, plan.layers, text, place, lambda n: None)
+        calibrate_layers.calibrate_layers(checkpoint, plan.layers, text, place, lambda n: None)
         return [load_layer(layer, place).tensors for layer in plan.layers]
 
 
