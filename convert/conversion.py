@@ -10,7 +10,7 @@ from typing import Any
 
 from convert.calibration.text import pack
 from convert.output import config_json
-from convert.output.groupwise_json import RECORD_FILE, build_record, earlier_conversion
+from convert.output.groupwise_json import build_record, earlier_conversion
 from convert.output.model_card import model_card
 from convert.output.write_shards import execute, total_bytes
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
@@ -18,7 +18,7 @@ from convert.planning.latent_recipe import LatentRecipe
 from convert.planning.plan import Plan, fingerprint, make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, json_text
+from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, RECORD_FILE, json_text
 from model.checkpoint.hub import origin_of
 from model.checkpoint.writer import index_text
 from model.common import console

@@ -6,11 +6,11 @@ The card contains no times and no paths, so the same conversion gives the same b
 from pathlib import Path
 
 from convert.merging.methods import LAYER_METHODS, REPEAT
-from convert.output.groupwise_json import RECORD_FILE
 from convert.planning.latent_plan import LatentPlan
 from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
+from model.checkpoint.hf_folder import RECORD_FILE
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown

@@ -13,12 +13,11 @@ from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, Tensor
+from model.checkpoint.hf_folder import RECORD_FILE
 from model.checkpoint.latent_norm import EPSILON, KEY
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
-
-RECORD_NAME = "groupwise.json"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     _check_dtype(checkpoint, recipe)
     if recipe.positions is not None and max(recipe.positions) > source.rope.n_planes:
         raise CheckpointError(
-            f"{RECORD_NAME} records a channel at position {max(recipe.positions):g}, but the source's heads have "
+            f"{RECORD_FILE} records a channel at position {max(recipe.positions):g}, but the source's heads have "
             f"{source.rope.n_planes} planes; the record is damaged, or that of another model."
         )
     scale = math.sqrt(EPSILON / source.rms_norm_eps)

@@ -4,12 +4,11 @@ import json
 from typing import Any
 
 from convert.output import config_json
-from convert.output.groupwise_json import RECORD_FILE
 from convert.output.model_card import model_card
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import INDEX
+from model.checkpoint.hf_folder import INDEX, RECORD_FILE
 from model.checkpoint.writer import index_text
 from model.common.files import has_content
 

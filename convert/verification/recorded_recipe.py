@@ -6,11 +6,11 @@ from typing import Any
 
 from convert.calibration.text import NO_TORCH, CalibrationText, read_stored
 from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
-from convert.output.groupwise_json import RECORD_FILE
 from convert.planning.latent_recipe import LATENT, read_latent_recipe
 from convert.planning.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
+from model.checkpoint.hf_folder import RECORD_FILE
 from model.common.errors import CheckpointError
 
 

@@ -28,8 +28,11 @@ SKIPPED_FOLDERS = (
 CALIBRATION_TOKENS = "groupwise_calibration.xz"
 """The file of the tokens that a converted model was calibrated on (`convert.calibration.text.pack`)."""
 
+RECORD_FILE = "groupwise.json"
+"""The file of a conversion's record (`convert.output.groupwise_json`)."""
+
 # The converter writes these files itself instead of copying them.
-OWN_FILES = ("config.json", "groupwise.json", CALIBRATION_TOKENS)
+OWN_FILES = ("config.json", RECORD_FILE, CALIBRATION_TOKENS)
 
 LFS_POINTER = b"version https://git-lfs"
 WEIGHTS = (

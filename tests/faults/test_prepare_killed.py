@@ -1,4 +1,4 @@
-"""A build of a token cache that is killed, stopped or refused goes on where it was."""
+"""A build of a token cache that is killed, stopped or refused resumes."""
 
 import json
 import os

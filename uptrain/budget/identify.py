@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.hf_folder import RECORD_FILE
 from model.common.errors import InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
-PROVENANCE = "groupwise.json"
 SHAPE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
@@ -65,7 +65,7 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
 
 def _conversions(folder: Path) -> list[tuple[str, str, tuple[str, ...]]]:
     """Return source name, method and tensors merged whole of each conversion, the last one first."""
-    path = folder / PROVENANCE
+    path = folder / RECORD_FILE
     if not path.is_file():
         return []
     content = read_bytes_up_to(path, CONFIG_BYTES)

@@ -10,7 +10,7 @@ import numpy as np
 
 from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpoint
 from model.checkpoint.formats.dcp.reader import DistributedFolder
-from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
+from model.checkpoint.hf_folder import INDEX, RECORD_FILE, SINGLE, json_text, list_files, read_config
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
 from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
 from model.common.errors import InputError
@@ -188,8 +188,8 @@ def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str)
     files: dict[str, Path | bytes] = {**side_files, "config.json": config_text(source, dtype)}
     files[RECORD] = json_text(record)
     files["README.md"] = model_card(source, record)
-    if (source / "groupwise.json").is_file():
-        files["groupwise.json"] = source / "groupwise.json"
+    if (source / RECORD_FILE).is_file():
+        files[RECORD_FILE] = source / RECORD_FILE
     for name, content in files.items():
         copy_file(content, folder / name)
     for path in folder.rglob("*"):

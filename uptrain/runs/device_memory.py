@@ -28,8 +28,8 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
     free = free_memory()
-    if found := first_that_fits(models, [way.part], free, devices, [way.recompute]):
-        return found.micro_batch
+    if largest := first_that_fits(models, [way.part], free, devices, [way.recompute]):
+        return largest.micro_batch
     needed = models.memory(Way(way.part, 1, way.recompute)).of(devices)
     cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.part) :], free, devices)
     advice = (

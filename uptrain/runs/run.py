@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch
 from accelerate import Accelerator
 
-from model.checkpoint.hf_folder import json_text, list_files
+from model.checkpoint.hf_folder import RECORD_FILE, json_text, list_files
 from model.common.errors import InputError, RankError, RunError
 from model.common.files import copy_file, replace_file, sync_tree, write_file
 from model.common.staging import Staging, check_out
@@ -132,7 +132,7 @@ def make_folder(
     refuse_existing(out)
     side_files, _ = list_files(config_folder)
     files = {**side_files, "config.json": config_folder / "config.json"}
-    record = config_folder / "groupwise.json"
+    record = config_folder / RECORD_FILE
     if record.is_file():
         files[record.name] = record
     run = Run(
