@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
+from convert.calibration.layer_module import BatchHeads, LayerModule, ModelLayers, Watch, Weights
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -154,7 +154,7 @@ class DecoderLayer(LayerModule):
             self._last_call = call
             q_BAHD, k_BSGD, v_BSGD = (call[name].transpose(1, 2) for name in "qkv")
             self.check_finite(q_BAHD, k_BSGD, v_BSGD)
-            watch(Heads(q_BAHD, q_BAHD, k_BSGD, v_BSGD))
+            watch(BatchHeads(q_BAHD, q_BAHD, k_BSGD, v_BSGD))
 
         encoded_BEM, states_BAM = states_BTM.tensor_split([self._n_encoded], dim=1)
         hook = self._attention.o.register_forward_hook(lambda module, args, out: attended.append(out))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import Heads
+from convert.calibration.layer_module import BatchHeads
 from convert.calibration.layer_stream import Layer
 from convert.latent.closed_form import InputMoments
 from model.decoder.devices import float64_device, to_float64
@@ -51,7 +51,7 @@ class InputSums:
         self._rng = np.random.default_rng(layer.index)
         self._queries = min(-(-QUERIES // layer.text.n_windows), layer.text.length)
 
-    def add(self, heads: Heads) -> None:
+    def add(self, heads: BatchHeads) -> None:
         """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `Layer.run` does."""
         x_BTX = self._layer.inputs(next(self._batches))
         for x_TX, q_THD, k_TGD in zip(x_BTX, heads.rotated_q_BTHD, heads.rotated_k_BTGD, strict=True):

@@ -19,7 +19,7 @@ from model.decoder.rope import rotate_first
 
 
 @dataclass(frozen=True)
-class Heads:
+class BatchHeads:
     """A batch of a layer's heads, before and after rotation, in the half-split order of LayerAttention."""
 
     q_BTHD: Tensor
@@ -30,7 +30,7 @@ class Heads:
     """The keys' factors by norms of each head, relative to a norm of all heads together; None without them."""
 
 
-Watch = Callable[[Heads], None]
+Watch = Callable[[BatchHeads], None]
 
 
 @dataclass(frozen=True)

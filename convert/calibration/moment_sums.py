@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import Heads
+from convert.calibration.layer_module import BatchHeads
 from convert.calibration.layer_stream import Layer
 from convert.merging.moments import Moments
 from model.decoder.devices import float64_device, to_float64
@@ -48,7 +48,7 @@ class MomentSums:
         self._queries = min(-(-VALUE_QUERIES // layer.text.n_windows), layer.text.length)
         self._key_queries = min(-(-KEY_QUERIES // per_window), self._queries)
 
-    def add(self, heads: Heads) -> None:
+    def add(self, heads: BatchHeads) -> None:
         """Add a batch of windows."""
         module, rotated_k_BTKD = self._layer.module, heads.rotated_k_BTGD
         q_HND = to_float64(heads.q_BTHD.flatten(0, 1).transpose(0, 1))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convert.calibration.layer_module import Heads, LayerModule, ModelLayers, Watch, Weights
+from convert.calibration.layer_module import BatchHeads, LayerModule, ModelLayers, Watch, Weights
 from model.checkpoint import Checkpoint
 from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config
@@ -75,7 +75,7 @@ class NativeLayer(LayerModule):
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         self.check_finite(q_BTHD, k_BTGD, v_BTGD)
-        heads = Heads(q_BTHD, rotate(q_BTHD, *self._rotation), rotate(k_BTGD, *self._rotation), v_BTGD)
+        heads = BatchHeads(q_BTHD, rotate(q_BTHD, *self._rotation), rotate(k_BTGD, *self._rotation), v_BTGD)
         watch(heads)
         out_BTHD = attend(heads.rotated_q_BTHD, heads.rotated_k_BTGD, v_BTGD, self._mask(*x_BTM.shape[:2]))
         attended_BTM: Tensor = attention.o_proj(out_BTHD.flatten(2))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from convert.calibration.class_norms import ClassNorms
-from convert.calibration.layer_module import Heads, LayerModule, Watch, Weights
+from convert.calibration.layer_module import BatchHeads, LayerModule, Watch, Weights
 from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
@@ -108,7 +108,7 @@ class TransformersLayer(LayerModule):
             rotated_q_BTHD, rotated_k_BTGD = self._heads_of(call, "q"), self._heads_of(call, "k")
             v_BTGD = call["v"].transpose(1, 2)
             self.check_finite(rotated_q_BTHD, rotated_k_BTGD, v_BTGD)
-            watch(Heads(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD, scales_BTG))
+            watch(BatchHeads(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD, scales_BTG))
 
         hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
         try:

@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Shard:
+class LogitsShard:
     """The logits of consecutive windows."""
 
     values: str
@@ -60,7 +60,7 @@ class Manifest:
     """Name of the teacher's folder."""
     teacher_sha256: str
     """Fingerprint of the teacher: see `uptrain.runs.fingerprints`."""
-    shards: tuple[Shard, ...]
+    shards: tuple[LogitsShard, ...]
     format: int = FORMAT
 
     @property

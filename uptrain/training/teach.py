@@ -31,8 +31,8 @@ from uptrain.data.teacher_logits import (
     MANIFEST,
     VALUES,
     Floats,
+    LogitsShard,
     Manifest,
-    Shard,
     window_bytes,
     windows_per_shard,
 )
@@ -95,7 +95,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
             _write_shards(missing, options.model, cache, wanted, staging, advance)
         if options.machine_shard is not None:
             return {"share": f"{share.number}/{share.of}", "shards": len(own), "of": len(parts)}
-        manifest = replace(wanted, shards=tuple(Shard(**staging.finished[_name(number)]) for number, _ in parts))
+        manifest = replace(wanted, shards=tuple(LogitsShard(**staging.finished[_name(number)]) for number, _ in parts))
         _publish(manifest, staging)
     return _summary(options.out, manifest, was_complete=False)
 
@@ -207,7 +207,7 @@ def _write_shards(
                 write_file(staging.folder / name, content)
                 sync_file(staging.folder / name)
                 sums.append(hashlib.sha256(content).hexdigest())
-            staging.record_file(_name(number), vars(Shard(*names, len(windows), *sums)))
+            staging.record_file(_name(number), vars(LogitsShard(*names, len(windows), *sums)))
 
 
 def _logits_of(
