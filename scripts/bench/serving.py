@@ -201,7 +201,7 @@ def command(
 
 
 def setup_of(plan: Plan) -> dict[str, Any]:
-    """Return what the results depend on."""
+    """Return the settings that the results depend on."""
     return {
         "cpu": facts()["cpu"], "threads": plan.threads, "clock": plan.clock, "dtype": DTYPE, "vllm_eager": plan.eager,
         "cache_gib": plan.cache_gib,

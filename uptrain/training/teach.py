@@ -130,7 +130,7 @@ def _describe(options: TeachOptions, cache: Cache) -> Manifest:
 
 
 def _already_complete(out: Path, wanted: Manifest) -> Manifest:
-    """Return the manifest of OUT if it holds what is wanted. Raises InputError if not."""
+    """Return the manifest of OUT if it is that of `wanted`. Raises InputError if not."""
     manifest = Manifest.parse(out)
     for name, what in (
         ("top_k", "--top-k"), ("cache_sha256", "token cache"), ("teacher_sha256", "model"),
