@@ -113,7 +113,7 @@ def _resumable(staging: Staging, fingerprint: str) -> Iterator[None]:
             staging.open(fingerprint)
             yield
         except OSError as error:
-            advice = f"what is finished is kept in {staging.root}, and the same command continues from there"
+            advice = f"finished work is kept in {staging.root}, and the same command continues from there"
             raise OSError(f"{error}; {advice}.") from error
         except InputError:
             staging.discard()

@@ -96,9 +96,11 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
     hidden_size = _positive(config, family.keys.hidden_size)
     layers = attention_tensors(family, checkpoint.tensors)
     if len(layers) != n_layers or max(layers) >= n_layers:
+        gap = next(layer for layer in range(len(layers) + 1) if layer not in layers)
+        detail = f"layer {gap} is missing" if gap < n_layers else f"layer {max(layers)} is one too many"
         raise CheckpointError(
             f"config.json says {_name(config, family.keys.n_layers)} = {n_layers}, but the weights hold attention for "
-            f"{len(layers)} layers{_gaps(layers, n_layers)}; they do not match."
+            f"{len(layers)} layers ({detail}); they do not match."
         )
     head_dim = _head_dim(config, family, layers, n_heads, hidden_size)
     n_kv_heads = _n_kv_heads(family, layers, n_heads, head_dim)
@@ -195,13 +197,6 @@ def _name(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
 def _positive(config: Mapping[str, Any], *keys: str) -> int:
     key = _name(config, keys)
     return checks.size(_get(config, key), f"config.json has {key}")
-
-
-def _gaps(layers: Mapping[int, object], n_layers: int) -> str:
-    first_missing = next(layer for layer in range(len(layers) + 1) if layer not in layers)
-    if first_missing < n_layers:
-        return f" (layer {first_missing} is missing)"
-    return f" (layer {max(layers)} is one too many)"
 
 
 def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads: int, hidden_size: int) -> int:

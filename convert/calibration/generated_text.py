@@ -125,7 +125,9 @@ class _Writer:
     def __init__(self, checkpoint: Checkpoint, first: Sequence[int], device: str) -> None:
         self._model: NextToken = open_model(checkpoint, device)
         self._ends = frozenset(stop_ids(checkpoint))
-        self._first = tuple(first) or _token_before_texts(checkpoint) or tuple(sorted(self._ends))[:1]
+        bos = checkpoint.config.get("bos_token_id")
+        of_config = (bos,) if type(bos) is int and bos >= 0 else ()
+        self._first = tuple(first) or of_config or tuple(sorted(self._ends))[:1]
         self._chat, vocabulary = _read_tokenizer(checkpoint)
         n_ids = self._model.n_embeddings
         for token in (*self._first, *(token for part in self._chat for token in part)):
@@ -189,11 +191,6 @@ class _Row:
     def _begin(self) -> None:
         self._prompt, *self._parts = next(self._beginnings)
         self._length = 0
-
-
-def _token_before_texts(checkpoint: Checkpoint) -> tuple[int, ...]:
-    token = checkpoint.config.get("bos_token_id")
-    return (token,) if type(token) is int and token >= 0 else ()
 
 
 def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...], list[int]]:

@@ -21,7 +21,7 @@ from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
 from model.decoder.transformers_classes import build_empty_model, load_state, refusing
-from model.families import Family, find_family
+from model.families import find_family
 from model.geometry import check_class_settings, read_geometry
 
 
@@ -49,8 +49,11 @@ class TransformersLayers(ModelLayers):
         self._embedding.padding_idx = None  # it would not be a row of the smaller embeddings of `_record`
         name = next(n for n, module in self._decoder.named_modules() if module is self._embedding)
         self.embedding_name = f"{self._prefix}{name}.weight"
-        self._parameters = self._find_parameters(family)
         own = self._model.state_dict()
+        buffers = tuple(f".{part}" for part in (*family.not_per_head, *BUFFERS))  # of old checkpoints
+        names = (name for name in checkpoint.tensors if name.startswith(self._prefix))
+        self._parameters = [name for name in names if self._parameter_name(name) in own or not name.endswith(buffers)]
+        """The decoder's tensors in the checkpoint."""
         for name in self._parameters:
             expected = own.get(self._parameter_name(name))
             check_readable(checkpoint, name, scalar=expected is not None and not expected.shape)
@@ -58,13 +61,6 @@ class TransformersLayers(ModelLayers):
     def _parameter_name(self, name: str) -> str:
         """Return the model's name of a tensor of the checkpoint."""
         return self._model_prefix + name.removeprefix(self._prefix)
-
-    def _find_parameters(self, family: Family) -> list[str]:
-        """Return the decoder's tensors in the checkpoint, without the buffers of old checkpoints."""
-        own = self._model.state_dict().keys()
-        buffers = tuple(f".{part}" for part in (*family.not_per_head, *BUFFERS))
-        names = (name for name in self.checkpoint.tensors if name.startswith(self._prefix))
-        return [name for name in names if self._parameter_name(name) in own or not name.endswith(buffers)]
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         return self._record(ids_BT)[0]

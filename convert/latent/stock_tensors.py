@@ -63,7 +63,7 @@ def fold(
 ) -> dict[str, Real]:  # fmt: skip
     """Return the tensors of the stock class in float64, to be rounded.
 
-    `scale`: what the output is multiplied by. γ is rounded here, and the projection after it divided by the error.
+    `scale`: factor of the output. γ is rounded here, and the projection after it divided by the error.
     """
     query_HQX = np.concatenate([attention.q_HNX, interleaved(attention.q_HRX)], axis=1)
     query_HQX = query_HQX * math.sqrt(sizes.query / sizes.head_dim)  # the class divides logits by the root of its size

@@ -23,7 +23,7 @@ SMALLEST_WEIGHT = 0.01
 def normalise(attention: LayerAttention, norms: HeadNorms | None, key_scales_K: Real | None = None) -> LayerAttention:
     """Return the attention with its heads as long as norms make them, for inputs of independent numbers.
 
-    `key_scales_K`: what the norm multiplies each key head by, on a text. Then keys are as long, up to a number that all
+    `key_scales_K`: the norm's factor of each key head, on a text. Then keys are as long, up to a number that all
     heads share.
     """
     if norms is None:

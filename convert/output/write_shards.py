@@ -20,6 +20,7 @@ from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Array, Checkpoint, Shard, Span
 from model.checkpoint.writer import ShardFile
+from model.common.files import file_sha256
 from model.common.staging import Staging
 
 COPY_PIECE = 64 << 20
@@ -72,8 +73,7 @@ def _record_checksum(staging: Staging, path: Path) -> int:
     """Record the SHA-256 of a source file in the journal, unless it is there. Return the file's bytes."""
     key = checksum_key(path)
     if key not in staging.finished:
-        with path.open("rb", buffering=0) as file:
-            staging.record(key, hashlib.file_digest(file, "sha256").hexdigest())
+        staging.record(key, file_sha256(path))
     return path.stat().st_size
 
 

@@ -41,17 +41,14 @@ def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
         return
     models = ("AutoConfig", "AutoModel")  # prefixes of model keys; others are for tokenizers and processors
     names = [value for key, value in table.items() if key.startswith(models) and isinstance(value, str)]
-    places = dict.fromkeys(map(_place, names))
+    places = dict.fromkeys(
+        name.partition("--")[0] if "--" in name else f"{name.rpartition('.')[0]}.py beside it" for name in names
+    )
     if places:
         yield (
             f"config.json has auto_map: with trust_remote_code=True, transformers runs code from "
             f"{' and '.join(places)}, which may ignore {family.keys.n_kv_heads}; open the result without it."
         )
-
-
-def _place(name: str) -> str:
-    repository, separator, _ = name.partition("--")
-    return repository if separator else f"{name.rpartition('.')[0]}.py beside it"
 
 
 def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:

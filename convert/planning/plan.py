@@ -122,13 +122,10 @@ class Plan:
             running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32
         if self.geometry.alibi and self.recipe.text is not None:
             running += 2 * 4 * self.geometry.n_heads * self.recipe.text.window**2  # masks and weights of all heads
-        return program + self.reader_bytes + max(running, self._encoder_memory(), self._embedding_memory())
-
-    def _encoder_memory(self) -> int:
-        """Return the bytes of an encoder in float32, which reads the text as a whole; 0 if there is none."""
-        if len(self.geometry.attention.family.attention) == 1:
-            return 0
-        return sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
+        if len(self.geometry.attention.family.attention) > 1:  # an encoder, in float32, reads the text as a whole
+            encoder = sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
+            running = max(running, encoder)
+        return program + self.reader_bytes + max(running, self._embedding_memory())
 
     def _embedding_memory(self) -> int:
         """Estimate the bytes of the embedding."""

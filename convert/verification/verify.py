@@ -3,7 +3,6 @@
 The expected tensors depend only on the source, and on OUT's recipe, number of groups and calibration tokens.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +29,7 @@ from convert.verification.layers import (
 from convert.verification.recorded_recipe import recorded_recipe
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.common.command_options import AUTO_DEVICE
+from model.common.files import file_sha256
 
 PIECE = 8 << 20
 
@@ -162,8 +162,7 @@ def _compare_recorded_tensor(out: Checkpoint, record: dict[str, Any], name: str)
 
 def _compare_source_file(path: Path, record: dict[str, Any]) -> list[str]:
     recorded = {file["name"]: file["sha256"] for file in record["source"]["files"]}
-    with path.open("rb", buffering=0) as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    sha256 = file_sha256(path)
     if recorded.get(path.name) == sha256:
         return []
     return [f"the source file {path.name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]

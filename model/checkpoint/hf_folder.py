@@ -64,7 +64,7 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def refuse_without_weights(folder: Path) -> NoReturn:
-    """Raise the CheckpointError for a folder that no reader matches. It states what is missing."""
+    """Raise the CheckpointError for a folder that no reader matches. It states the reason."""
     refuse_adapter(folder)
     elsewhere = _look_elsewhere(folder)
     if elsewhere:

@@ -25,16 +25,16 @@ EPSILON = 1e-6
 """Of the latent's norm in transformers, whatever the config says; other engines take `rms_norm_eps`, which is made
 equal."""
 SHRINK = 2.0**-30
-"""What `eps` multiplies the latent's rows by. A power of two, so that it is exact in every dtype."""
+"""Factor of the latent's rows with `eps`. A power of two, so that it is exact in every dtype."""
 CONSTANT = 4096.0
-"""What `bias` makes the latent's last number; exact in float16."""
+"""Value of the latent's last number with `bias`; exact in float16."""
 KV_A, NORM, KV_B = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 _PARTS = re.compile(rf"(.*\.)?self_attn\.({KV_A}|{NORM}|{KV_B}|o_proj)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
 class LatentNorm:
-    """How the norm of the latent is undone, and the sizes that this concerns."""
+    """The way to undo the norm of the latent, and the sizes that this concerns."""
 
     kind: Literal["eps", "bias"]
     weight: float
@@ -45,12 +45,12 @@ class LatentNorm:
 
     @property
     def free(self) -> int:
-        """Numbers of the latent that carry something: all, but for the constant channel of `bias`."""
+        """Number of the latent's free numbers: all, but for the constant channel of `bias`."""
         return self.latent - (self.kind == "bias")
 
     @property
     def gain(self) -> float:
-        """What the latent is multiplied by in all, beside the size of its rows: 1 but for the rounding of `weight`."""
+        """Total factor of the latent, apart from that of its rows: 1 but for the rounding of `weight`."""
         return self.weight / norm_weight(self.kind, self.latent)
 
     @property

@@ -10,7 +10,7 @@ from model.checkpoint.tensor import Array
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """A block of a tensor, as a view of a mapped file."""
 
     start: tuple[int, ...]
@@ -22,16 +22,16 @@ class Block:
         return tuple(first + n for first, n in zip(self.start, self.array.shape, strict=True))
 
 
-def concatenation(arrays: Sequence[Array], axis: int) -> tuple[Block, ...]:
+def concatenation(arrays: Sequence[Array], axis: int) -> tuple[TensorBlock, ...]:
     """Return arrays as the blocks of their concatenation."""
     blocks, position = [], 0
     for array in arrays:
-        blocks.append(Block((0,) * axis + (position,) + (0,) * (array.ndim - axis - 1), array))
+        blocks.append(TensorBlock((0,) * axis + (position,) + (0,) * (array.ndim - axis - 1), array))
         position += array.shape[axis]
     return tuple(blocks)
 
 
-def fill_exactly(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
+def fill_exactly(blocks: Sequence[TensorBlock], shape: tuple[int, ...]) -> bool:
     """Return whether the blocks fill `shape`: all lie inside, none overlap, no gap remains."""
     if any(not all(0 <= a <= b <= n for a, b, n in zip(b.start, b.stop, shape, strict=True)) for b in blocks):
         return False
@@ -39,7 +39,7 @@ def fill_exactly(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
     return filled == prod(shape) and not _any_overlap([block for block in blocks if block.array.size])
 
 
-def _any_overlap(blocks: Sequence[Block]) -> bool:
+def _any_overlap(blocks: Sequence[TensorBlock]) -> bool:
     """Compare all pairs of blocks. A tensor has about as many blocks as there were processes, so this is cheap."""
     return any(
         all(max(a, c) < min(b, d) for a, b, c, d in zip(x.start, x.stop, y.start, y.stop, strict=True))
@@ -48,12 +48,12 @@ def _any_overlap(blocks: Sequence[Block]) -> bool:
     )
 
 
-def extent(blocks: Sequence[Block]) -> tuple[int, ...]:
+def extent(blocks: Sequence[TensorBlock]) -> tuple[int, ...]:
     """Return the shape of the smallest tensor that contains all blocks."""
     return tuple(max(stops) for stops in zip(*(block.stop for block in blocks), strict=True))
 
 
-def whole_rows(blocks: Sequence[Block], start: int, stop: int) -> Array:
+def whole_rows(blocks: Sequence[TensorBlock], start: int, stop: int) -> Array:
     """Return rows `start:stop` of the tensor that the blocks fill: a view of a single block, a copy of several."""
     if len(blocks) == 1:
         return blocks[0].array[start:stop]

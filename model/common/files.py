@@ -1,8 +1,9 @@
-"""Write, replace, copy, compare, sync and lock files."""
+"""Write, replace, copy, compare, hash, sync and lock files."""
 
 import errno
 import fcntl
 import filecmp
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,12 @@ from model.common.errors import InputError
 
 MAX_NAME = 255
 """Largest number of bytes in a file name on Linux and macOS file systems."""
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, read in blocks."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -62,6 +62,6 @@ def refuse_outside(path: Path, folder: Path) -> None:
     """Raise CheckpointError if `path`, whose content is copied, is a symlink out of `folder`."""
     if leads_outside(path, folder):
         raise CheckpointError(
-            f"{path} is a symlink out of its folder, to {path.resolve()}; what is copied into the output must lie in "
+            f"{path} is a symlink out of its folder, to {path.resolve()}; files for the output must lie in "
             "the folder itself: copy the file there."
         )

@@ -40,7 +40,10 @@ def open_tokenizer(folder: Path) -> Any:
             f"the tokenizer of {folder} needs code of its own ({code}), which is never run; put a {WHOLE} there (save "
             "the tokenizer as a fast one with transformers), or give a folder that has one."
         ) from failure
-    message = _one_line(failure, folder)
+    message = " ".join(str(failure).split())
+    if (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file():
+        # Without sentencepiece, transformers names another package, which does not help.
+        message = f"there is no {WHOLE}, and tokenizer.model needs `pip install sentencepiece protobuf` ({message})"
     raise CheckpointError(f"transformers cannot load the tokenizer of {folder}: {message}") from failure
 
 
@@ -64,11 +67,3 @@ def _own_code(folder: Path) -> str:
         if code:
             return str(code)
     return ""
-
-
-def _one_line(error: Exception | None, folder: Path) -> str:
-    """Return transformers' error on one line. Without sentencepiece it names another package, which does not help."""
-    message = " ".join(str(error).split())
-    if (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file():
-        return f"there is no {WHOLE}, and tokenizer.model needs `pip install sentencepiece protobuf` ({message})"
-    return message

@@ -29,7 +29,7 @@ class LatentShape:
     value: int
     """Dimensions of a value head."""
     gain: float
-    """What the latent is multiplied by (`LatentNorm.gain`)."""
+    """Factor of the latent (`LatentNorm.gain`)."""
 
 
 @dataclass(frozen=True)

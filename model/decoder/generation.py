@@ -17,7 +17,6 @@ from model.common.command_options import device_option
 from model.common.console import echo
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
-from model.decoder.config import LlamaConfig
 from model.decoder.devices import find_device
 from model.decoder.kv_cache import KVCache
 from model.decoder.linear import linear
@@ -144,17 +143,14 @@ def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[f
     """Return the speeds and the size of the KV cache, from the times of the start and of each token."""
     config, steps = model.config, len(times) - 2
     cache = KVCache(config, 1, capacity, model.head_weight.dtype, "meta")
+    cached = f"{config.n_kv_heads} K/V heads"
+    if config.latent is not None:
+        cached = f"a latent of {config.latent.latent} and a key of {config.latent.rope}"
     decoded = f"{steps / (times[-1] - times[1]):.1f} tokens/s" if steps else "no step"
     return (
         f"prefill {n_prompt / (times[1] - times[0]):.1f} tokens/s · decode {decoded} · KV cache {cache.nbytes:,} bytes "
-        f"({_cached(config)} for {config.n_heads} query heads, room for {capacity} tokens)"
+        f"({cached} for {config.n_heads} query heads, room for {capacity} tokens)"
     )
-
-
-def _cached(config: LlamaConfig) -> str:
-    if config.latent is None:
-        return f"{config.n_kv_heads} K/V heads"
-    return f"a latent of {config.latent.latent} and a key of {config.latent.rope}"
 
 
 @click.command()

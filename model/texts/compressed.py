@@ -83,7 +83,10 @@ class _Zstd:
     padding = 0
 
     def __init__(self) -> None:
-        zstandard = _zstandard()
+        try:
+            zstandard: Any = importlib.import_module("zstandard")
+        except ModuleNotFoundError as error:
+            raise InputError("reading .zst files needs the zstandard package: pip install zstandard.") from error
         self.error: type[Exception] = zstandard.ZstdError
         self._frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
         self._rest = memoryview(b"")
@@ -104,13 +107,6 @@ class _Zstd:
         rest = memoryview(block) if block else self._rest
         self._rest = rest[ZSTD_STEP_BYTES:]
         return bytes(self._frame.decompress(rest[:ZSTD_STEP_BYTES]))
-
-
-def _zstandard() -> Any:
-    try:
-        return importlib.import_module("zstandard")
-    except ModuleNotFoundError as error:
-        raise InputError("reading .zst files needs the zstandard package: pip install zstandard.") from error
 
 
 KINDS: dict[str, Callable[[], "_Gzip | _Xz | _Zstd"]] = {".gz": _Gzip, ".xz": _Xz, ".zst": _Zstd}

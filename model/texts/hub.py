@@ -13,7 +13,10 @@ def hub_files(text: str) -> tuple[str, ...]:
 
     Raises InputError, with a command that fetches them, if this fails.
     """
-    datasets = _library()
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InputError("datasets of the hub need the library datasets: pip install 'groupwise[torch]'.") from error
     name, *rest = text.removeprefix(HUB).split(":")
     if len(rest) > 2 or not name:
         raise InputError(f"{text} is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")
@@ -43,11 +46,3 @@ def _has_script(name: str) -> bool:
     """Return whether a dataset on this machine is a script, or a folder with a script of the folder's name."""
     path = Path(name)
     return path.suffix == ".py" or (path / f"{path.resolve().name}.py").is_file()
-
-
-def _library() -> Any:
-    try:
-        import datasets  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise InputError("datasets of the hub need the library datasets: pip install 'groupwise[torch]'.") from error
-    return datasets

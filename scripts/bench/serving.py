@@ -5,7 +5,7 @@ them. In a turn a process measures every cell (batch and context): prefill compu
 for every sequence of a batch, with the KV cache of its context filled before. Medians over all turns are compared. The
 engines tell how many tokens a KV cache of --cache-gib holds. A cell that needs more is left out; the table says so.
 
-OUT.json grows with every cell; the same command goes on after a stop. At the end: OUT.md with tables, OUT.png.
+OUT.json grows with every cell; the same command resumes after a stop. At the end: OUT.md with tables, OUT.png.
 
 \b
     python -m scripts.bench.serving --out docs/bench/serving
@@ -68,7 +68,7 @@ class Several(click.ParamType[tuple[Any, ...]]):
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured on all numbers of K/V heads in turns."""
+    """A measurement, which is made for all numbers of K/V heads in turns."""
 
     engine: str
     model: str
@@ -101,11 +101,11 @@ class Results:
         """Read an earlier command's results. Raises InputError if it measured with other settings."""
         if path is None or not path.exists():
             return cls(setup)
-        found = cls(**json.loads(path.read_text()))
+        results = cls(**json.loads(path.read_text()))
         for name, value in setup.items():
-            if (earlier := found.setup.get(name)) != value:
+            if (earlier := results.setup.get(name)) != value:
                 raise InputError(f"{path} was measured with {name} {earlier}, not {value}; choose another --out.")
-        return found
+        return results
 
     def has(self, cell: Cell, n_kv_heads: int, turn: int) -> bool:
         wanted = {**vars(cell), "n_kv_heads": n_kv_heads, "turn": turn}
@@ -123,11 +123,11 @@ class Results:
 
     def medians(self) -> list[Row]:
         """Return a row for each cell and number of K/V heads, over all turns."""
-        found: dict[tuple[Any, ...], list[Row]] = {}
+        rows_by_cell: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
-            found.setdefault(tuple(row[name] for name in (*KEY, "n_kv_heads")), []).append(row)
+            rows_by_cell.setdefault(tuple(row[name] for name in (*KEY, "n_kv_heads")), []).append(row)
         medians = []
-        for names, rows in found.items():
+        for names, rows in rows_by_cell.items():
             cell, seconds = Cell(*names[:-1]), statistics.median(s for row in rows for s in row["seconds"])
             medians.append({**vars(cell), "n_kv_heads": names[-1], "tokens_per_s": cell.tokens / seconds})
         return medians
@@ -144,7 +144,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured, and with what."""
+    """The extent and the settings of a measurement."""
 
     turns: int
     steps: int
@@ -201,7 +201,7 @@ def command(
 
 
 def setup_of(plan: Plan) -> dict[str, Any]:
-    """Return what the results depend on."""
+    """Return the settings that the results depend on."""
     return {
         "cpu": facts()["cpu"], "threads": plan.threads, "clock": plan.clock, "dtype": DTYPE, "vllm_eager": plan.eager,
         "cache_gib": plan.cache_gib,
@@ -277,8 +277,8 @@ def measure_cell(cell: Cell, worker: Worker, plan: Plan) -> list[float]:
 
 def groups_of(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
     for engine, model in itertools.product(ENGINES, FAMILIES):
-        if found := [row for row in rows if (row["engine"], row["model"]) == (engine, model)]:
-            yield engine, model, found
+        if group := [row for row in rows if (row["engine"], row["model"]) == (engine, model)]:
+            yield engine, model, group
 
 
 def tables(results: Results) -> list[str]:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+from scripts.bench.machine import commit, cpu_model
 from scripts.study import programs
 from scripts.study.plan import REGISTERS, Arm, Stage, arms_of
 from scripts.study.prepare import Workspace
@@ -225,15 +225,3 @@ def weights_hash(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def commit() -> str:
-    """Return the commit of this checkout, with a + if files differ from it."""
-    git = ("git", "-C", str(programs.ROOT))
-    name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
-    return name + ("+" if subprocess.check_output([*git, "status", "--porcelain"]) else "")
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "unknown")

@@ -19,7 +19,7 @@ from scripts.study import programs
 FOLDER = click.Path(file_okay=False, path_type=Path)
 MIXTURE = programs.ROOT / "convert/calibration/sample_texts/mixture.jsonl.xz"
 KINDS = ("chat", "python", "shipped", "self")
-"""What to train on: a register, the shipped calibration text, or what the parent writes itself."""
+"""Texts to train on: a register, the shipped calibration text, or what the parent writes itself."""
 STEPS, STEP_TOKENS, WINDOW = 12, 2048, 512
 OWN_TOKENS = 32_768
 HELD_OUT_WINDOWS = 4

@@ -1,6 +1,6 @@
 """Write a Llama with more K/V heads that computes the same: repeated heads, each in coordinates of its own.
 
-The control of a merge: whoever merges the repeated heads well gets back the model.
+The control of a merge: a good merge of the repeated heads gives back the model.
 """
 
 import json

@@ -119,7 +119,7 @@ def test_other_families_merge_without_loss_too(convert, tmp_path, family):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("said", [{"no_rope_layers": [1, 0]}, {"no_rope_layers": None, "no_rope_layer_interval": 2}])
 def test_layers_without_rotary_embedding(convert, tmp_path, method, said):
-    """Their keys may be turned in any way, and so merge without loss from any coordinates."""
+    """Their keys may be rotated in any way, and so merge without loss from any coordinates."""
     size = {"hidden_size": 64, "initializer_range": 0.3, "no_rope_layers": [1, 0]}
     source = tiny.save(tiny.build("smollm3", num_key_value_heads=2, **size), tmp_path / "source")
     many = equivalent_mha(source, tmp_path / "many", 2, unrotated=(1,))

@@ -42,9 +42,9 @@ def test_refit_finds_the_true_projection(noise):
     x, y = (np.concatenate([pair[i] for pair in fit]) for i in (1, 2))
     old = projection(merged)
     expected = []
-    for pull in RIDGE_PENALTIES:
+    for penalty in RIDGE_PENALTIES:
         power = x.T @ x
-        power += pull * np.diag(power).mean() * np.eye(len(power))
+        power += penalty * np.diag(power).mean() * np.eye(len(power))
         expected.append(old + np.linalg.solve(power, x.T @ (y - x @ old.T)).T)
     assert min(np.abs(fitted - one).max() for one in expected) < 1e-4
     assert np.abs(fitted - truth).max() < 0.1 * np.abs(old - truth).max()

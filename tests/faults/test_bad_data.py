@@ -46,7 +46,7 @@ def test_bad_line_in_the_middle(prepare, tmp_path, monkeypatch, kind, unit_bytes
     hint = "correct it, or skip such records with --on-bad-record skip."
     result.refused(f"Error: {path}:17: {reason}; {hint}")
     assert not (tmp_path / "out").exists()
-    assert (tmp_path / ".out.groupwise").exists() == (unit_bytes == 64) == ("(What is finished is kept" in result.err)
+    assert (tmp_path / ".out.groupwise").exists() == (unit_bytes == 64) == ("(Finished work is kept" in result.err)
 
 
 def test_bad_last_line(prepare, tmp_path):
@@ -131,7 +131,7 @@ def test_a_corrected_file_is_all_that_is_done_anew(prepare, tmp_path):
     for name, content in (("a", line("a") * 9), ("b", line("b") * 9 + b"{\n"), ("c", line("c") * 9)):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     sources = [tmp_path / f"{name}.jsonl" for name in "abc"]
-    prepare(*sources).refused("b.jsonl:10", "is finished is kept", ".out.groupwise")
+    prepare(*sources).refused("b.jsonl:10", "(Finished work is kept", ".out.groupwise")
     kept = tmp_path / ".out.groupwise/folder/tokens-00000.bin"
     inode = kept.stat().st_ino
     sources[1].write_bytes(line("b") * 9)

@@ -18,7 +18,7 @@ from uptrain.checkpoints.files import checksum
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Return a run of 6 steps that was stopped after the first, and could go on, or be made longer."""
+    """Return a run of 6 steps that was stopped after the first, and could resume, or be extended."""
     folder = tmp_path_factory.mktemp("stopped")
     arguments = real_runs.arguments(real_runs.make_inputs(folder), folder / "run", "--schedule", "constant", steps=6)
     real_runs.drive([{"arguments": [*arguments, "--max-minutes", "0"]}], on_cpu=True)

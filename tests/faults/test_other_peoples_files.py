@@ -10,7 +10,7 @@ import real_runs
 import tiny
 from staged import MEAN, left_behind
 
-# What appears while the work goes on
+# Files that appear during the work
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])

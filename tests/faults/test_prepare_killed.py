@@ -1,4 +1,4 @@
-"""A build of a token cache that is killed, stopped or refused goes on where it was."""
+"""A build of a token cache that is killed, stopped or refused resumes."""
 
 import json
 import os
@@ -182,7 +182,7 @@ def test_full_disk(prepare, tmp_path, ids_source, monkeypatch):
     monkeypatch.setattr(Staging, "record_file", full)
     result = prepare(ids_source, ids=True)
     assert result.code == 1
-    assert "No space left on device; what is finished is kept in" in result.err
+    assert "No space left on device; finished work is kept in" in result.err
     monkeypatch.undo()
     assert prepare(ids_source, ids=True).code == 0
 

@@ -1,4 +1,4 @@
-"""`uptrain teach` that is killed goes on where it was: the logits are the same bytes."""
+"""`uptrain teach` that is killed resumes: the logits are the same bytes."""
 
 import random
 import signal

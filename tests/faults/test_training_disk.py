@@ -1,4 +1,4 @@
-"""Training goes on without the checkpoint that could not be written; only the last one must be."""
+"""Training continues without the checkpoint that could not be written; only the last one must be."""
 
 import re
 import shlex

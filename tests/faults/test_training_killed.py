@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on from its last complete checkpoint as if nothing had been."""
+"""A run that is killed at any moment resumes from its last complete checkpoint as if it had not stopped."""
 
 import random
 import re

@@ -20,7 +20,7 @@ def inputs(tmp_path_factory):
     return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def skipped_files(out):
+def skipped_steps(out):
     return [r["step"] for r in records(out) if r.get("skipped")]
 
 
@@ -44,7 +44,7 @@ def test_non_finite_update_is_skipped(inputs, tmp_path, processes, factor):
     assert differing_tensors(saved_after(out, 6), saved_after(out, 7))
     state = json.loads((saved_after(out, 12) / "state.json").read_text())
     assert (state["skipped"], state["not_finite"]) == ([6], [6])
-    assert skipped_files(out) == [6]
+    assert skipped_steps(out) == [6]
     for record in records(out)[1:]:
         numbers = [record["loss"], record["grad_norm"]]
         assert numbers == [None, None] if record["step"] == 6 else all(isinstance(x, float) for x in numbers), record
@@ -135,15 +135,15 @@ def test_a_hundred_are_a_hundred(not_finite, halts):
 
 
 def test_spikes(inputs, tmp_path):
-    """One before the rule has seen enough is taken, one later is left out; a stopped run decides the same."""
-    straight, stopped, rule = tmp_path / "straight", tmp_path / "stopped", ("--spike-sigma", 20)
+    """An update before the window is full is applied, a later one is skipped; a stopped run decides the same."""
+    straight, stopped, option = tmp_path / "straight", tmp_path / "stopped", ("--spike-sigma", 20)
     faults = {"constants": {"SPIKE_WINDOW": 4}, "losses": {2: 1000.0, 8: 1000.0}}
-    succeed(real_runs.arguments(inputs, straight, *rule), tmp_path, faults=Faults(**faults))
-    assert skipped_files(straight) == [9]
+    succeed(real_runs.arguments(inputs, straight, *option), tmp_path, faults=Faults(**faults))
+    assert skipped_steps(straight) == [9]
     strike = Fault("SIGTERM", "before _backward 7")
-    succeed(real_runs.arguments(inputs, stopped, *rule), tmp_path, faults=Faults([strike], **faults))
+    succeed(real_runs.arguments(inputs, stopped, *option), tmp_path, faults=Faults([strike], **faults))
     succeed(("resume", stopped), tmp_path, faults=Faults(**faults))
-    assert skipped_files(stopped) == [9]
+    assert skipped_steps(stopped) == [9]
     assert_same_run(stopped, straight)
 
 
@@ -167,9 +167,9 @@ def test_spikes_are_taken_without_the_rule_and_never_halt_with_it(inputs, tmp_pa
     taken, refused = tmp_path / "taken", tmp_path / "refused"
     faults = Faults(constants={"SPIKE_WINDOW": 4}, losses=dict.fromkeys((6, 7, 8, 9), 1000.0))
     succeed(real_runs.arguments(inputs, taken), tmp_path, faults=faults)
-    assert skipped_files(taken) == []
+    assert skipped_steps(taken) == []
     succeed(real_runs.arguments(inputs, refused, "--spike-sigma", 20), tmp_path, faults=faults)
-    assert skipped_files(refused) == [7, 8, 9, 10]
+    assert skipped_steps(refused) == [7, 8, 9, 10]
 
 
 class TestAnUpdateThatBreaksTheWeights:

@@ -108,7 +108,7 @@ def test_a_second_one_ends_at_once(runs, tmp_path, names):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_one_while_saving(runs, tmp_path, processes):
-    """What is half written then is no checkpoint, and the next start sweeps it away."""
+    """What is half written then is no checkpoint, and the next start deletes it."""
     out = tmp_path / "run"
     strikes = [Fault("SIGTERM", "before _backward 5"), Fault("later SIGTERM", "save 6: before fsync __0_0.distcp")]
     results = run(*runs.arguments(out), folder=tmp_path, processes=processes, faults=Faults(strikes))

@@ -82,12 +82,12 @@ def output(attention: LayerAttention, seed: int = 0, n_tokens: int = 9) -> np.nd
         planes(heads, attention.n_rotary_pairs).transpose(0, 2, 1)[None] for heads in (attention.q_HDX, attention.k_KDX)
     ]
     q_HTP, k_KTP = (np.einsum("tx,hxp->htp", x_TX, rows[0]) * np.exp(1j * angles_TP) for rows in rotated)
-    times = attention.heads_per_group
-    scores = np.einsum("htp,hsp->hts", q_HTP, np.repeat(k_KTP, times, axis=0).conj()).real / HEAD_DIM**0.5
+    heads_per_group = attention.heads_per_group
+    scores = np.einsum("htp,hsp->hts", q_HTP, np.repeat(k_KTP, heads_per_group, axis=0).conj()).real / HEAD_DIM**0.5
     scores[:, np.triu_indices(n_tokens, 1)[0], np.triu_indices(n_tokens, 1)[1]] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    v_HTD = np.repeat(np.einsum("tx,kdx->ktd", x_TX, attention.v_KDX), times, axis=0)
+    v_HTD = np.repeat(np.einsum("tx,kdx->ktd", x_TX, attention.v_KDX), heads_per_group, axis=0)
     return np.einsum("hts,hsd,hmd->tm", weights, v_HTD, attention.o_HMD)
 
 

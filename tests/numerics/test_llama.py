@@ -141,7 +141,7 @@ def test_with_dynamic_rope_a_packed_document_equals_transformers_alone(tmp_path,
 
 
 def test_with_dynamic_rope_left_padded_prompts_equal_single_ones(tmp_path):
-    """Each is turned by its own length: two are beyond the original context, two are not."""
+    """Each is rotated by its own length: two are beyond the original context, two are not."""
     _, ours = stretched(tmp_path)
     prompts = [random_ids(n, seed=n).tolist() for n in (3, 11, 1, 20)]
     ids, padding = pad_left(prompts)
@@ -161,7 +161,7 @@ def test_no_gradient_crosses_a_document_s_border(tmp_path):
 
 
 def test_rope_scaling_in_both_spellings(tmp_path):
-    """As converted models have it, so that transformers 4 heeds it too."""
+    """As converted models have it, so that transformers 4 applies it too."""
     scaling = {"rope_type": "linear", "factor": 4.0}
     folder = tiny.save(tiny.build(rope_parameters={**scaling, "rope_theta": 54321.0}), tmp_path / "model")
     tiny.edit_config(folder, rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=54321.0)

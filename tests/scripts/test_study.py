@@ -1,4 +1,4 @@
-"""`scripts/study`: plans are read, a study goes on where it was stopped, and its table says what was measured."""
+"""`scripts/study`: plans are read, a stopped study resumes, and its table says what was measured."""
 
 import fcntl
 import itertools

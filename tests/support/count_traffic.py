@@ -30,7 +30,7 @@ def drive(jobs: list[dict[str, Any]], folder: str) -> None:
     for name in (GATHER, REDUCE):
         counted(name)
     destroy = dist.destroy_process_group
-    dist.destroy_process_group = lambda: None  # the next job goes on with these processes
+    dist.destroy_process_group = lambda: None  # the next job uses these processes
     for job in jobs:
         received.append({GATHER: 0, REDUCE: 0})
         drive_training.drive([job])

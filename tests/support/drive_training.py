@@ -60,7 +60,7 @@ def drive(jobs: list[dict[str, Any]]) -> None:
         import fsdp_on_cpu  # noqa: F401
     uptrain.training.loop.windows_of_step = _windows
     accelerate.Accelerator.clip_grad_norm_ = _clip
-    accelerate.PartialState.destroy_process_group = lambda self: None  # the next command goes on with these processes
+    accelerate.PartialState.destroy_process_group = lambda self: None  # the next command uses these processes
     for job in jobs:
         AcceleratorState._reset_state(reset_partial_state=True)
         stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")

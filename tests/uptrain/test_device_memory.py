@@ -119,8 +119,8 @@ def test_the_first_way_that_fits():
 
     parts = ("all", "attention", "kv")
     for way in (("all", 4), ("all", 2), ("all", 1), ("all", 4, True), ("attention", 4), ("kv", 1, True)):
-        found = first_that_fits(subject, parts, bytes_of(*way))
-        assert subject.memory(found).of(1) <= bytes_of(*way)
+        first = first_that_fits(subject, parts, bytes_of(*way))
+        assert subject.memory(first).of(1) <= bytes_of(*way)
     assert first_that_fits(subject, parts, bytes_of("all", 2)) == Way("all", 2)
     assert first_that_fits(subject, parts, bytes_of("all", 2) - 1) == Way("all", 1)
     assert first_that_fits(subject, ["attention"], bytes_of("attention", 1) - 1).activation_checkpointing

@@ -36,7 +36,7 @@ def test_closed_form_at_every_step(kind):
 
 
 def test_inverse_sqrt_is_the_t5_schedule():
-    """Raffel et al.: 1/sqrt(max(n, 10^4)); GQA goes on from n = 10^6, where it falls to 97.6 % in 50,000 steps."""
+    """Raffel et al.: 1/sqrt(max(n, 10^4)); GQA continues from n = 10^6, where it falls to 97.6 % in 50,000 steps."""
     afresh = Schedule("inverse-sqrt", 0.01, 60_000, 0)
     for n in (0, 9_999, 10_000, 10_001, 40_000, 59_999):
         assert learning_rate(afresh, n) == pytest.approx(1 / math.sqrt(max(n, 10_000)), rel=1e-12)

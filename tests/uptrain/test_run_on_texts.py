@@ -55,12 +55,12 @@ def test_the_same_evaluation_as_on_a_cache(uptrain, tmp_path, monkeypatch, model
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
     assert uptrain("prepare", "--data", texts, "--tokenizer", model, "--seq-len", 32, "--out", cache).code == 0
-    found = []
+    results = []
     for data in ((cache,), (texts, "--seq-len", 32)):
         result = succeed(("evaluate", model, "--json", "--data", *data), tmp_path, processes)[0]
-        found.append(json.loads(result.out))
-        assert found[-1].pop("data") == str(data[0])
-    assert found[0] == found[1]
+        results.append(json.loads(result.out))
+        assert results[-1].pop("data") == str(data[0])
+    assert results[0] == results[1]
     assert list(scratch.iterdir()) == []
     uptrain("evaluate", model, "--data", tmp_path / "none").refused("none: no such file or folder")
     uptrain("evaluate", model, "--data", cache, "--seq-len", 16).refused("windows of 32 tokens, not 16")

@@ -131,7 +131,7 @@ def test_skipped_steps_and_failed_saves_are_shown(tmp_path, uptrain):
 
 
 def test_evaluation_of_a_lost_step_is_ignored(tmp_path, uptrain):
-    """Lines that waited for room on the disk are gone where the run was killed then; it goes on after them."""
+    """Lines that waited for room on the disk are lost if the run is killed then; it continues after them."""
     records = [step(4), evaluation(8, 2.5), step(9)]
     status = read_json(uptrain("status", write_run(tmp_path / "run", records), "--json"))
     assert (status["step"], status["evaluation"]) == (9, None)
@@ -200,7 +200,7 @@ def test_checkpoint_without_a_readable_state(tmp_path, uptrain):
 
 @pytest.mark.parametrize("function", ["_is_kept", "find_damage"])
 def test_checkpoint_may_vanish_meanwhile(tmp_path, uptrain, monkeypatch, function):
-    """The run that goes on removes old checkpoints."""
+    """The resumed run removes old checkpoints."""
     run = write_run(tmp_path / "run")
     write_checkpoint(run, 1)
     write_checkpoint(run, 2)

@@ -33,7 +33,7 @@ LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
 WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
 """The same where all logits are there at once, with their log-softmax and its gradient."""
 _RESCALED = re.compile(r"(^|\.)(embed_tokens|down_proj)\.")
-"""What a conversion to latent attention multiplies where it changes the norms' epsilon, besides attention."""
+"""Tensors besides attention that a conversion to latent attention rescales if it changes the norms' epsilon."""
 MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
     "(their bfloat16 copies; not sharded) + the frozen parameters in the model's dtype + 2 bytes x the teacher's "
@@ -77,8 +77,8 @@ class Memory:
     activations: int
     logits: int
     gathered: int
-    """What FSDP2 gathers: embedding and head of student and teacher, two layers of the student, and one of the teacher,
-    each without what the teacher shares."""
+    """Bytes that FSDP2 gathers: embedding and head of student and teacher, two layers of the student, and one of
+    the teacher, each without what the teacher shares."""
 
     def replicated(self) -> int:
         """Return the bytes of a device on its own, or with DDP."""
@@ -217,8 +217,8 @@ def _has_part(part: str, config: Mapping[str, Any]) -> bool:
 
 def _layer_of(tensor: Tensor) -> str | None:
     """Return the number of a tensor's layer; None for the embedding, the head and the last norm."""
-    found = re.search(r"\.(\d+)\.", tensor.name)
-    return found[1] if found else None
+    match = re.search(r"\.(\d+)\.", tensor.name)
+    return match[1] if match else None
 
 
 def _parameters(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

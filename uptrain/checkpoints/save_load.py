@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from model.checkpoint.formats.dcp.metadata import FILE, Place, read_metadata
+from model.checkpoint.formats.dcp.metadata import METADATA, Place, read_metadata
 from model.common.errors import InputError
 from model.common.files import sync_file, sync_folder
 from uptrain.checkpoints.files import (
@@ -301,7 +301,7 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata, rebuilt from names, numbers and dtypes. Raises CheckpointError if it holds more."""
-        metadata = read_metadata(Path(self.path) / FILE)
+        metadata = read_metadata(Path(self.path) / METADATA)
         places: dict[MetadataIndex, _StorageInfo] = {}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, entry in metadata.tensors.items():

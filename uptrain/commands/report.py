@@ -6,14 +6,14 @@ import click
 
 from model.common.console import echo
 
-FILE = click.Path(path_type=Path)
+PATH = click.Path(path_type=Path)
 
 
 @click.command("report")
-@click.argument("runs", type=FILE, nargs=-1, required=True, metavar="RUN…")
+@click.argument("runs", type=PATH, nargs=-1, required=True, metavar="RUN…")
 @click.option(
     "--out",
-    type=FILE,
+    type=PATH,
     metavar="FILE.html",
     help="File of the page. The picture is written beside it.  [default: RUN/report.html]",
 )

@@ -44,8 +44,9 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("α", f"{status['alpha'] * status['share']:.4g} of {status['alpha']:.4g}"))
     rows += [*_last_step(status), *_evaluation(status["evaluation"])]
     for title, name in (("updates skipped", "skipped_steps"), ("not saved", "not_saved_steps")):
-        if status[name]:
-            rows.append((title, _steps(status[name])))
+        if steps := status[name]:
+            last = ", ".join(f"{step:,}" for step in steps[-8:])
+            rows.append((title, f"{len(steps):,}: step {'… ' if len(steps) > 8 else ''}{last}"))
     rows.append(("checkpoints", "\n".join(map(_checkpoint, status["checkpoints"])) or "none yet"))
     if status["parent"]:
         rows.append(("extends", f"{status['parent']['run']} from step {status['parent']['step']:,}"))
@@ -107,12 +108,6 @@ def _evaluation(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
     if recovered := show_recovered(evaluation["recovered_fraction"], evaluation["merge_cost"]):
         rows.append(("recovered fraction", recovered))
     return rows
-
-
-def _steps(steps: list[int]) -> str:
-    """Return the number of steps and the last eight of them."""
-    shown = ", ".join(f"{step:,}" for step in steps[-8:])
-    return f"{len(steps):,}: step {'… ' if len(steps) > 8 else ''}{shown}"
 
 
 def _checkpoint(entry: dict[str, Any]) -> str:

@@ -139,7 +139,7 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Return the record of a model's training. It holds no paths, so that equal runs have equal records."""
     state = read_state(checkpoint)
     settings = asdict(run.settings)
-    settings |= {name: _name(settings[name]) for name in ("model", "teacher", "teacher_logits")}
+    settings |= {name: Path(settings[name]).name for name in ("model", "teacher", "teacher_logits")}
     evaluations = [r for r in read_metrics(run_folder / METRICS) if "evaluation" in r and r["step"] <= state["step"]]
     return {
         "schema": 1,
@@ -152,10 +152,6 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
         "evaluations": [{"step": r["step"], **r["evaluation"]} for r in evaluations],
         "versions": run.versions,
     }
-
-
-def _name(path: str) -> str:
-    return Path(path).name if path else ""
 
 
 def _write_weights(source: Checkpoint, folder: Path, dtype: str, progress: Progress) -> None:

@@ -71,9 +71,11 @@ def _section(history: History, of_name: str) -> str:
     parts = [f"<h2>Settings{of_name}</h2>", _facts(_settings(history))]
     if history.evaluations:
         parts += [f"<h2>Evaluations{of_name}</h2>", _evaluations(history.evaluations)]
-    events = _events(history)
+    events = [(e["step"], _event(e)) for e in history.events]
+    events += [(step, "update skipped: its gradient was not finite, or a spike") for step in history.skipped_steps]
     if events:
-        parts += [f"<h2>Events{of_name}</h2>", _table(("step", "what happened"), events)]
+        rows = [(f"{step:,}", text) for step, text in sorted(events)]
+        parts += [f"<h2>Events{of_name}</h2>", _table(("step", "what happened"), rows)]
     return "\n".join(parts) + "\n"
 
 
@@ -131,7 +133,9 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
     headings += ["teacher's loss", "KL", "same choice", "recovered"] if with_teacher else []
     rows = []
     for e in evaluations:
-        row = [f"{e['step']:,}", f"{e['tokens']:,}", show_loss(e["loss"]), _perplexity(e["loss"])]
+        loss = e["loss"]
+        perplexity = "—" if loss is None or loss > 700 else f"{math.exp(loss):.4g}"
+        row = [f"{e['step']:,}", f"{e['tokens']:,}", show_loss(loss), perplexity]
         if "kl" in e:
             recovered = e["recovered_fraction"]
             row += [show_loss(e["teacher_loss"]), show_loss(e["kl"]), f"{e['agreement']:.1%}"]
@@ -140,22 +144,12 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
     return "<p class='muted'>On held-out text.</p>" + _table(headings, rows, "numbers")
 
 
-def _events(history: History) -> list[tuple[str, str]]:
-    events = [(e["step"], _event(e)) for e in history.events]
-    events += [(step, "update skipped: its gradient was not finite, or a spike") for step in history.skipped_steps]
-    return [(f"{step:,}", text) for step, text in sorted(events)]
-
-
 def _event(event: dict[str, Any]) -> str:
     if event["event"] not in ("started", "resumed"):
         return ": ".join(event[key] for key in ("event", "why") if key in event)
     at = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M UTC")
     text = f"{event['event']}, {at}, {event['processes']} process{'es' * (event['processes'] > 1)}"
     return "; ".join([text, *(f"passed over: {problem}" for problem in event.get("passed_over", ()))])
-
-
-def _perplexity(loss: float | None) -> str:
-    return "—" if loss is None or loss > 700 else f"{math.exp(loss):.4g}"
 
 
 def _facts(rows: Iterable[tuple[str, str]]) -> str:

@@ -28,8 +28,8 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
     free = free_memory()
-    if found := first_that_fits(models, [way.trainable], free, devices, [way.activation_checkpointing]):
-        return found.micro_batch
+    if largest := first_that_fits(models, [way.trainable], free, devices, [way.activation_checkpointing]):
+        return largest.micro_batch
     needed = models.memory(Way(way.trainable, 1, way.activation_checkpointing)).of(devices)
     cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.trainable) :], free, devices)
     advice = (

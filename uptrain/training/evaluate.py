@@ -27,7 +27,7 @@ from uptrain.training.models import block_names, load_student, load_teacher
 from uptrain.training.module import LossModule
 
 
-class Stopped(Exception):
+class EvaluationStopped(Exception):
     """Signal that a process was asked to stop during an evaluation. All ranks raise it."""
 
 
@@ -42,7 +42,7 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a prepared LossModule on all windows of a token cache.
 
-    Raises Stopped on all ranks once `should_stop` is true on one.
+    Raises EvaluationStopped on all ranks once `should_stop` is true on one.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=float64_device(accelerator.device))
     was_training = loss_module.training
@@ -53,7 +53,7 @@ def evaluate(
             stop = torch.tensor([float(should_stop())], device=accelerator.device)
             if all_reduce_sum(accelerator, stop).item():
                 loss_module.train(was_training)
-                raise Stopped
+                raise EvaluationStopped
             advance(len(batch.ids_BT) * accelerator.num_processes)
     loss_module.train(was_training)
     return EvalResult.from_sums(all_reduce_sum(accelerator, sums), with_teacher)

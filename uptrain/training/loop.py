@@ -33,7 +33,7 @@ from uptrain.distributed.collectives import all_reduce_sum, gather
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.runs.metrics_log import Metrics
 from uptrain.runs.signals import StopRequest
-from uptrain.training.evaluate import Stopped, evaluate
+from uptrain.training.evaluate import EvaluationStopped, evaluate
 from uptrain.training.module import has_finite_weights
 from uptrain.training.optimizer import can_skip_on_device, set_learning_rate, step_unless
 
@@ -313,7 +313,7 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
             with_teacher,
             lambda: bool(_reason(training)),
         )
-    except Stopped:
+    except EvaluationStopped:
         return _reason(training)
     means = result.to_dict()
     _note(training, {"step": step, "evaluation": means})

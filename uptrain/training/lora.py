@@ -36,7 +36,7 @@ def add_adapters(student: LanguageModel, rank: int) -> None:
     Raises InputError if the model has none.
     """
     student.requires_grad_(False)
-    found = False
+    has_adapters = False
     for name, module in list(student.named_modules()):
         if isinstance(module, nn.Linear) and _OF_LAYER.search(name) and cast_in_use(module, torch.float32):
             module.__class__ = AdaptedLinear
@@ -45,8 +45,8 @@ def add_adapters(student: LanguageModel, rank: int) -> None:
             module.lora_B = nn.Linear(rank, module.out_features, bias=False, **like)
             for adapter in (module.lora_A, module.lora_B):
                 nn.init.zeros_(adapter.weight)
-            found = True
-    if not found:
+            has_adapters = True
+    if not has_adapters:
         raise InputError("--trainable lora: the model's layers have no linear layers that can be adapted; train all.")
 
 

@@ -15,7 +15,7 @@ from uptrain.training.models import frozen_names, stored_names
 from uptrain.training.trainable import FrozenEmbedding, FrozenLinear, cast_in_use
 
 Lenders = dict[str, tuple[nn.Module, str]]
-"""Where parameters are: name → module, and its attribute."""
+"""Places of parameters: name → module, and its attribute."""
 THEIRS = "theirs."
 _BLOCK = 64 << 20
 """Bytes of each tensor that are in memory at once."""

@@ -7,7 +7,7 @@ resumes. On the same machine the logits are the same, byte for byte, for any int
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,7 +130,7 @@ def _describe(options: TeachOptions, cache: Cache) -> LogitsManifest:
 
 
 def _already_complete(out: Path, wanted: LogitsManifest) -> LogitsManifest:
-    """Return the manifest of OUT if it holds what is wanted. Raises InputError if not."""
+    """Return the manifest of OUT if it is that of `wanted`. Raises InputError if not."""
     manifest = LogitsManifest.parse(out)
     for name, what in (
         ("top_k", "--top-k"), ("cache_sha256", "token cache"), ("teacher_sha256", "model"),
@@ -191,13 +191,14 @@ def _write_shards(
         return
     device = choose_device("auto")
     on_cpu = device.type in ("cpu", "mps")
+    micro_batch = default_micro_batch(cache.seq_len)
     dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
     teacher = load_teacher(folder, "fp32" if on_cpu else "bf16").to(device)
     with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=not on_cpu):
         for number, windows in missing:
             batches = [
-                _logits_of(teacher, cache, part, wanted.top_k, advance)
-                for part in _divided(windows, default_micro_batch(cache.seq_len))
+                _logits_of(teacher, cache, windows[start : start + micro_batch], wanted.top_k, advance)
+                for start in range(0, len(windows), micro_batch)
             ]
             names = f"values-{number:05}.bin", f"ids-{number:05}.bin"
             sums = []
@@ -207,11 +208,6 @@ def _write_shards(
                 sync_file(staging.folder / name)
                 sums.append(hashlib.sha256(content).hexdigest())
             staging.record_file(_name(number), vars(LogitsShard(*names, len(windows), *sums)))
-
-
-def _divided(windows: Integers, n: int) -> Iterator[Integers]:
-    for start in range(0, len(windows), n):
-        yield windows[start : start + n]
 
 
 def _logits_of(

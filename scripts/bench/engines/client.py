@@ -35,7 +35,7 @@ class Engine:
     suffix: str = ""
 
     def missing(self) -> Path | None:
-        """Return what is not installed."""
+        """Return the first missing path; None if the engine is installed."""
         return next((path for path in (self.python, self.library) if path and not path.exists()), None)
 
 

@@ -15,10 +15,10 @@ def settings() -> dict[str, Any]:
     If memory runs out, the kernel shall end this process before others.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")
-    found: dict[str, Any] = json.loads(sys.argv[1])
-    found["answers"] = os.dup(1)
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    given["answers"] = os.dup(1)
     os.dup2(2, 1)
-    return found
+    return given
 
 
 def serve(given: dict[str, Any], actions: dict[str, Callable[..., Any]]) -> None:

@@ -21,7 +21,6 @@ START_BYTES = 8
 def open_staging(out: Path, fingerprint: str) -> Iterator[Staging]:
     """Open the staging folder of `out`. After an InputError, remove it if no unit is finished."""
     with Staging(out.resolve()) as staging:
-        hint = f"is finished is kept in {staging.root}, and the"
         try:
             staging.open(fingerprint)
             yield staging
@@ -29,9 +28,11 @@ def open_staging(out: Path, fingerprint: str) -> Iterator[Staging]:
             if not staging.finished:
                 staging.discard()
                 raise
-            raise InputError(f"{error} (What {hint} corrected command continues from there.)") from error
+            hint = f"Finished work is kept in {staging.root}, and the corrected command continues from there."
+            raise InputError(f"{error} ({hint})") from error
         except OSError as error:
-            raise OSError(f"{error}; what {hint} same command continues from there.") from error
+            hint = f"finished work is kept in {staging.root}, and the same command continues from there."
+            raise OSError(f"{error}; {hint}") from error
 
 
 def target(out: Path, machine_shard: MachineShard | None) -> Path:

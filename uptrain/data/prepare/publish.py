@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from model.common import console
-from model.common.files import sync_file, write_file
+from model.common.files import file_sha256, sync_file, write_file
 from model.common.staging import Staging
 from uptrain.data.prepare.build import CacheBuild, check_bad
 from uptrain.data.prepare.quotas import Records, finalise_quotas
@@ -95,8 +95,7 @@ def _truncate(path: Path, size: int) -> str:
     """Truncate a file; return its new hash. (If killed after this, the unit is rebuilt.)"""
     os.truncate(path, size)
     sync_file(path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(path)
 
 
 def _describe(

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from model.common.errors import InputError
+from model.common.files import file_sha256
 from model.common.read_files import read_json
 from model.common.tokenizer import CONFIGS, VOCABULARIES, WHOLE, check_sizes, open_tokenizer
 
@@ -36,15 +37,10 @@ def tokenizer_sha256(folder: Path) -> str:
             f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); put the tokenizer's files there."
         )
     check_sizes(folder)
-    files = {name: _sha256(folder / name) for name in names}
+    files = {name: file_sha256(folder / name) for name in names}
     merged = {key: value for name in CONFIGS for key, value in _read_config(folder / name).items()}
     settings = {name: merged[name] for name in SETTINGS if merged.get(name) is not None}
     return hashlib.sha256(json.dumps([files, settings], sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
 from model.common.read_files import read_bytes_up_to
 
-FILE = ".metadata"
+METADATA = ".metadata"
 METADATA_BYTES = 1 << 30
 """Size limit of the file, which is read whole. It grows with the tensors and the ranks; real ones have up to 100 MB."""
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from model.checkpoint import hf_folder, rope_order
 from model.checkpoint.formats.dcp.config_source import find_config_source
-from model.checkpoint.formats.dcp.metadata import FILE, Entry, read_metadata
+from model.checkpoint.formats.dcp.metadata import METADATA, Entry, read_metadata
 from model.checkpoint.formats.dcp.names import find_naming
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.tensor import Array, Span, Tensor
-from model.checkpoint.tensor_blocks import Block, fill_exactly, rows_of_heads, whole_rows
+from model.checkpoint.tensor_blocks import TensorBlock, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.tied import without_tied_head
 from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, read_piece
 from model.common.errors import CheckpointError
@@ -35,9 +35,11 @@ class DistributedFolder(Checkpoint):
     def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:
         """Open a folder. The model's prefix is the first of `prefixes` that occurs, or else found from the names."""
         self.path = path
-        if not (path / FILE).is_file():
-            raise CheckpointError(f"{path} has .distcp files but no {FILE}, which is written last: it is incomplete.")
-        entries = read_metadata(path / FILE).tensors
+        if not (path / METADATA).is_file():
+            raise CheckpointError(
+                f"{path} has .distcp files but no {METADATA}, which is written last: it is incomplete."
+            )
+        entries = read_metadata(path / METADATA).tensors
         requested = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
         naming, prefix = find_naming(path, entries) if requested is None else (None, requested)
         parts = own_names(path, entries, prefix, naming)
@@ -46,7 +48,7 @@ class DistributedFolder(Checkpoint):
         self.notes = source.notes
         model = renamed(path, parts, naming, self.config)
         names = sorted({chunk.place.file for part in model.values() for chunk in part.entry.chunks})
-        self.weight_files = (path / FILE, *(path / name for name in names))
+        self.weight_files = (path / METADATA, *(path / name for name in names))
         files = {name: _map(path, name) for name in names}
         self._parts = model
         self._stored = {name: _assemble(path, part.name, part.entry, files) for name, part in model.items()}
@@ -56,7 +58,7 @@ class DistributedFolder(Checkpoint):
         self.side_files, skipped_files = hf_folder.list_files(
             self._home, deep=self._home not in path.absolute().parents
         )
-        self.skipped_files = tuple(name for name in skipped_files if name not in (FILE, *names))
+        self.skipped_files = tuple(name for name in skipped_files if name not in (METADATA, *names))
 
     @property
     def home(self) -> Path:
@@ -79,16 +81,16 @@ class DistributedFolder(Checkpoint):
 
 def _map(path: Path, name: str) -> Array:
     if not (path / name).is_file():
-        raise CheckpointError(f"{path / FILE} names the file {name}, which is missing; fetch it again.")
+        raise CheckpointError(f"{path / METADATA} names the file {name}, which is missing; fetch it again.")
     if not (path / name).stat().st_size:
-        raise CheckpointError(f"{path / name} is empty, but {FILE} says that it holds tensors; fetch it again.")
+        raise CheckpointError(f"{path / name} is empty, but {METADATA} says that it holds tensors; fetch it again.")
     hf_folder.refuse_lfs_pointer(path / name)
     return np.memmap(path / name, np.uint8, mode="r")
 
 
 def _assemble(
     path: Path, name: str, entry: Entry, files: Mapping[str, Array]
-) -> tuple[tuple[Block, ...], Span | None]:  # fmt: skip
+) -> tuple[tuple[TensorBlock, ...], Span | None]:  # fmt: skip
     """Return the blocks of a tensor, and the range of its bytes if that is contiguous."""
     pieces = []
     for chunk in entry.chunks:
@@ -97,17 +99,17 @@ def _assemble(
     for chunk, piece in zip(entry.chunks, pieces, strict=True):
         if (piece.dtype, piece.shape) != (DTYPES[entry.dtype], chunk.shape):
             raise CheckpointError(
-                f"{path / chunk.place.file} holds {name} as {piece.dtype} {piece.shape}, where {FILE} says "
+                f"{path / chunk.place.file} holds {name} as {piece.dtype} {piece.shape}, where {METADATA} says "
                 f"{entry.dtype} {chunk.shape}; they do not match."
             )
-    blocks = tuple(Block(chunk.start, piece.array) for chunk, piece in zip(entry.chunks, pieces, strict=True))
+    blocks = tuple(TensorBlock(chunk.start, piece.array) for chunk, piece in zip(entry.chunks, pieces, strict=True))
     if any(len(b.start) != len(entry.shape) for b in blocks) or not fill_exactly(blocks, entry.shape):
         raise CheckpointError(f"{path}: the pieces of {name} do not make up its shape {entry.shape}; it is damaged.")
     return blocks, pieces[0].span if len(pieces) == 1 else None
 
 
 def matches(path: Path) -> bool:
-    return path.is_dir() and ((path / FILE).is_file() or any(path.glob("*.distcp")))
+    return path.is_dir() and ((path / METADATA).is_file() or any(path.glob("*.distcp")))
 
 
 def read(path: Path) -> Checkpoint:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.expected_shapes import expected_shapes
-from model.checkpoint.formats.meta_llama.params import FILE as PARAMS
-from model.checkpoint.formats.meta_llama.params import Params
+from model.checkpoint.formats.meta_llama.params import PARAMS, Params
 from model.checkpoint.tensor import Array, Span
-from model.checkpoint.tensor_blocks import Block, concatenation, extent
+from model.checkpoint.tensor_blocks import TensorBlock, concatenation, extent
 from model.checkpoint.torch_file import Stored
 from model.common.errors import CheckpointError
 
@@ -44,8 +43,8 @@ class Whole:
     """A tensor assembled from the files' parts."""
 
     dtype: str
-    blocks: tuple[Block, ...]
-    copies: tuple[tuple[Block, ...], ...] = ()
+    blocks: tuple[TensorBlock, ...]
+    copies: tuple[tuple[TensorBlock, ...], ...] = ()
     """Copies of the same tensor, if there are more files than K/V heads and several files hold the same head."""
     pairs: bool = False
     """Whether the rows of each head are in Meta's rotary order."""
@@ -56,7 +55,7 @@ class Whole:
         return extent(self.blocks)
 
 
-class Layout:
+class ParallelLayout:
     """The files' tensors and their division. Raises CheckpointError if they and `params.json` disagree."""
 
     def __init__(self, files: Sequence[Path], parts: Sequence[Mapping[str, Stored]], params: Params) -> None:

@@ -12,7 +12,7 @@ from model.common import checks
 from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 
-FILE = "params.json"
+PARAMS = "params.json"
 
 # The supported keys. Any other key may change the model's output, and is refused.
 KEYS = {
@@ -30,7 +30,7 @@ class Params:
     """The settings in the file. Errors name the file and the key."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE
+        self.path = folder / PARAMS
         self._values = _read(self.path)
         for key, value in self._values.items():
             if key not in KEYS:
@@ -76,8 +76,8 @@ class Params:
         else:
             length, of = 2048, "Llama 1, while Llama 2 has 4096"
         return length, (
-            f"{FILE} does not give the context length; config.json says max_position_embeddings = {length}, as in "
-            f"{of}. Correct it there if it is wrong, or set max_seq_len in {FILE}."
+            f"{PARAMS} does not give the context length; config.json says max_position_embeddings = {length}, as in "
+            f"{of}. Correct it there if it is wrong, or set max_seq_len in {PARAMS}."
         )
 
     def special_tokens(self, vocab_size: int) -> dict[str, int]:
@@ -110,7 +110,7 @@ class Params:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"{path.parent} has consolidated.*.pth but no {FILE}, which describes the model.")
+        raise CheckpointError(f"{path.parent} has consolidated.*.pth but no {PARAMS}, which describes the model.")
     content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
         values = json.loads(content)

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import rope_order
-from model.checkpoint.formats.meta_llama.model_parallel import Layout
-from model.checkpoint.formats.meta_llama.params import FILE as PARAMS
-from model.checkpoint.formats.meta_llama.params import Params
+from model.checkpoint.formats.meta_llama.model_parallel import ParallelLayout
+from model.checkpoint.formats.meta_llama.params import PARAMS, Params
 from model.checkpoint.hf_folder import json_text, list_files
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings, llama_config, rope_settings
@@ -36,7 +35,7 @@ class MetaFolder(Checkpoint):
         self._params = Params(path)
         self.weight_files = _files(path)
         parts = [read_tensors(file) for file in self.weight_files]
-        self._wholes = Layout(self.weight_files, parts, self._params).wholes()
+        self._wholes = ParallelLayout(self.weight_files, parts, self._params).wholes()
         self.tensors = {name: Tensor(name, whole.dtype, whole.shape) for name, whole in self._wholes.items()}
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         vocab_size = self.tensors["model.embed_tokens.weight"].shape[0]
