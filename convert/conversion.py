@@ -20,7 +20,7 @@ from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, json_text
 from model.checkpoint.hub import origin_of
-from model.checkpoint.writer import index_text
+from model.checkpoint.safetensors_writer import index_text
 from model.common import console
 from model.common.errors import CheckpointError, InputError
 from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes

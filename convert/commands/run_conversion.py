@@ -16,7 +16,7 @@ from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_merge import MergeOptions, resolve_merge
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
-from model.checkpoint.writer import parse_size
+from model.checkpoint.safetensors_writer import parse_size
 from model.common import console
 from model.common.errors import CheckpointError
 

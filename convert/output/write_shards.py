@@ -19,7 +19,7 @@ from convert.output.merged_layers import MergedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Array, Checkpoint, Shard, Span
-from model.checkpoint.writer import ShardFile
+from model.checkpoint.safetensors_writer import ShardFile
 from model.common.files import file_sha256
 from model.common.staging import Staging
 

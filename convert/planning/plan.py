@@ -17,7 +17,7 @@ from convert.planning.recipe import Recipe
 from convert.planning.remote_code import Code, find_code
 from convert.planning.tensors import OutputTensor, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
-from model.checkpoint.writer import divide, header_bytes, name_shards
+from model.checkpoint.safetensors_writer import divide, header_bytes, name_shards
 from model.common.errors import CheckpointError
 from model.families import NATIVE_FAMILIES
 from model.geometry import Geometry, read_geometry

@@ -9,7 +9,7 @@ from convert.planning.plan import Plan
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import INDEX
-from model.checkpoint.writer import index_text
+from model.checkpoint.safetensors_writer import index_text
 from model.common.files import has_content
 from model.common.read_files import CONVERSION_RECORD
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from model.checkpoint import Shard, Tensor
 from model.checkpoint.formats.safetensors import read_header
-from model.checkpoint.writer import ShardFile, divide, header_bytes, index_text, name_shards, parse_size
+from model.checkpoint.safetensors_writer import ShardFile, divide, header_bytes, index_text, name_shards, parse_size
 from model.common.errors import CheckpointError
 
 DTYPES = {

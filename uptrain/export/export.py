@@ -12,7 +12,7 @@ from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpo
 from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
-from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
+from model.checkpoint.safetensors_writer import ShardFile, divide, index_text, name_shards
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
 from model.common.read_files import CONVERSION_RECORD

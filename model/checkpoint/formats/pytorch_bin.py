@@ -4,11 +4,11 @@ from pathlib import Path
 
 from model.checkpoint import hf_folder
 from model.checkpoint.interface import Checkpoint
+from model.checkpoint.safetensors_writer import name_shards
 from model.checkpoint.shard_index import PYTORCH, check_index, weight_file_names
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.checkpoint.tied import without_tied_head
 from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
-from model.checkpoint.writer import name_shards
 
 
 class BinFolder(Checkpoint):
