@@ -1,4 +1,4 @@
-"""The closed form of `fit`: least squares on the attention logits, for the shared keys and each head's map of its queries.
+"""The closed form: least squares on the attention logits, for the shared keys and for each head's map of its queries.
 
 `pca` only changes coordinates, and so drops every other component. But queries allow any linear map: a logit is q · k,
 and where the shared key k' correlates with a head's own k, a mapped query recovers from k' part of q · k. To second
