@@ -12,7 +12,7 @@ from convert.calibration.text import pack
 from convert.output import config_json
 from convert.output.groupwise_json import build_record, earlier_conversion
 from convert.output.model_card import model_card
-from convert.output.write_shards import execute, total_bytes
+from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.latent_recipe import LatentRecipe
 from convert.planning.plan import Plan, fingerprint, make_plan
@@ -94,7 +94,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
         plan = _with_positions(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
-            execute(checkpoint, plan, staging, workers, progress)
+            write_shards(checkpoint, plan, staging, workers, progress)
         if fingerprint(checkpoint, requested) != before:
             raise CheckpointError(
                 f"{checkpoint.path} changed while it was read; convert again once nothing writes to it."

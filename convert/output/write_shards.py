@@ -38,7 +38,7 @@ def total_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
     return plan.bytes_copied + plan.bytes_regrouped + sum(path.stat().st_size for path in checkpoint.weight_files)
 
 
-def execute(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, progress: Progress) -> None:
+def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, progress: Progress) -> None:
     """Write every shard that the journal lacks, and checksum every source file.
 
     The first error stops all workers and is raised. The journal keeps the shards and checksums finished by then.

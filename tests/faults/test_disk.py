@@ -72,14 +72,14 @@ def test_read_fails_midway(convert, source, tmp_path, monkeypatch):
 def test_source_shrinks_while_it_is_read(convert, source, tmp_path, monkeypatch):
     import convert.conversion as conversion
 
-    real = conversion.execute
+    real = conversion.write_shards
 
     def shrink_first(*arguments):
         shard = next(source.glob("model-00001*"))
         shard.write_bytes(shard.read_bytes()[:-1000])
         real(*arguments)
 
-    monkeypatch.setattr(conversion, "execute", shrink_first)
+    monkeypatch.setattr(conversion, "write_shards", shrink_first)
     result = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out")
     assert result.code == 1
     assert "became shorter" in result.err
@@ -89,13 +89,13 @@ def test_source_shrinks_while_it_is_read(convert, source, tmp_path, monkeypatch)
 def test_source_changes_while_it_is_read(convert, source, tmp_path, monkeypatch):
     import convert.conversion as conversion
 
-    real = conversion.execute
+    real = conversion.write_shards
 
     def change_after(*arguments):
         real(*arguments)
         os.utime(next(source.glob("model-00001*")), ns=(5, 5))
 
-    monkeypatch.setattr(conversion, "execute", change_after)
+    monkeypatch.setattr(conversion, "write_shards", change_after)
     convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused("changed while it was read")
     assert {p.name for p in tmp_path.iterdir()} == {"source"}
 
