@@ -25,7 +25,8 @@ def hub_files(text: str) -> tuple[str, ...]:
         # By default version 3 prompts on the terminal to run a dataset's script. Versions 4 and later run none.
         loaded: Any = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
     except Exception as error:  # the library's readers of a dozen formats raise any kind of error
-        if _has_script(name):
+        path = Path(name)
+        if path.suffix == ".py" or (path / f"{path.resolve().name}.py").is_file():
             raise InputError(
                 f"{text} is loaded by a script of its own, which is never run; give its data files themselves."
             ) from error
@@ -40,9 +41,3 @@ def hub_files(text: str) -> tuple[str, ...]:
             raise InputError(f"{text} has {len(loaded)} splits; name one: {one}.")
         (loaded,) = loaded.values()
     return tuple(entry["filename"] for entry in loaded.cache_files)
-
-
-def _has_script(name: str) -> bool:
-    """Return whether a dataset on this machine is a script, or a folder with a script of the folder's name."""
-    path = Path(name)
-    return path.suffix == ".py" or (path / f"{path.resolve().name}.py").is_file()
