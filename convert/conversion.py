@@ -18,12 +18,13 @@ from convert.planning.latent_recipe import LatentRecipe
 from convert.planning.plan import Plan, fingerprint, make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, RECORD_FILE, json_text
+from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, json_text
 from model.checkpoint.hub import origin_of
 from model.checkpoint.writer import index_text
 from model.common import console
 from model.common.errors import CheckpointError, InputError
 from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes
+from model.common.read_files import RECORD_FILE
 from model.common.staging import Staging, check_out
 
 POSITIONS = "positions of the rotated key"

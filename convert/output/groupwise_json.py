@@ -12,10 +12,9 @@ from convert.output.write_shards import checksum_key, merge_reports, merged_dige
 from convert.planning.latent_plan import LatentPlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import RECORD_FILE
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, RECORD_FILE, read_bytes_up_to
 from model.common.staging import Staging
 from model.common.typed_json import check_types, parse_object
 

@@ -10,11 +10,10 @@ from convert.planning.latent_plan import LatentPlan
 from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import RECORD_FILE
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, RECORD_FILE, read_bytes_up_to
 
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 

@@ -13,10 +13,10 @@ from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, Tensor
-from model.checkpoint.hf_folder import RECORD_FILE
 from model.checkpoint.latent_norm import EPSILON, KEY
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
+from model.common.read_files import RECORD_FILE
 from model.geometry import Geometry
 
 

@@ -8,9 +8,10 @@ from convert.output.model_card import model_card
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import INDEX, RECORD_FILE
+from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.writer import index_text
 from model.common.files import has_content
+from model.common.read_files import RECORD_FILE
 
 
 def compare_files(

@@ -10,8 +10,8 @@ from convert.planning.latent_recipe import LATENT, read_latent_recipe
 from convert.planning.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import RECORD_FILE
 from model.common.errors import CheckpointError
+from model.common.read_files import RECORD_FILE
 
 
 def recorded_recipe(

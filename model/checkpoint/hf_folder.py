@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.common.errors import CheckpointError
-from model.common.read_files import CONFIG_BYTES, check_regular, leads_outside, read_bytes_up_to, refuse_outside
+from model.common.read_files import (
+    CONFIG_BYTES,
+    RECORD_FILE,
+    check_regular,
+    leads_outside,
+    read_bytes_up_to,
+    refuse_outside,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -27,9 +34,6 @@ SKIPPED_FOLDERS = (
 
 CALIBRATION_TOKENS = "groupwise_calibration.xz"
 """The file of the tokens that a converted model was calibrated on (`convert.calibration.text.pack`)."""
-
-RECORD_FILE = "groupwise.json"
-"""The file of a conversion's record (`convert.output.groupwise_json`)."""
 
 # The converter writes these files itself instead of copying them.
 OWN_FILES = ("config.json", RECORD_FILE, CALIBRATION_TOKENS)

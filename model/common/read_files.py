@@ -12,6 +12,9 @@ CONFIG_BYTES = 100_000_000
 TOKENIZER_BYTES = 1_000_000_000
 """Size limit of tokenizer.json and vocabularies, which are read whole. Real ones have up to about 40 MB."""
 
+RECORD_FILE = "groupwise.json"
+"""The file of a conversion's record (`convert.output.groupwise_json`)."""
+
 
 def check_size(path: Path, limit: int) -> None:
     """Raise CheckpointError unless `path` is a regular file of at most `limit` bytes. The file is not opened."""

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.hf_folder import RECORD_FILE
 from model.common.errors import InputError
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, RECORD_FILE, read_bytes_up_to
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 SHAPE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")

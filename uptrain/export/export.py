@@ -10,11 +10,12 @@ import numpy as np
 
 from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpoint
 from model.checkpoint.formats.dcp.reader import DistributedFolder
-from model.checkpoint.hf_folder import INDEX, RECORD_FILE, SINGLE, json_text, list_files, read_config
+from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
 from model.checkpoint.writer import ShardFile, divide, index_text, name_shards
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
+from model.common.read_files import RECORD_FILE
 from model.common.staging import Staging, check_out
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card

@@ -20,9 +20,10 @@ from uuid import uuid4
 import torch
 from accelerate import Accelerator
 
-from model.checkpoint.hf_folder import RECORD_FILE, json_text, list_files
+from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError, RankError, RunError
 from model.common.files import copy_file, replace_file, sync_tree, write_file
+from model.common.read_files import RECORD_FILE
 from model.common.staging import Staging, check_out
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
