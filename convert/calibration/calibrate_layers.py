@@ -102,7 +102,7 @@ def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress,
         after = refit_output(after, answers, layer.module.device)
     if merge.recipe.refine:
         start = weights_of(after)
-        best = refine(layer, start, merge.recipe.refine, progress)
+        best = refine(layer, start, merge.recipe.refine, merge.recipe.seed, progress)
         after = after if best is start else with_weights(after, best)
     return finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
 

@@ -67,6 +67,6 @@ def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: 
         after = refit_output(after, answers, layer.module.device)
     if work.recipe.refine:
         start = latent_weights(after, frequencies_F)
-        best = refine(layer, start, work.recipe.refine, progress)
+        best = refine(layer, start, work.recipe.refine, work.recipe.seed, progress)
         after = after if best is start else with_latent_weights(after, best)
     return after

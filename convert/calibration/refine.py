@@ -32,10 +32,10 @@ EVALUATIONS = 4
 BETAS = (0.9, 0.95)
 
 
-def refine(layer: Layer, merged: AnyWeights, n_tokens: int, progress: Progress) -> AnyWeights:
+def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, progress: Progress) -> AnyWeights:
     """Return the weights after training on `n_tokens` tokens; `merged` itself if training brings nothing.
 
-    The text's windows are repeated as often as needed.
+    The text's windows are repeated as often as needed, in an order that `seed` draws.
 
     `progress` counts `n_tokens` in all, step by step.
 
@@ -48,7 +48,7 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, progress: Progress) 
     best, least = merged, squared_error(layer, start, held_out)
     with torch.enable_grad():
         training = _Training(layer, start, n_steps)
-        for step, windows in enumerate(islice(_shuffled(layer, batch), n_steps), start=1):
+        for step, windows in enumerate(islice(_shuffled(layer, batch, seed), n_steps), start=1):
             training.step(windows)
             progress(step * n_tokens // n_steps - (step - 1) * n_tokens // n_steps)
             if step * EVALUATIONS // n_steps > (step - 1) * EVALUATIONS // n_steps:
@@ -60,10 +60,10 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, progress: Progress) 
     return best
 
 
-def _shuffled(layer: Layer, batch: int) -> Iterator[list[int]]:
+def _shuffled(layer: Layer, batch: int, seed: int) -> Iterator[list[int]]:
     """Yield batches of the training windows without end. Each pass has another random order."""
     windows = layer.text.fitted
-    generator = torch.Generator().manual_seed(layer.index)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer.index) % 2**63)
     waiting: list[int] = []
     while True:
         while len(waiting) < batch:

@@ -63,7 +63,7 @@ def merge_options(command: Command) -> Command:
                      help="Tokens of the text to use.  [default: 65536]"),
         device_option("calibrate on"),
         click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
-                     help="Seed of --method random and --calibration self."),
+                     help="Seed of --method random, of --calibration self, and of the order of the text in --refine."),
     )  # fmt: skip
 
 
@@ -97,5 +97,5 @@ def latent_options(command: Command) -> Command:
                      help="Tokens of the text to use.  [default: 65536]"),
         device_option("calibrate on"),
         click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
-                     help="Seed of --calibration self."),
+                     help="Seed of --calibration self, and of the order of the text in --refine."),
     )  # fmt: skip

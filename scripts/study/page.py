@@ -4,7 +4,7 @@
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
-`calibration`, `refine`, `refine_longer`, `demo_model`, `families`, `families_registers`, `parts` or `latent`.
+`calibration`, `refine`, `refine_longer`, `refine_orders`, `demo_model`, `families`, `families_registers`, `parts` or `latent`.
 """
 
 import json
@@ -146,6 +146,7 @@ def renewed(page: str, results: Path) -> str:
             "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
+            "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
             "families_registers": lambda folder: registers_by_parent(read(folder / "families_registers.jsonl")),
             "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),

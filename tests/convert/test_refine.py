@@ -57,6 +57,19 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     assert (result.code, "rounding" in result.out) == (0, False)
 
 
+def test_the_seed_draws_the_order_of_the_text(convert, source, tmp_path):
+    """The closed form does not depend on it; verify repeats the order."""
+    for name, options in (("zero", ()), ("one", ("--seed", 1)), ("closed", ("--refine", 0)),
+                          ("closed one", ("--refine", 0, "--seed", 1))):  # fmt: skip
+        command = ("mha-to-gqa", source, tmp_path / name, "--groups", 2, "--calibration-tokens", 8192, *options)
+        assert convert(*command).code == 0
+    weights = {path.name: (path / "model.safetensors").read_bytes() for path in tmp_path.iterdir()}
+    assert weights["zero"] != weights["one"]
+    assert weights["closed"] == weights["closed one"]
+    result = convert("verify", source, tmp_path / "one")
+    assert (result.code, "rounding" in result.out) == (0, False)
+
+
 def test_verify_tolerates_another_end_of_training(convert, source, tmp_path, monkeypatch):
     """As on another processor: other weights, which serve as well."""
     assert convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--refine", 2048).code == 0
