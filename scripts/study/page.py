@@ -4,7 +4,8 @@
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
-`calibration`, `refine`, `refine_longer`, `refine_orders`, `demo_model`, `families`, `families_registers`, `parts` or `latent`.
+`calibration`, `refine`, `refine_longer`, `refine_orders`, `demo_model`, `families`, `families_registers`, `parts` or
+`latent`.
 """
 
 import json
