@@ -151,7 +151,7 @@ def test_killed_worker(start_slow, tmp_path, tokenizer, long_source):
     assert result.code == 1
     assert result.err.count("\n") == 1
     assert result.err.startswith(
-        "Error: a worker process was killed, perhaps for lack of memory: try fewer --workers; what is"
+        "Error: a worker process was killed, perhaps for lack of memory: try fewer --workers; finished work"
     )
     assert "the same command continues from there" in result.err
 
