@@ -190,8 +190,8 @@ def refined_registers(results: Path) -> str:
     """Return the shares of mean's gap by kind of text, of the default merge with and without refining."""
     lines = read(results / "registers.jsonl")
     refined, closed = TODAY["registers"], TODAY["registers"].partition(",")[0]
-    left = [shares_by_register(arm, lines) for arm in (closed, refined)]
-    return by_register(["closed form", "refined on 65,536 tokens"], left)
+    left = [shares_by_register(arm, lines) for arm in (closed, refined, "shipped 262144, refined 262144")]
+    return by_register(["closed form", "refined on 65,536 tokens (default)", "both on 262,144 tokens"], left)
 
 
 def distilled_registers(results: Path) -> str:
