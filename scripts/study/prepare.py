@@ -245,6 +245,7 @@ def fetch_model(outside: ExternalParent, out: Path) -> None:
     if outside.kv_heads is None:
         programs.run("convert", "to-hf", source, out, "--json")
         return
+    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         programs.run("convert", "to-hf", source, Path(temporary) / "model", "--json")
         repeat_heads(Path(temporary) / "model", out, outside.kv_heads)

@@ -459,6 +459,16 @@ def test_repeated_heads_compute_the_same(tmp_path):
     assert lost["default"] < 1e-3 < 0.1 < lost["mean"]
 
 
+def test_an_outside_parent_with_repeated_heads(study, tmp_path):
+    """It is written beside its own folder, which does not exist yet, and appears whole."""
+    source = tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "source")
+    outside = plan.ExternalParent("repeated", str(source), (2,), 64, kv_heads=4)
+    prepare.fetch_model(outside, tmp_path / "work/repeated/model")
+    config = json.loads((tmp_path / "work/repeated/model/config.json").read_text())
+    assert config["num_key_value_heads"] == 4
+    assert [path.name for path in (tmp_path / "work/repeated").iterdir()] == ["model"]
+
+
 def study_of_few(arguments):
     """Run a study of a few speeches in this process, which serves for nothing else; its programs are forks of it."""
     from scripts import train_demo_model as demo
