@@ -4,8 +4,8 @@
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
-`calibration`, `refine`, `refine_longer`, `refine_orders`, `demo_model`, `families`, `families_registers`, `parts` or
-`latent`.
+`calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
+`families_registers`, `parts` or `latent`.
 """
 
 import json
@@ -148,6 +148,7 @@ def renewed(page: str, results: Path) -> str:
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
             "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
+            "smollm2_repeated": lambda folder: by_heads(read(folder / "smollm2_repeated.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
             "families_registers": lambda folder: registers_by_parent(read(folder / "families_registers.jsonl")),
             "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),

@@ -459,7 +459,7 @@ def test_repeated_heads_compute_the_same(tmp_path):
     assert lost["default"] < 1e-3 < 0.1 < lost["mean"]
 
 
-def test_an_outside_parent_with_repeated_heads(study, tmp_path):
+def test_an_outside_parent_with_repeated_heads(tmp_path):
     """It is written beside its own folder, which does not exist yet, and appears whole."""
     source = tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "source")
     outside = plan.ExternalParent("repeated", str(source), (2,), 64, kv_heads=4)
