@@ -118,7 +118,7 @@ def by_heads(lines: list[Result]) -> str:
         for groups in heads:
             own = at(lines, arm, stage, groups)
             left = shares(own, [line for line in lines if line["groups"] == groups])
-            cells.append(f"{show(losses(own), '{:.3f}')}, {show(left, '{:.1%}')}" if own else "–")
+            cells.append(f"{show(losses(own), '{:.3f}')}, {show(left, '{:z.1%}')}" if own else "–")
         rows.append([arm if stage == START else f"{arm}; {name_of(stage)}", *cells])
     return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
 

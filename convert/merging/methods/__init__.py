@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the command line reads METHODS for its help, without the ti
     from convert.merging.moments import Maps, Moments
     from model.checkpoint import Array
 
-    MergeHeads = Callable[[Array, np.random.Generator], Array]
+    MergeMethod = Callable[[Array, np.random.Generator], Array]
     MergeGroup = Callable[[Moments], Maps]
     Alternatives = Callable[[Moments, Maps, Moments], tuple[Maps, ...]]
 
@@ -36,9 +36,9 @@ REPEAT = "repeat"
 """Recorded as the method of a conversion to more heads, which repeats each head and merges none."""
 
 
-def find_method(name: str) -> "MergeHeads":
+def find_method(name: str) -> "MergeMethod":
     """Import the function of one of METHODS."""
-    merge: MergeHeads = import_module(f"convert.merging.methods.{name}").merge
+    merge: MergeMethod = import_module(f"convert.merging.methods.{name}").merge
     return merge
 
 
