@@ -5,7 +5,7 @@
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_registers`, `parts` or `latent`.
+`families_registers`, `parts`, `smollm2_tokens` or `latent`.
 """
 
 import json
@@ -155,6 +155,7 @@ def renewed(page: str, results: Path) -> str:
             "refined_registers": refined_registers,
             "distilled_registers": distilled_registers,
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
+            "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl")),
             "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip

@@ -123,10 +123,11 @@ def by_heads(lines: list[Result]) -> str:
     return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
-def by_part(lines: list[Result]) -> str:
+def by_part(lines: list[Result], length: str = "α {alpha:g}") -> str:
     """Return the table of losses beyond the parent by the part that was trained, each at the best of its rates.
 
-    A cell names its rate, and the number of parents where not all are in it.
+    A column is an arm and a length of training, which `length` names from a line. A cell names its rate, and the number
+    of parents where not all are in it.
     """
     n_parents = len(losses(lines))
     columns = unique((line["arm"], line["alpha"]) for line in lines if line["alpha"])
@@ -143,7 +144,8 @@ def by_part(lines: list[Result]) -> str:
         rows.append([part, *cells])
     starts = {arm: show(gaps([x for x in lines if x["arm"] == arm and not x["alpha"]])) for arm, _ in columns}
     rows.insert(0, ["none: after conversion", *(starts[arm] for arm, _ in columns)])
-    return markdown(["trained", *(f"{arm}, α {alpha:g}" for arm, alpha in columns)], rows)
+    first = {(line["arm"], line["alpha"]): line for line in reversed(lines)}
+    return markdown(["trained", *(f"{column[0]}, {length.format(**first[column])}" for column in columns)], rows)
 
 
 def by_cache(lines: list[Result]) -> str:

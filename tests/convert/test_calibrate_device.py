@@ -42,12 +42,7 @@ def test_calibrates_on_the_device_that_is_named(convert, tmp_path, monkeypatch, 
         assert convert("verify", folder, tmp_path / "cpu", "--device", NAME).code == 0
 
 
-KINDS = ("falcon", "gemma3_text", "glm", "gpt_neox", "gpt_oss", "llama", "mixtral", "mpt", "olmo2", "phi", "qwen3")
-"""A family of each kind of attention; the others run with `scripts/test --all`."""
-OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in tiny.FITTED if family not in KINDS]
-
-
-@pytest.mark.parametrize("family", [*KINDS, *OTHERS])
+@pytest.mark.parametrize("family", tiny.kinds_first(tiny.FITTED))
 def test_every_family_calibrates_on_a_device(convert, tmp_path, monkeypatch, family):
     size = {} if family in tiny.IMPLIED_HEAD_DIM else {"head_dim": 16}
     folder = source(family, tmp_path / "source", hidden_size=128, **size)

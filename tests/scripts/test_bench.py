@@ -21,7 +21,7 @@ COMMANDS = sorted(
 )
 SHAPE = "dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)"
 SMALL = {
-    "calibrate": "calibrate.SHAPE.update(HIDDEN=64, MLP=64)",
+    "calibrate": "calibrate.SHAPE.update(HIDDEN=64, MLP=64, VOCAB=8192); calibrate.DEFAULT_TOKENS = 4096",
     "at_scale": "at_scale.SHAPES = at_scale.SHAPES[:1]",
     "convert": "convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
     "decode": f"decode.SHAPES['study'].update({SHAPE})",
@@ -37,7 +37,7 @@ SMALL = {
 """By benchmark: what makes its models small, and its processes forks, where that is no option."""
 QUICK = {
     "at_scale": "--out TMP/out",
-    "calibrate": "--work TMP --json TMP/out.json",
+    "calibrate": "--tokens 4096 4352 --work TMP --json TMP/out.json",
     "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP/work --json TMP/out.json",
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
     "serving": "--models llama-1b --batches 1 --contexts 16 --turns 1 --threads 1 --work TMP/work --out TMP/out",

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -43,6 +44,8 @@ FITTED = tuple(
     if not isinstance(entry, Wrapper) and (entry.rotary_fraction is not None or entry.alibi)
     and len(entry.attention) == 1 and name[-4:] != "_gqa"
 )  # fmt: skip
+# Of these, a family of each kind of attention; tests of more than a second leave the others to `scripts/test --all`.
+KINDS = ("falcon", "gemma3_text", "glm", "gpt_neox", "gpt_oss", "llama", "mixtral", "mpt", "olmo2", "phi", "qwen3")
 # The families with one norm over all heads together.
 FLAT_NORMS = ("flex_olmo", "olmo2", "olmo3", "olmoe")
 # Those whose stock class holds a K/V head for each query head only, or one.
@@ -107,6 +110,12 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "video_llava": ("llama", {"vision_config": CLIP}),
     "vipllava": ("llama", {"vision_config": CLIP, "vision_feature_layers": [0, 1]}),
 }
+
+
+def kinds_first(families: tuple[str, ...]) -> list[Any]:
+    """Return parameters of a test: the families of KINDS, and the others with the mark `slow`."""
+    others = [pytest.param(family, marks=pytest.mark.slow) for family in families if family not in KINDS]
+    return [*(family for family in families if family in KINDS), *others]
 
 
 def few(family: str) -> int:
