@@ -21,7 +21,7 @@ COMMANDS = sorted(
 )
 SHAPE = "dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)"
 SMALL = {
-    "calibrate": "calibrate.SHAPE.update(HIDDEN=64, MLP=64, VOCAB=8192); calibrate.DEFAULT_TOKENS = 4096",
+    "calibrate": "calibrate.SHAPE.update(HEADS=16, HEAD_DIM=4, HIDDEN=64, MLP=64, VOCAB=8192); calibrate.DEFAULT_TOKENS = 4096",
     "at_scale": "at_scale.SHAPES = at_scale.SHAPES[:1]",
     "convert": "convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
     "decode": f"decode.SHAPES['study'].update({SHAPE})",
@@ -57,11 +57,11 @@ def test_every_benchmark_is_on_a_page():
     assert named | {"__init__", "machine", "runs"} == {path.stem for path in BENCH.glob("*.py")}
 
 
-SLOW = "train_loop"
+SLOW = ("calibrate", "train_loop")
 CASES = [pytest.param(c, marks=pytest.mark.slow) if c.startswith(SLOW) else c for c in COMMANDS]
 
 
-@pytest.mark.parametrize("command", [*CASES, f"{SLOW} --documents short --precision fp32"])
+@pytest.mark.parametrize("command", [*CASES, "train_loop --documents short --precision fp32"])
 @pytest.mark.timeout(600)
 def test_runs(tmp_path, command):
     name, *options = shlex.split(command)
