@@ -25,13 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="Run tests/gpu on the GPUs of this machine.")
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Three workers for two cores: for a third of their time, tests wait for disks and other processes."""
-    from uptrain.data.run_data import n_cores
-
-    return max(1, n_cores() * 3 // 2)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is compared to the bit is so on the CPU

@@ -221,7 +221,10 @@ def test_any_seed(source):
     assert (written(source, 4, seed=10**30)[:, 0] == 0).all()
 
 
-@pytest.mark.parametrize("family", ["phi", "falcon", "gemma2", "qwen3_moe", "llava"])
+@pytest.mark.parametrize(
+    "family",
+    ["phi", "llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon", "gemma2", "qwen3_moe"))],
+)
 def test_families_that_transformers_runs(convert, tmp_path, monkeypatch, family):
     """Their text is the class's own, the same again after a kill, and `verify` repeats it."""
     monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)

@@ -57,6 +57,7 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     assert (result.code, "rounding" in result.out) == (0, False)
 
 
+@pytest.mark.slow
 def test_the_seed_draws_the_order_of_the_text(convert, source, tmp_path):
     """The closed form does not depend on it; verify repeats the order."""
     for name, options in (("zero", ()), ("one", ("--seed", 1)), ("closed", ("--refine", 0)),

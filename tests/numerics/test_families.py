@@ -170,7 +170,10 @@ def replace_norm(name: str, module: torch.nn.Module) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("n_kv_heads", "groups"), [(8, 4), (8, 2), (8, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("n_kv_heads", "groups"),
+    [(8, 2), (8, 1), pytest.param(8, 4, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv_heads, groups):
     """Merged heads are the mean; repeated again, they give the same logits, and merged again, the same heads.

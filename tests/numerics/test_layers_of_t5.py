@@ -109,7 +109,7 @@ def equivalent(folder, groups):
     return source, many
 
 
-@pytest.mark.parametrize("groups", [2, 1])
+@pytest.mark.parametrize("groups", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_path, groups):
     source, many = equivalent(tmp_path, groups)
     expected = logits(source)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from test_families import CASES, SIZE, difference, open_folder
 
 
-@pytest.mark.parametrize("n_kv_heads", [4, 8])
+@pytest.mark.parametrize("n_kv_heads", [pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads):
     """OUT computes SOURCE's logits, but for rounding: processors add up otherwise where matrices have more rows."""

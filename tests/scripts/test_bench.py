@@ -57,7 +57,7 @@ def test_every_benchmark_is_on_a_page():
     assert named | {"__init__", "machine", "runs"} == {path.stem for path in BENCH.glob("*.py")}
 
 
-SLOW = ("calibrate", "train_loop")
+SLOW = ("calibrate", "train_loop", "train_ways", "training_checkpoint")
 CASES = [pytest.param(c, marks=pytest.mark.slow) if c.startswith(SLOW) else c for c in COMMANDS]
 
 
