@@ -21,7 +21,8 @@ COMMANDS = sorted(
 )
 SHAPE = "dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)"
 SMALL = {
-    "calibrate": "calibrate.SHAPE.update(HEADS=16, HEAD_DIM=4, HIDDEN=64, MLP=64, VOCAB=8192); calibrate.DEFAULT_TOKENS = 4096",
+    "calibrate": "calibrate.SHAPE.update(HEADS=16, HEAD_DIM=4, HIDDEN=64, MLP=64, VOCAB=8192); "
+    "calibrate.DEFAULT_TOKENS = 4096",
     "at_scale": "at_scale.SHAPES = at_scale.SHAPES[:1]",
     "convert": "convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
     "decode": f"decode.SHAPES['study'].update({SHAPE})",
