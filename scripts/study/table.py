@@ -68,6 +68,8 @@ def tables(lines: list[Result]) -> Iterator[str]:
                 yield measures(chosen)
             if watched := [line for line in chosen if "behaviour" in line]:
                 yield behaviours(watched)
+            if watched := [line for line in watched if "loss_by_kind" in line["behaviour"]]:
+                yield kinds(watched)
             if watched := [line for line in chosen if "registers" in line and not line["alpha"]]:
                 yield registers(watched)
 
@@ -318,6 +320,21 @@ def behaviours(lines: list[Result]) -> str:
         part, repeated = (statistics.mean(b[key] for b in by_seed) for key in ("tokens_until_they_part", "repeated"))
         rows.append([arm, name_of(stage), *(f"{x:+.3f}" for x in more), f"{part:.1f}", f"{repeated:.0%}"])
     return markdown(["arm", "uptraining", *places, "tokens until they part", "repeated"], rows)
+
+
+def kinds(lines: list[Result]) -> str:
+    """Return the table of losses beyond the parent's by kind of token; the parent's own row has its losses."""
+    rows: list[list[str]] = []
+    names = list(lines[0]["behaviour"]["parents_loss_by_kind"])
+    for arm, stage in models(lines):
+        of_seeds = [line["behaviour"] for line in at(lines, arm, stage)]
+        parents = [statistics.mean(b["parents_loss_by_kind"][name] for b in of_seeds) for name in names]
+        own = [statistics.mean(b["loss_by_kind"][name] for b in of_seeds) for name in names]
+        if is_parent(at(lines, arm, stage)[0]) and stage == START:
+            rows.insert(0, [arm, name_of(stage), *(f"{x:.3f}" for x in own)])
+        else:
+            rows.append([arm, name_of(stage), *(f"{x - y:+.3f}" for x, y in zip(own, parents, strict=True))])
+    return markdown(["arm", "uptraining", *names], rows)
 
 
 def registers(lines: list[Result]) -> str:
