@@ -48,7 +48,7 @@ def convert_known_model() -> None:
     run("convert", "mha-to-mqa", source, mean, "--method", "mean")
     run("convert", "mha-to-mqa", source, after, "--calibration-tokens", CALIBRATION)
     folders = {"before: 3 K/V heads": before, "merged into 1 by the mean": mean, "merged into 1": after}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for label, folder in folders.items():
         model, tokenizer = load(folder)
         loss = loss_on_paragraph(model, tokenizer)
@@ -134,7 +134,8 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True)
+    opened: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True)
+    model, loading = opened
     assert not loading["missing_keys"], loading["missing_keys"]
     assert not loading["unexpected_keys"], loading["unexpected_keys"]
     return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -87,7 +87,7 @@ def write_sparse(shape: Shape, n_kv_heads: int, folder: Path) -> Path:
             filled = 0
         shards[-1][name] = size
         filled += nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, tensors in enumerate(shards, start=1):
         path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
         header, end = {}, 0

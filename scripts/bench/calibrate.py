@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 from convert.calibration import calibrate_layers, estimate
+from convert.calibration.refine import refine as refine_layer
 from convert.calibration.text import DEFAULT_TOKENS
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
@@ -62,7 +63,7 @@ def convert(*arguments: object) -> None:
 def measure(source: Path, out: Path, tokens: int) -> dict[str, float]:
     """Return the seconds of a layer with and without refining, and their estimate, in processor time."""
     common = arguments(source, out, tokens)
-    merge, refine = Timer(calibrate_layers._merge), Timer(calibrate_layers.refine)
+    merge, refine = Timer(calibrate_layers._merge), Timer(refine_layer)
     with mock.patch.multiple(calibrate_layers, _merge=merge, refine=refine):
         convert(*common)
     per_layer = merge.seconds / merge.calls
@@ -87,7 +88,7 @@ def estimated(*arguments: object) -> float:
         estimates.append(original(checkpoint, plan) / len(plan.layers))
         return estimates[-1]
 
-    clock = mock.patch.object(estimate.time, "perf_counter", time.process_time)
+    clock = mock.patch.object(time, "perf_counter", time.process_time)
     with clock, mock.patch.object(estimate, "calibration_seconds", kept):
         convert(*arguments, "--dry-run")
     return estimates[0]

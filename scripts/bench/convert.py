@@ -67,7 +67,8 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
     shards = [list(range(i, min(i + LAYER_SHARD, n_layers))) for i in range(0, n_layers, LAYER_SHARD)]
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, layers in enumerate(shards):
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
@@ -120,7 +121,7 @@ def measure(command: list[str]) -> dict[str, float]:
             time.sleep(0.004)
         seconds = time.perf_counter() - started
         if process.returncode:
-            sys.exit(f"{command[0]} failed: {process.stderr.read().decode()[-2000:]}")
+            sys.exit(f"{command[0]} failed: {process.communicate()[1].decode()[-2000:]}")
     return {"seconds": seconds, "anon_mb": anonymous / 1e3}
 
 

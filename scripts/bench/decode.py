@@ -28,7 +28,7 @@ from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM as Ours
 from scripts.bench.machine import facts
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     # of the parents in scripts/study/plans/merges.toml
     "study": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
               "vocab_size": 4096},
@@ -42,11 +42,12 @@ ROUND, WARM_UP = 10, 2
 """Timed steps per round, and warm-up steps before them."""
 
 
-def make_models(shape: dict[str, int], n_kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Ours, Theirs]:
+def make_models(shape: dict[str, Any], n_kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Ours, Theirs]:
     """Return our model and transformers' model with the same random weights."""
     config = TheirConfig(**shape, num_key_value_heads=n_kv_heads, max_position_embeddings=1 << 17)
     torch.manual_seed(0)
-    theirs = Theirs(config).to(device, dtype).eval()
+    theirs = Theirs(config).eval()
+    torch.nn.Module.to(theirs, device, dtype)
     with torch.device("meta"):
         ours = Ours(read_llama_config(config.to_dict()))
     ours.load_state_dict(theirs.state_dict(), assign=True)

@@ -36,7 +36,7 @@ def ours(source: Path, tokenizer: Path, out: Path) -> int:
 
 def theirs(source: Path, tokenizer: Path, out: Path) -> int:
     """Build windows as transformers' example for causal language models does, with an end token per document."""
-    import datasets
+    import datasets  # type: ignore[import-untyped]
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()

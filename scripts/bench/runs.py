@@ -17,15 +17,17 @@ from uptrain.runs.settings import Settings
 
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, VOCAB = 512, 4, 2, 16384
 Row = dict[str, Any]
-SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
+SHAPE: Row = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
 
 
 def make_model(folder: Path, n_kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Path:
     """Write a Llama of 27 M parameters, by default with 2 K/V heads."""
     torch.manual_seed(0)
-    heads = {"num_key_value_heads": n_kv_heads, "tie_word_embeddings": False}
+    heads: Row = {"num_key_value_heads": n_kv_heads, "tie_word_embeddings": False}
     config = LlamaConfig(**SHAPE, **heads, vocab_size=VOCAB, max_position_embeddings=SEQ_LEN)
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    torch.nn.Module.to(model, dtype)
+    model.save_pretrained(folder)
     return folder
 
 

@@ -299,8 +299,8 @@ def _table(engine: str, model: str, rows: list[Row], results: Results) -> str:
             lines.append(f"| {task} | {batch} | {context:,} | {' | '.join(shown)} |")
     for row in results.left_out:
         if (row["engine"], row["model"]) == (engine, model):
-            place = f"{row['task']} | {row['batch']} | {row['context']:,}"
-            lines.append(f"| {place} | the KV cache needs {row['gib']} GiB |{' |' * len(others)}")
+            cells = f"{row['task']} | {row['batch']} | {row['context']:,}"
+            lines.append(f"| {cells} | the KV cache needs {row['gib']} GiB |{' |' * len(others)}")
     return "\n".join(lines)
 
 

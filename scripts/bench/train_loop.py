@@ -105,7 +105,7 @@ class Documents(Dataset[dict[str, list[int]]]):
 def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """Pad a batch to its longest document, as DataCollatorForLanguageModeling does."""
     longest = max(len(row["input_ids"]) for row in rows)
-    filled = {"input_ids": [], "attention_mask": [], "labels": []}
+    filled: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
     for row in rows:
         ids = row["input_ids"]
         rest = longest - len(ids)

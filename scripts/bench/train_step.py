@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig as TheirConfig
@@ -24,7 +25,7 @@ from transformers import LlamaForCausalLM as Theirs
 from model.decoder.config import read_llama_config
 from model.decoder.llama import LlamaForCausalLM as Ours
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8},
     "25M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
 }
@@ -49,14 +50,15 @@ def make_steps(
         ours.load_state_dict(theirs.state_dict())
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
     if compiled:
-        for layers in (theirs.transformer.h if peer == "litgpt" else theirs.model.layers, ours.model.layers):
-            for layer in layers:
-                layer.compile()
+        inside: Any = theirs
+        for layer in (*(inside.transformer.h if peer == "litgpt" else inside.model.layers), *ours.model.layers):
+            layer.compile()
     ids = torch.randint(0, VOCAB[size], (batch, length), device=device)
 
     def our_loss(ids: torch.Tensor) -> torch.Tensor:
         loss_sum, n_valid = ours(ids, ids)
-        return loss_sum / n_valid
+        mean: torch.Tensor = loss_sum / n_valid
+        return mean
 
     return (
         make_step(ours, lambda: our_loss(ids), precision, device),
@@ -67,7 +69,12 @@ def make_steps(
 
 def transformers(config: TheirConfig) -> tuple[torch.nn.Module, Loss]:
     model = Theirs(config)
-    return model, lambda ids: model(ids, labels=ids, use_cache=False).loss
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = model(ids, labels=ids, use_cache=False).loss
+        return total
+
+    return model, loss
 
 
 def litgpt(config: TheirConfig) -> tuple[torch.nn.Module, Loss]:

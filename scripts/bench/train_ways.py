@@ -17,15 +17,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers.utils import logging
 
-import uptrain.runs.run
 from scripts.bench.runs import (
     ACCUMULATION,
     BUDGET,
@@ -87,15 +86,9 @@ def speed_in(record: dict[str, Any]) -> list[float]:
     return [record["tokens_per_s"]] if "tokens_per_s" in record else []
 
 
-@contextmanager
-def sharing_nothing() -> Iterator[None]:
+def sharing_nothing() -> "mock._patch[Any]":
     """Let student and teacher hold what they could share twice."""
-    real = uptrain.runs.run.equal_tensors
-    uptrain.runs.run.equal_tensors = lambda *given: []
-    try:
-        yield
-    finally:
-        uptrain.runs.run.equal_tensors = real
+    return mock.patch("uptrain.runs.run.equal_tensors", lambda *given: [])
 
 
 def compare(work: Path, steps: int, rounds: int, precision: str) -> list[Row]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from datetime import date, datetime, timedelta
 from itertools import pairwise
+from typing import Any
 
 FIRST = [
     "Ada",
@@ -112,12 +113,12 @@ def _dump(value: object, rng: random.Random) -> str:
 
 
 def orders(rng: random.Random) -> str:
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"sku": f"{good[:2].upper()}-{rng.randrange(1000, 9999)}", "name": good, "colour": rng.choice(COLOURS),
          "quantity": rng.randint(1, 6), "unit_price": rng.randrange(250, 9000) / 100}
         for good in rng.sample(GOODS, rng.randint(2, 5))
     ]  # fmt: skip
-    total = round(sum(int(line["quantity"]) * float(line["unit_price"]) for line in lines), 2)  # type: ignore[call-overload]
+    total = round(sum(line["quantity"] * line["unit_price"] for line in lines), 2)
     order: Row = {
         "order": rng.randrange(10_000, 99_999), "placed": f"{_day(rng)}T{rng.randrange(24):02}:{rng.randrange(60):02}:00Z",
         "customer": {"name": _name(rng), "city": rng.choice(PLACES), "returning": rng.random() < 0.5}, "lines": lines,

@@ -140,7 +140,8 @@ def begin(workspace: Workspace, case: Case, out: Path) -> Path:
     if case.arm.convert is None:
         return workspace.parent(case.subject.seed, f"g{case.groups}") if case.arm.from_nothing else case.subject.folder
     convert = (word.replace(REGISTERS, f"{case.subject.registers}/own") for word in case.arm.convert)
-    command, size = "mha-to-gqa", ("--groups", case.groups)
+    command: str = "mha-to-gqa"
+    size: tuple[object, ...] = ("--groups", case.groups)
     if case.latent is not None:
         command, size = "mha-to-mla", ("--latent", case.latent[0], "--rope", case.latent[1])
     programs.run("convert", command, case.subject.folder, out, *size, *convert, "--overwrite", "--json")

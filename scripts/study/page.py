@@ -122,7 +122,7 @@ def parents(work: Path) -> Iterator[Result]:
 
 def training_of_parents(results: Path) -> str:
     """Return the table of the parents' losses after each tenth of their training."""
-    lines = [{"groups": None} | line for line in read_lines(results / PARENTS)]
+    lines: list[Result] = [{"groups": None} | line for line in read_lines(results / PARENTS)]
     models = unique((line["plan"], line["groups"]) for line in lines)
     rows = []
     for share in sorted({line["share"] for line in lines if line["share"] > 0}):

@@ -87,8 +87,11 @@ def speeches(cache: Path) -> list[Document]:
 def novels(books: Path) -> tuple[list[Document], list[Document], list[Any]]:
     """Return held-out documents, calibration documents, and the sources of the held-out ones."""
     held_out = list(islice(read.novels(books / "valid.jsonl.xz"), NOVELS))
-    own = [cut(text) for _, text in islice(read.novels(books / "train-00.jsonl.xz"), OWN_DOCUMENTS * NOVELS)]
-    return [cut(text) for _, text in held_out], own, [{"novel": title} for title, _ in held_out]
+    own: list[Document] = [
+        cut(text) for _, text in islice(read.novels(books / "train-00.jsonl.xz"), OWN_DOCUMENTS * NOVELS)
+    ]
+    documents: list[Document] = [cut(text) for _, text in held_out]
+    return documents, own, [{"novel": title} for title, _ in held_out]
 
 
 def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Document], list[Any]]:

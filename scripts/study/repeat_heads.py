@@ -42,7 +42,7 @@ def repeat_heads(source: Path, out: Path, n_kv_heads: int) -> None:
 
 def _repeated(weight: Tensor, head_dim: int, n_kv_heads: int) -> Tensor:
     """Return [n_kv_heads, head_dim, inputs]: each head of `weight` as often as needed, in float64."""
-    heads = weight.double().unflatten(0, (-1, head_dim))
+    heads: Tensor = weight.double().unflatten(0, (-1, head_dim))
     return heads.repeat_interleave(n_kv_heads // len(heads), 0)
 
 

@@ -227,7 +227,7 @@ def rates(lines: list[Result]) -> Iterator[str]:
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
         own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
         by_rate = {setting: losses(tried) for setting, tried in by_setting(own).items()}
-        peaks = sorted({lr for lr, *_ in by_rate})
+        peaks = sorted({lr for lr, *_ in by_rate if lr is not None})
         if len(peaks) == 1:
             continue
         rows = [
