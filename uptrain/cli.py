@@ -31,4 +31,4 @@ for _name in COMMANDS:
 
 def main() -> None:
     """Run the command line."""
-    console.run(cli)
+    console.run(cli, launched=True)

@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from io import TextIOWrapper
+from typing import Any, TextIO
 
 import click
 from rich.console import Console
@@ -27,7 +28,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from model.common.errors import InputError, RankError, RunError
+from model.common.errors import InputError, RankError, RunError, is_lack_of_memory
 from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
@@ -42,38 +43,66 @@ class OrderedGroup(click.Group):
         return list(self.commands)
 
 
-def run(cli: click.Command) -> None:
-    """Run a command line. Errors become one line on stderr and an exit code, without a traceback."""
+def run(cli: click.Command, launched: bool = False) -> None:
+    """Run a command line. Errors become one line on stderr and an exit code, without a traceback.
+
+    `launched`: whether a launcher may have started many processes of it. They usually raise the same error, so the
+    first one on each machine prints it. A pipe that its reader has closed changes no exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # not all encodings have the characters of the tables
     try:
-        sys.exit(cli.main(standalone_mode=False))
+        code = cli.main(standalone_mode=False)
     except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        code = stop.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         echo(error.ctx.get_help() if error.ctx else "", err=True)
-        sys.exit(BAD_INPUT)
-    except click.ClickException as error:
-        _fail(error.format_message(), BAD_INPUT)
-    except InputError as error:
-        _fail(str(error), BAD_INPUT)
-    except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; the same command continues where this one stopped.", FAILED)
-    except RankError as error:
-        _fail(str(error), FAILED, alone=True)
-    except (RunError, OSError) as error:
-        is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-        _fail(str(error), BAD_INPUT if is_name_too_long else FAILED)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRA:
-            raise
-        _fail(f"this needs {package}, which is not installed; install it: pip install 'groupwise[torch]'.", BAD_INPUT)
-
-
-def _fail(message: str, code: int, alone: bool = False) -> None:
-    # All processes usually raise the same error, so one on each machine prints it.
-    if alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        echo_line(f"Error: {message}")
+        code = BAD_INPUT
+    except (Exception, KeyboardInterrupt) as error:
+        message, code = _explain(error)
+        if not launched or isinstance(error, RankError) or is_first_process():
+            echo_line(f"Error: {message}")
     sys.exit(code)
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """Return the message and the exit code of an error that is no bug; raise any other."""
+    if isinstance(error, click.ClickException):
+        return error.format_message(), BAD_INPUT
+    if isinstance(error, InputError):
+        return str(error), BAD_INPUT
+    if isinstance(error, (click.Abort, KeyboardInterrupt)):
+        return "interrupted; the same command continues, or starts again if it keeps no partial work.", FAILED
+    if isinstance(error, (RunError, OSError)):
+        is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+        return str(error), BAD_INPUT if is_name_too_long else FAILED
+    if is_lack_of_memory(error):
+        return f"not enough memory ({one_line(str(error)).partition('. ')[0]}).", FAILED
+    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:
+        return f"this needs {package}, which is not installed; install it: pip install 'groupwise[torch]'.", BAD_INPUT
+    raise error
+
+
+@contextmanager
+def _ignoring_closed_pipes(stream: TextIO) -> Iterator[None]:
+    """Go on without output once the reader has closed the pipe: the command's work and exit code stay what they are."""
+    try:
+        yield
+        stream.flush()
+    except BrokenPipeError:
+        _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def is_first_process() -> bool:
+    """Return whether this is the first process on its machine of those that a launcher has started."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0"
 
 
 def warn(message: str) -> None:
@@ -83,17 +112,22 @@ def warn(message: str) -> None:
 
 def echo(text: str, err: bool = False, nl: bool = True) -> None:
     """Print text on stdout or stderr. Control characters, which file names may contain, are escaped."""
-    click.echo(printable(text), err=err, nl=nl)
+    _print(printable(text), err, nl)
 
 
 def echo_line(text: str) -> None:
     """Print text on stderr as one line, even if names in it contain line breaks."""
-    click.echo(one_line(text), err=True)
+    _print(one_line(text), err=True)
 
 
 def print_json(result: Any) -> None:
     """Print a value as indented JSON, non-finite numbers as null."""
-    click.echo(printable_json(json.dumps(null_non_finite(result), indent=2, ensure_ascii=False, allow_nan=False)))
+    _print(printable_json(json.dumps(null_non_finite(result), indent=2, ensure_ascii=False, allow_nan=False)))
+
+
+def _print(text: str, err: bool = False, nl: bool = True) -> None:
+    with _ignoring_closed_pipes(sys.stderr if err else sys.stdout):
+        click.echo(text, err=err, nl=nl)
 
 
 def null_non_finite(value: Any) -> Any:
@@ -127,6 +161,9 @@ class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
+    def on_broken_pipe(self) -> None:
+        _discard(sys.stderr if self.stderr else sys.stdout)
+
 
 def console(stderr: bool = False) -> Console:
     """Return a console for tables. It prints [brackets] as they are instead of reading them as rich's markup."""
@@ -135,9 +172,9 @@ def console(stderr: bool = False) -> Console:
 
 @contextmanager
 def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on stderr, unless stderr is not a terminal or `quiet` is set."""
+    """Show a progress bar on stderr if that is a terminal and `quiet` is not set. Only the first process shows it."""
     screen = console(stderr=True)
-    if quiet or not screen.is_terminal:
+    if quiet or not (screen.is_terminal and is_first_process()):
         yield lambda n: None
         return
     amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))

@@ -19,3 +19,9 @@ class RunError(Exception):
 
 class RankError(RunError):
     """One of many processes stopped for a reason of its own, so this process prints the message itself."""
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Return whether numpy, or torch on any device, could not allocate memory. Needs no torch."""
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_torchs)

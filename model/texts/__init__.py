@@ -20,4 +20,4 @@ def find_reader(name: str) -> Reader:
 
 def format_of(file_name: str) -> str | None:
     """Return the format of a file by the suffix of its name; None if unknown."""
-    return next((name for name in READERS if file_name.endswith(find_reader(name).SUFFIXES)), None)
+    return next((name for name in READERS if file_name.lower().endswith(find_reader(name).SUFFIXES)), None)

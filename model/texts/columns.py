@@ -28,13 +28,14 @@ def choose(schema: Any, text_column: str, path: str) -> str:
         type_ = schema.field(text_column).type
         if not _is_text(type_):
             raise InputError(
-                f"{path}: column {text_column!r} is {type_}, not text; `uptrain prepare --text-column` names another."
+                f"{path}: column {text_column!r} is {type_}, not text; rename the column of the text to "
+                f"{text_column!r} (`uptrain prepare` takes --text-column)."
             )
         return text_column
     if TOKEN_IDS not in schema.names:
         raise InputError(
-            f"{path}: no column {text_column!r} among {some(schema.names)}; "
-            "`uptrain prepare --text-column` names another."
+            f"{path}: no column {text_column!r} among {some(schema.names)}; rename the column of the text to it "
+            "(`uptrain prepare` takes --text-column)."
         )
     type_ = schema.field(TOKEN_IDS).type
     if not _is_list_of_integers(type_):

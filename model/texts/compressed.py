@@ -117,11 +117,11 @@ SUFFIXES = tuple(KINDS)
 
 def check(path: str) -> None:
     """Raise InputError if the file's format needs a package that is not installed."""
-    KINDS[Path(path).suffix]()
+    KINDS[Path(path).suffix.lower()]()
 
 
 def is_compressed(path: str) -> bool:
-    return path.endswith(SUFFIXES)
+    return path.lower().endswith(SUFFIXES)
 
 
 def open_compressed(raw: BinaryIO, path: str) -> io.BufferedReader:
@@ -172,7 +172,7 @@ class _Decompressed(io.RawIOBase):
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
         self._raw = raw
-        self._make = KINDS[Path(path).suffix]
+        self._make = KINDS[Path(path).suffix.lower()]
         self._member = self._make()
         self._content = memoryview(b"")
 

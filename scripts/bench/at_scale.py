@@ -129,7 +129,7 @@ def communication(models: Models, part: str, devices: int) -> Communication:
     layers, taught = (
         {tensor for tensor in tensors if ".layers." in tensor.name} for tensors in (models.tensors, models.teacher)
     )
-    frozen = {tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name not in models.changed}
+    frozen = {tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name in models.same}
     lent = layers if taught & frozen else set()
 
     def received(n: int) -> int:

@@ -24,7 +24,10 @@ BAD = {
     "NUL": (b'{"text": "a\0"}\n', "not valid JSON: the line holds NUL bytes, the first at byte 12"),
     "UTF-8": (b'{"text": "\xe9t\xe9"}\n', "not valid UTF-8 at byte 11 of the line"),
     "no object": (b"[1, 2]\n", "a list instead of an object"),
-    "no column": (b'{"body": "a"}\n', "no field 'text' among 'body'; `uptrain prepare --text-column` names another"),
+    "no column": (
+        b'{"body": "a"}\n',
+        "no field 'text' among 'body'; rename the field of the text to it (`uptrain prepare` takes --text-column)",
+    ),
     "type": (b'{"text": 5}\n', "field 'text' is a number, not a string"),
     "id too high": (
         b'{"input_ids": [1, 299, 300]}\n', "token id 300 at position 2 of 'input_ids', outside the vocabulary of 300",
@@ -43,7 +46,7 @@ def test_bad_line_in_the_middle(prepare, tmp_path, monkeypatch, kind, unit_bytes
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 16 + bad + line() * 16)
     result = prepare(path)
-    hint = "correct it, or skip such records with --on-bad-record skip."
+    hint = "correct it, or skip such records with `uptrain prepare --on-bad-record skip`."
     result.refused(f"Error: {path}:17: {reason}; {hint}")
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.groupwise").exists() == (unit_bytes == 64) == ("(Finished work is kept" in result.err)

@@ -130,7 +130,10 @@ def test_interrupt_says_how_to_continue(source, tmp_path):
     command = [sys.executable, "-c", code, "mha-to-mqa", "--method", "mean", str(source), str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert result.stderr.strip() == "Error: interrupted; the same command continues where this one stopped."
+    assert (
+        result.stderr.strip()
+        == "Error: interrupted; the same command continues, or starts again if it keeps no partial work."
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -105,9 +105,9 @@ def expected_of_long(tmp_path_factory, long_source, tokenizer):
     return tiny.snapshot(out)
 
 
-TERM, INT = signal.SIGTERM, signal.SIGINT
-FAST = [(False, [TERM]), (True, [INT]), (False, [TERM, TERM])]
-CASES = [(group, signals) for group in (False, True) for signals in ([TERM], [INT], [TERM, TERM])]
+TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+FAST = [(False, [TERM]), (True, [USR1]), (False, [TERM, TERM])]
+CASES = [(group, signals) for group in (False, True) for signals in ([TERM], [INT], [USR1], [TERM, TERM])]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,10 @@ def test_signal_in_the_middle(
         (os.killpg if whole_group else os.kill)(process.pid, number)
     result = finish()
     assert result.code == 1
-    assert result.err.strip() == "Error: interrupted; the same command continues where this one stopped."
+    assert (
+        result.err.strip()
+        == "Error: interrupted; the same command continues, or starts again if it keeps no partial work."
+    )
     wait_until(lambda: not processes_of(process.pid))
     assert not out.exists()
     units_done = [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:]]

@@ -130,10 +130,13 @@ def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
         (b'{"text": true}\n', "field 'text' is true or false, not a string"),
         (b'{"text": ["a"]}\n', "field 'text' is a list, not a string"),
         (b'{"text": {}}\n', "field 'text' is an object, not a string"),
-        (b"{}\n", "no field 'text' among no fields; `uptrain prepare --text-column` names another"),
+        (
+            b"{}\n",
+            "no field 'text' among no fields; rename the field of the text to it",
+        ),
         (
             b'{"id": 1, "content": "a"}\n',
-            "no field 'text' among 'id', 'content'; `uptrain prepare --text-column` names another",
+            "no field 'text' among 'id', 'content'; rename the field of the text to it",
         ),
         (b'{"text": "a"\n', "not valid JSON (Expecting ',' delimiter at column 13)"),
         (b'{"text": "a", "b"', "not valid JSON: the last line is cut off (Expecting ':' delimiter at column 18)"),
@@ -238,8 +241,16 @@ def test_columns_with_bad_values(tmp_path, name):
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("text", [1, 2], "column 'text' is int64, not text; `uptrain prepare --text-column` names another"),
-        ("content", ["a"], "no column 'text' among 'content'; `uptrain prepare --text-column` names another"),
+        (
+            "text",
+            [1, 2],
+            "column 'text' is int64, not text; rename the column of the text to 'text'",
+        ),
+        (
+            "content",
+            ["a"],
+            "no column 'text' among 'content'; rename the column of the text to it",
+        ),
         ("input_ids", ["a"], "column 'input_ids' is string, not lists of whole numbers"),
         ("input_ids", [[0.5]], "column 'input_ids' is list<(item|element): double>, not lists of whole numbers"),
     ],

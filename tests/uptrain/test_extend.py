@@ -25,6 +25,10 @@ def test_its_record(uptrain, inputs, tmp_path):
     assert [step for step, _ in real_runs.evaluations(short)] == [0, 2, 4, 5]
     assert [step for step, _ in real_runs.evaluations(longer)] == [0, 2, 4, 6, 8]
     assert [step for (step,) in real_runs.steps(longer)] == [*range(1, 9)]
+    kept = [
+        json.loads((path / "state.json").read_text())["keep"] for path in sorted((longer / "checkpoints").iterdir())
+    ]
+    assert kept.count(True) == 1, "the one that was copied gave way to its own"
 
 
 def test_alpha_stays_unknown(uptrain, inputs, tmp_path):

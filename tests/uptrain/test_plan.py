@@ -140,8 +140,10 @@ def test_memory_and_time_for_processes_and_teacher(uptrain, source):
     besides = needed["gathered_bytes"] + needed["activations_bytes"] + needed["logits_bytes"]
     assert needed["sharded_bytes_per_process"]["4"] - besides == 18 * one["n_params"] / 4
     assert list(needed["sharded_bytes_per_process"]) == ["2", "4", "8"]
-    three = plan(uptrain, source, "--tokens", "1B", *SIZE, "--processes", 3)
-    assert list(three["memory"]["kv"]["sharded_bytes_per_process"]) == ["2", "3", "4", "8"]
+    many = plan(uptrain, source, "--tokens", "1B", *SIZE, "--processes", 16)
+    assert list(many["memory"]["kv"]["sharded_bytes_per_process"]) == ["2", "4", "8", "16"]
+    uneven = uptrain("plan", source, "--tokens", "1B", *SIZE, "--processes", 3)
+    uneven.refused("64 windows of 1000 tokens cannot be divided evenly among 3 processes")
     assert four["time"]["flops"] == 8 * one["n_params"] * four["tokens"]
     assert four["time"]["hours"]["H100"] == pytest.approx(four["time"]["device_hours"]["H100"] / 4)
 

@@ -1,4 +1,4 @@
-"""Read what a conversion recorded of a model: its sources, its method, and the tensors that it changed."""
+"""Read what a conversion recorded of a model: its sources and its method."""
 
 import json
 from collections.abc import Mapping
@@ -13,17 +13,12 @@ def source_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the folder's sources, latest conversion first, from `groupwise.json`; else its own name."""
     from model.checkpoint.hub import origin_of  # imports numpy, which the command line does not need to start
 
-    return tuple(name for name, *_ in _conversions(folder)) or (origin_of(folder)[0],)
+    return tuple(name for name, _ in _conversions(folder)) or (origin_of(folder)[0],)
 
 
 def merge_method(folder: Path) -> str | None:
     """Return the method of the folder's last conversion, from `groupwise.json`; None without one."""
-    return next((method for _, method, _ in _conversions(folder)), None)
-
-
-def changed_tensors(folder: Path) -> tuple[str, ...]:
-    """Return the tensors of layers that the folder's last conversion merged whole, from `groupwise.json`."""
-    return next((changed for *_, changed in _conversions(folder)), ())
+    return next((method for _, method in _conversions(folder)), None)
 
 
 def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
@@ -36,8 +31,8 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     return "attention" if knows_attention(config) and merge_method(folder) is not None else "all"
 
 
-def _conversions(folder: Path) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Return source name, method and tensors merged whole of each conversion, the last one first."""
+def _conversions(folder: Path) -> list[tuple[str, str]]:
+    """Return source name and method of each conversion, the last one first."""
     path = folder / CONVERSION_RECORD
     if not path.is_file():
         return []
@@ -46,8 +41,7 @@ def _conversions(folder: Path) -> list[tuple[str, str, tuple[str, ...]]]:
         record: Any = json.loads(content)
         conversions = []
         while record is not None:
-            changed = tuple(map(str, record.get("sha256") or ()))
-            conversions.append((str(record["source"]["name"]), str(record.get("method")), changed))
+            conversions.append((str(record["source"]["name"]), str(record.get("method"))))
             record = record["source"].get("groupwise")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model again, or remove the file.") from error

@@ -1,4 +1,7 @@
-"""Estimate the memory of a device from file headers, by a formula that is part of the output. Needs no torch."""
+"""Estimate the memory of a device from file headers, by a formula that is part of the output. Needs no torch.
+
+Of a teacher, some rows are read too: parameters that equal the student's are in memory once.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,14 +11,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import Tensor, open_checkpoint
+from model.checkpoint import Checkpoint, Tensor, open_checkpoint
 from model.checkpoint.latent_norm import without_latent_norm
 from model.checkpoint.tensor import BITS
 from model.common import checks
 from model.common.errors import InputError
 from model.families import is_native
 from model.geometry import ModelSizes, read_sizes
-from uptrain.budget.conversion_record import changed_tensors
 from uptrain.budget.training_time import count_parameters, is_rope
 from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch
 from uptrain.training.parts import common_dtype, part_pattern
@@ -32,8 +34,6 @@ LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
 """Bytes of a logit of a chunk, in bfloat16 and float32; with a teacher also its logits, and the log ratio."""
 WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
 """The same where all logits are there at once, with their log-softmax and its gradient."""
-_RESCALED = re.compile(r"(^|\.)(embed_tokens|down_proj)\.")
-"""Tensors besides attention that a conversion to latent attention rescales if it changes the norms' epsilon."""
 MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
     "(their bfloat16 copies; not sharded) + the frozen parameters in the model's dtype + 2 bytes x the teacher's "
@@ -106,8 +106,8 @@ class Models:
     tensors: tuple[Tensor, ...]
     teacher: tuple[Tensor, ...]
     """Empty without a teacher."""
-    changed: frozenset[str]
-    """The tensors that the conversion changed but kept in shape: they differ from the teacher's of that name."""
+    same: frozenset[str]
+    """The tensors that equal the teacher's of that name, as far as some of their rows tell."""
     config: Mapping[str, Any]
     sizes: ModelSizes
     intermediate_size: int
@@ -131,20 +131,13 @@ class Models:
             config, sizes = checkpoint.config, read_sizes(checkpoint)
             tensors = _parameters(without_latent_norm(checkpoint).tensors.values())
         wide = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
-        taught: tuple[Tensor, ...] = ()
-        changed = {*changed_tensors(model)}
-        if teacher is not None:
-            with open_checkpoint(teacher) as checkpoint:
-                taught = _parameters(without_latent_norm(checkpoint).tensors.values())
-                if checkpoint.config.get("rms_norm_eps") != config.get("rms_norm_eps"):
-                    changed |= {tensor.name for tensor in tensors if _RESCALED.search(tensor.name)}
-        return cls(tensors, taught, frozenset(changed), config, sizes, wide, seq_len, precision, optimizer, lora_rank)
+        taught, same = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
+        return cls(tensors, taught, same, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
 
     def memory(self, way: Way) -> Memory:
         """Return the memory of a way. Raises InputError if the model does not have its part.
 
-        Tensors of the teacher count as shared if a frozen one has their name, dtype and shape, and the conversion did
-        not change it.
+        Tensors of the teacher count as shared if they are in `same` and frozen.
         """
         pattern, width = part_pattern(way.trainable, self.config), COMPUTE_BYTES[self.precision]
         trained = [tensor for tensor in self.tensors if pattern.search(tensor.name)]
@@ -152,7 +145,7 @@ class Models:
             trained = list(self._adapters())
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), way.micro_batch * self.seq_len
-        same = {tensor for tensor in set(self.teacher) & set(frozen) if tensor.name not in self.changed}
+        same = {tensor for tensor in frozen if tensor.name in self.same}
         return Memory(
             frozen=count_parameters(frozen) * BITS[common_dtype(self.tensors)] // 8,
             masters=MASTER_BYTES * n_trained,
@@ -200,6 +193,24 @@ class Models:
             by_layer[layer] = by_layer.get(layer, 0) + prod(tensor.shape)
         outside = by_layer.pop(None)
         return outside + n_layers * max(by_layer.values(), default=0)
+
+
+def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[Tensor, ...], frozenset[str]]:
+    """Return the teacher's parameters, and the names of those that equal the model's.
+
+    Three rows of each tensor are compared: what was trained or rescaled differs in nearly all of them.
+    """
+    with open_checkpoint(model) as student, open_checkpoint(teacher) as parent:
+        own, theirs = without_latent_norm(student), without_latent_norm(parent)
+        taught = _parameters(theirs.tensors.values())
+        alike = [tensor for tensor in taught if own.tensors.get(tensor.name) == tensor]
+        return taught, frozenset(tensor.name for tensor in alike if _rows_equal(own, theirs, tensor))
+
+
+def _rows_equal(one: Checkpoint, other: Checkpoint, tensor: Tensor) -> bool:
+    n_rows = tensor.shape[0] if tensor.shape else 0
+    starts = sorted({0, n_rows // 2, n_rows - 1}) if n_rows else []
+    return all(one.rows(tensor.name, i, i + 1).tobytes() == other.rows(tensor.name, i, i + 1).tobytes() for i in starts)
 
 
 def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:

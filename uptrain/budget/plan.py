@@ -8,6 +8,7 @@ from typing import Any
 
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
+from model.common.read_files import UPTRAINING_RECORD
 from uptrain.budget import training_time
 from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
@@ -50,7 +51,14 @@ def make_plan(
     models = Models.read(model, teacher, length, optimizer=optimizer)
     n_params = training_time.count_parameters(models.tensors)
     work = training_time.Workload(n_params, training_time.count_parameters(models.teacher), processes)
+    n_windows = budget.global_batch_tokens // length
+    if n_windows % processes:
+        raise InputError(
+            f"a step of {n_windows} windows of {length} tokens cannot be divided evenly among {processes} processes; "
+            "change --global-batch-tokens or --processes."
+        )
     numbers = sorted({*DEVICES, processes})
+    divisors = [n for n in numbers if n_windows % n == 0]
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
     plan_schedule = Schedule(schedule, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
     data_use = _data(data, manifest, budget, length)
@@ -64,7 +72,7 @@ def make_plan(
         "tokens_per_parameter": budget.tokens / n_params,
         "global_batch_tokens": budget.global_batch_tokens,
         "seq_len": length,
-        "sequences_per_step": budget.global_batch_tokens // length,
+        "sequences_per_step": n_windows,
         "original": _original(budget.original) if budget.original else None,
         "original_tokens": budget.original_tokens,
         "data": data_use,
@@ -76,7 +84,7 @@ def make_plan(
             "least_micro_batch_tokens": length,
             "optimizer": optimizer,
             "formula": MEMORY_FORMULA,
-            "fitting": None if memory is None else _fitting(models, memory, numbers, str(model), teacher),
+            "fitting": None if memory is None else _fitting(models, memory, divisors, str(model), teacher),
         },
         "time": training_time.time(work, budget.tokens),
         "processes": processes,
@@ -168,6 +176,6 @@ def _first_loss(model: Path, data: Path | None) -> str:
     measure = f"measure it with: uptrain evaluate {model} --data {cache}"
     if data is not None:
         return measure
-    method = merge_method(model)
+    method = None if (model / UPTRAINING_RECORD).is_file() else merge_method(model)
     expected = f"{FIRST_LOSS[method in ('fit', 'latent')]}. " if method else ""
     return f"{expected}With a token cache, {measure}"

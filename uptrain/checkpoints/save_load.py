@@ -93,6 +93,7 @@ class Checkpoints:
         self.folder = folder
         self._accelerator = accelerator
         self._keep_last = keep_last
+        self._damaged: list[Path] = []
 
     def clean_up(self) -> None:
         """Make the folder, and remove leftovers of a killed save or rotation."""
@@ -118,12 +119,13 @@ class Checkpoints:
             with self._raising_together():
                 _write_tensors(unfinished / TENSORS, loss_module, optimizer)
             self._finish(unfinished, final, {**state, "keep": keep})
+            self._damaged = [folder for folder in self._damaged if folder != final]
         except SaveError:
             on_main(self._accelerator, lambda: shutil.rmtree(unfinished, ignore_errors=True))
             raise
 
     def rotate(self, newest: int) -> str:
-        """Remove checkpoints older than that of step `newest`, except the last `keep_last` and those marked to keep.
+        """Remove checkpoints before step `newest`, except the last `keep_last` and the last one marked to keep.
 
         Return an error, or "". Some network file systems do not remove a file while it is read; the next start removes
         it then.
@@ -185,13 +187,17 @@ class Checkpoints:
         return sums
 
     def _rotate(self, newest: int) -> str:
-        # Checkpoints after `newest` are damaged, and were rejected on resume: they do not count.
+        # Checkpoints after `newest` are damaged, and are written again: they do not count.
         try:
             steps = [step for step in list_checkpoints(self.folder) if step <= newest]
+            for damaged in self._damaged:  # they must not take the place of a whole one
+                if damaged.exists():
+                    _remove(damaged)
+                steps = [step for step in steps if folder_name(step) != damaged.name]
+            kept = [step for step in steps if _is_kept(self.folder / folder_name(step))]
             for step in steps[: -self._keep_last]:
-                path = self.folder / folder_name(step)
-                if not _is_kept(path):
-                    _remove(path)
+                if step not in kept[-1:]:  # `extend` copies one, which is of no use once the longer run has its own
+                    _remove(self.folder / folder_name(step))
         except OSError as error:
             return str(error)
         return ""
@@ -210,6 +216,7 @@ class Checkpoints:
                 except InputError as error:
                     damage = str(error)
             rejected.append(damage)
+            self._damaged.append(folder)
         if rejected:
             raise InputError(f"no checkpoint in {self.folder} is whole: {'; '.join(rejected)}.")
         return None

@@ -8,14 +8,12 @@ import click
 
 from model.common import console
 from model.common.command_options import device_option
-from uptrain.commands.options import seq_len_option
+from uptrain.commands.options import ModelFolder, seq_len_option
 from uptrain.runs.settings import PRECISIONS
-
-FOLDER = click.Path(path_type=Path)
 
 
 @click.command("evaluate")
-@click.argument("model", type=FOLDER)
+@click.argument("model", type=ModelFolder())
 @click.option(
     "--data",
     required=True,
@@ -23,7 +21,7 @@ FOLDER = click.Path(path_type=Path)
     help="Held-out text: a token cache, or texts as for `uptrain prepare`.",
 )
 @seq_len_option
-@click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The parent, to compare with.")
+@click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to compare with.")
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),

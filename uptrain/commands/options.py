@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,22 @@ from uptrain.runs.settings import OPTIMIZERS
 
 if TYPE_CHECKING:
     from uptrain.data.prepare.quotas import MachineShard
+
+
+class ModelFolder(click.Path):
+    """A folder, or the name of a model in the Hugging Face cache, whose folder there is the value."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        path = Path(str(super().convert(value, parameter, context)))
+        if path.exists() or path.is_symlink():
+            return path
+        from model.checkpoint.hub import find_in_cache  # imports numpy, which the command line does not need to start
+
+        if cached := find_in_cache(path):
+            return cached
+        raise InputError(
+            f"{path}: no such file or folder; give a model's folder, or its name in the Hugging Face cache (org/name)."
+        )
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:

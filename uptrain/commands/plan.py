@@ -14,7 +14,7 @@ from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import parse_count, show_count
 from uptrain.budget.learning_rate import Schedule, learning_rate
-from uptrain.commands.options import budget_options, count_option, optimizer_option, schedule_options
+from uptrain.commands.options import ModelFolder, budget_options, count_option, optimizer_option, schedule_options
 from uptrain.runs.settings import TRAINABLE
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -45,12 +45,12 @@ def _parse_size(context: click.Context, parameter: click.Parameter, value: str |
 
 
 @click.command("plan")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=ModelFolder())
 @budget_options
 @schedule_options
 @click.option("--data", type=click.Path(path_type=Path), metavar="CACHE", help="The token cache to train on.")
 @count_option("--seq-len", "Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]")
-@click.option("--teacher", type=click.Path(path_type=Path), metavar="FOLDER", help="The parent, to distil from.")
+@click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(
     "--processes", type=click.IntRange(1, LARGEST_COUNT), default=1, show_default=True, help="Devices to train on."
 )

@@ -10,6 +10,7 @@ from model.common.checks import FiniteFloat, show
 from model.common.command_options import RenamedOption, pop_fields
 from uptrain.budget.budget import BudgetOptions
 from uptrain.commands.options import (
+    ModelFolder,
     budget_options,
     max_minutes_option,
     optimizer_option,
@@ -71,7 +72,7 @@ def _check_no_nul(text: str) -> str:
 
 
 @click.command("run")
-@click.argument("model", type=FOLDER, required=False)
+@click.argument("model", type=ModelFolder(), required=False)
 @click.option(
     "--config",
     type=FOLDER,
@@ -83,7 +84,7 @@ def _check_no_nul(text: str) -> str:
 )
 @click.option(
     "--init",
-    type=FOLDER,
+    type=ModelFolder(),
     metavar="FOLDER",
     help="Instead of MODEL: train the model that FOLDER/config.json describes, from random weights.",
 )
@@ -99,7 +100,9 @@ def _check_no_nul(text: str) -> str:
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The run's folder, which must not exist.")
 @budget_options
 @schedule_options
-@click.option("--teacher", type=FOLDER, metavar="FOLDER", help="The MHA parent, to distil from and to compare with.")
+@click.option(
+    "--teacher", type=ModelFolder(), metavar="FOLDER", help="The MHA parent, to distil from and to compare with."
+)
 @click.option(
     "--teacher-logits",
     type=FOLDER,

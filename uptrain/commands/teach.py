@@ -6,14 +6,14 @@ import click
 
 from model.common import console
 from model.common.checks import LARGEST_SIZE
-from uptrain.commands.options import parse_machine_shard
+from uptrain.commands.options import ModelFolder, parse_machine_shard
 from uptrain.runs.signals import interruptible
 
 FOLDER = click.Path(path_type=Path)
 
 
 @click.command("teach")
-@click.argument("model", type=FOLDER)
+@click.argument("model", type=ModelFolder())
 @click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="The token cache that runs will train on.")
 @click.option("--out", type=FOLDER, required=True, metavar="LOGITS", help="The folder of logits to write.")
 @click.option(

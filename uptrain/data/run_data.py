@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.hf_folder import read_config
-from model.common.console import echo
+from model.common.console import echo, warn
 from model.common.errors import InputError
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.token_cache import MANIFEST, Cache
@@ -16,15 +16,15 @@ from uptrain.runs.settings import Settings, default_seq_len
 from uptrain.runs.signals import interruptible
 
 
-def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path) -> Path:
+def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path, option: str = "--data") -> Path:
     """Return the token cache that `data` names; if `data` names texts, tokenise them into `beside` first.
 
     `data` are sources of `uptrain prepare`, `tokenizer` is the model's folder. `seq_len` defaults to the model's
-    context, at most 4096. The main process builds the cache, and the others wait for it.
+    context, at most 4096. `option` gave `data`. The main process builds the cache, and the others wait for it.
     """
     if not is_cache(data):
         length = seq_len_of(data, tokenizer, seq_len)
-        main_process_first(lambda: _build(data, tokenizer, length, beside), beside / MANIFEST)
+        main_process_first(lambda: _build(data, tokenizer, length, beside, option), beside / MANIFEST)
     return cache_folder(data, beside)
 
 
@@ -74,7 +74,10 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path) -> None:
+def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path, option: str) -> None:
+    options = PrepareOptions(tuple(data), out, seq_len, tokenizer, workers=n_cores(), option=option)
     with interruptible():
-        summary = prepare(PrepareOptions(tuple(data), out, seq_len, tokenizer, workers=n_cores()), quiet=False)
+        summary = prepare(options, quiet=False)
+    if ignored := summary["ignored"]:
+        warn(f"{option}: {len(ignored):,} files of an unknown format are left out, such as {ignored[0]}.")
     echo(f"Tokenised into {out}: {summary['documents']:,} documents, {summary['tokens']:,} tokens", err=True)

@@ -56,6 +56,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def check_trackers(track: Sequence[str]) -> None:
+    """Raise InputError for a tracker whose package is not installed: accelerate would silently ignore it."""
+    if missing := set(track) - {str(tracker) for tracker in get_available_trackers()}:
+        raise InputError(f"--track {min(missing)} needs a package: pip install {min(missing)}.")
+
+
 def make_accelerator(
     precision: str,
     block_names: Sequence[str],
@@ -68,9 +74,7 @@ def make_accelerator(
     Raises InputError if the processes do not form one group, or sharding was requested and is unavailable. accelerate
     would silently run several trainings in one folder, or train unsharded.
     """
-    if missing := set(track) - {str(tracker) for tracker in get_available_trackers()}:
-        # accelerate would silently ignore it
-        raise InputError(f"--track {min(missing)} needs a package: pip install {min(missing)}.")
+    check_trackers(track)
     check_launcher()
     sharded = wants_sharding()
     if _is_set("ACCELERATE_USE_DEEPSPEED"):

@@ -15,7 +15,7 @@ from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, witho
 from model.checkpoint.safetensors_writer import ShardFile, divide, index_text, name_shards
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
-from model.common.read_files import CONVERSION_RECORD
+from model.common.read_files import CONVERSION_RECORD, UPTRAINING_RECORD
 from model.common.staging import Staging, check_out
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
@@ -27,7 +27,6 @@ from uptrain.training.module import STUDENT
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 MAX_SHARD_SIZE = 5 * 10**9
-RECORD = "uptraining.json"
 _PIECE = 64 << 20
 """Bytes of a tensor that are in memory at once."""
 Progress = Callable[[float], None]
@@ -183,7 +182,7 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, progress: Progr
 def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str) -> None:
     side_files, _ = list_files(source)
     files: dict[str, Path | bytes] = {**side_files, "config.json": config_text(source, dtype)}
-    files[RECORD] = json_text(record)
+    files[UPTRAINING_RECORD] = json_text(record)
     files["README.md"] = model_card(source, record)
     if (source / CONVERSION_RECORD).is_file():
         files[CONVERSION_RECORD] = source / CONVERSION_RECORD

@@ -55,9 +55,20 @@ def _section(record: dict[str, Any]) -> str:
 |---|---|
 {table}
 
-Details are in `uptraining.json`.
+{_what_changed(settings)} Details are in `uptraining.json`.
 {END}
 """
+
+
+def _what_changed(settings: dict[str, Any]) -> str:
+    """Return a sentence that holds against what the initial model's card says of its weights."""
+    if not settings["model"]:
+        return "All weights are trained from random ones."
+    changed = {"all": "all weights", "attention": "the weights of attention", "kv": "the weights of keys and values"}
+    part = changed.get(
+        settings.get("trainable", "all"), "the linear maps of all layers, by adapters that are merged into them,"
+    )
+    return f"Since what is said above, training has changed {part}."
 
 
 def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:

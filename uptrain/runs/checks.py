@@ -6,6 +6,7 @@ from typing import Any
 
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
+from model.common.tokenizer import open_tokenizer
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.prepare.tokenizer import tokenizer_sha256
@@ -53,6 +54,24 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
         raise InputError(
             f"the teacher {name} has {teacher_vocab_size} tokens, the student {vocab_size}; "
             "distillation needs the same vocabulary."
+        )
+
+
+def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:
+    """Raise InputError if a token has another id in the teacher's tokenizer than in the student's.
+
+    Their files may differ, and a folder without a tokenizer is not checked: the data may be tokenised already.
+    """
+    try:
+        if tokenizer_sha256(folder) == tokenizer_sha256(teacher):
+            return
+        own, theirs = open_tokenizer(folder).get_vocab(), open_tokenizer(teacher).get_vocab()
+    except InputError:
+        return
+    if others := sorted(token for token in own.keys() & theirs.keys() if own[token] != theirs[token]):
+        raise InputError(
+            f"the teacher {teacher} has other ids than the student for {len(others):,} tokens, such as {others[0]!r}; "
+            "distillation needs the same tokenizer."
         )
 
 

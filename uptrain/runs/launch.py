@@ -1,11 +1,13 @@
 """Launch `uptrain run`, `resume` and `extend`: resolve options, check inputs, train, and report the end."""
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import PartialState
 
 from model.common.console import echo, echo_line
@@ -14,9 +16,17 @@ from uptrain.budget.budget import repetition_warning
 from uptrain.data.run_data import beside, cache_of, seq_len_of
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import Cache
-from uptrain.distributed.accelerator import check_launcher
+from uptrain.distributed.accelerator import check_launcher, check_trackers
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
-from uptrain.runs.checks import check_exportable, check_new, check_packing, check_teacher, check_tokenizer
+from uptrain.runs.checks import (
+    check_batch,
+    check_exportable,
+    check_new,
+    check_packing,
+    check_teacher,
+    check_teachers_tokenizer,
+    check_tokenizer,
+)
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
 from uptrain.runs.progress import ProgressSink, training_bar
@@ -40,13 +50,17 @@ def launch_new(options: RunOptions) -> None:
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = resolve_settings(options, folder, seq_len)
     check_models(options.model, options.teacher, seq_len, settings.trainable, settings.lora_rank)
+    if options.teacher:
+        check_teachers_tokenizer(folder, options.teacher)
     if options.init:
         check_new(options.init, seq_len)
+    check_batch(settings.global_batch, int(os.environ.get("WORLD_SIZE", "1")))
+    check_trackers(settings.track)
     if options.teacher_logits:
         LogitsManifest.parse(options.teacher_logits)
     if options.eval_data:
-        _make_cache([options.eval_data], folder, seq_len, beside(out, "eval_data"))
-    _make_cache(options.data, folder, seq_len, beside(out, "data"))
+        _make_cache([options.eval_data], folder, seq_len, beside(out, "eval_data"), "--eval-data")
+    _make_cache(options.data, folder, seq_len, beside(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, Cache.open(Path(settings.data)))
     warnings = warnings_of(settings)
@@ -103,10 +117,16 @@ def _deadline(max_minutes: float | None) -> float:
     return math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
 
-def _make_cache(data: Sequence[str], folder: Path, seq_len: int, beside: Path) -> None:
-    """Make the token cache of the sources if necessary. Raises InputError if its tokenizer is another."""
-    path = cache_of(data, folder, seq_len, beside)
-    check_tokenizer(Cache.open(path), path, folder)
+def _make_cache(data: Sequence[str], folder: Path, seq_len: int, beside: Path, option: str) -> None:
+    """Make the token cache of the sources if necessary.
+
+    Raises InputError if its tokenizer is another, or there is nothing to predict in it.
+    """
+    path = cache_of(data, folder, seq_len, beside, option)
+    cache = Cache.open(path)
+    check_tokenizer(cache, path, folder)
+    if not cache.n_targets(np.arange(cache.n_windows)):
+        raise InputError(f"{option} {path} has nothing to predict: no document in it has two tokens.")
 
 
 def warnings_of(settings: Settings) -> list[str]:

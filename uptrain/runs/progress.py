@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from model.common.console import console, echo, size
+from model.common.console import console, echo, is_first_process, size
 
 _LINE_EVERY_SECONDS = 30.0
 ProgressSink = Callable[[dict[str, Any]], None]
@@ -17,7 +17,7 @@ ProgressSink = Callable[[dict[str, Any]], None]
 def training_bar(steps: int) -> Iterator[ProgressSink]:
     """Yield a function that shows a record of `metrics.jsonl`; call it for each one written."""
     screen = console(stderr=True)
-    if not screen.is_terminal:
+    if not (screen.is_terminal and is_first_process()):
         yield _Lines(steps)
         return
     columns = (TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -32,6 +32,16 @@ def training_bar(steps: int) -> Iterator[ProgressSink]:
                 progress.console.print(_line(record))
 
         yield show
+
+
+def without_errors(show: ProgressSink) -> ProgressSink:
+    """Return `show` without its OSErrors: a closed pipe, or a log on a full disk, must not stop the training."""
+
+    def show_if_possible(record: dict[str, Any]) -> None:
+        with suppress(OSError):
+            show(record)
+
+    return show_if_possible
 
 
 class _Lines:

@@ -82,7 +82,7 @@ def _micro_batch(options: RunOptions, way: Way, config: dict[str, Any], seq_len:
     """
     if options.model is None or not has_estimate(config):
         return default_micro_batch(seq_len)
-    models = Models.read(options.model, options.teacher, seq_len, precision, options.optimizer, rank)
+    models = Models.read(options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK)
     return fitting_micro_batch(models, way, options.model, options.teacher)
 
 

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text, list_files
-from model.common.errors import InputError, RankError, RunError
+from model.common.errors import InputError, RankError, RunError, is_lack_of_memory
 from model.common.files import copy_file, replace_file, sync_tree, write_file
 from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
@@ -44,7 +44,7 @@ from uptrain.runs.checks import (
 from uptrain.runs.fingerprints import check_same, identities
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
 from uptrain.runs.metrics_log import Metrics
-from uptrain.runs.progress import ProgressSink
+from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.settings import Settings
 from uptrain.runs.signals import stop_request
 from uptrain.training.language_model import LanguageModel
@@ -93,7 +93,8 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
     check_batch(settings.global_batch, accelerator.num_processes)
     check_same_data(settings.data, run.cache_sha256)
     with _locked_on_main(accelerator, folder):
-        checkpoint = Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last).newest()
+        checkpoints = Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last)
+        checkpoint = checkpoints.newest()
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.identities, reads_model))
         if reads_model:
@@ -102,6 +103,7 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
             training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
         if checkpoint is None:
             return train_run(folder, settings, training, RunState(), None)
+        training.checkpoints = checkpoints  # it knows which ones are damaged
         load(checkpoint.folder, training.loss_module, training.optimizer)
         if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
@@ -134,7 +136,9 @@ def make_folder(
     side_files, _ = list_files(config_folder)
     files = {**side_files, "config.json": config_folder / "config.json"}
     record = config_folder / CONVERSION_RECORD
-    if record.is_file():
+    if not settings.model:  # random weights: what the folder says of its own does not apply
+        files.pop("README.md", None)
+    elif record.is_file():
         files[record.name] = record
     run = Run(
         settings=settings,
@@ -212,6 +216,14 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     hint = f"`uptrain resume {folder}` continues from the newest checkpoint"
     if isinstance(error, SaveError):
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
+    if is_lack_of_memory(error):
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        text = (
+            f"after step {step}, memory ran out ({reason}). Start a new run with a smaller --micro-batch, or with "
+            "--activation-checkpointing; `uptrain plan --memory` shows what fits"
+        )
+        is_one_of_many = accelerator.num_processes > 1
+        return RankError(f"process {accelerator.process_index}, {text}.") if is_one_of_many else RunError(f"{text}.")
     if is_lost_process(error):
         message = " ".join(str(error).split())
         return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
@@ -284,7 +296,7 @@ def build(
         eval_every=settings.eval_every,
         spike_sigma=settings.spike_sigma,
         deadline=deadline,
-        show=show,
+        show=without_errors(show),
         logits=logits,
         shared_bytes=shared_bytes,
     )

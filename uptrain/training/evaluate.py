@@ -19,7 +19,13 @@ from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import choose_device, make_accelerator
 from uptrain.distributed.collectives import all_reduce_sum, destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
-from uptrain.runs.checks import check_packing, check_teacher, check_tokenizer, check_vocabulary
+from uptrain.runs.checks import (
+    check_packing,
+    check_teacher,
+    check_teachers_tokenizer,
+    check_tokenizer,
+    check_vocabulary,
+)
 from uptrain.runs.settings import default_micro_batch
 from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.losses import WITHOUT_TEACHER
@@ -104,9 +110,11 @@ def _evaluate_folder(
     student = load_student(model)
     check_vocabulary(cache, student.head_weight.shape[0], data)
     check_packing(student, cache.seq_len)
-    teacher_model = load_teacher(teacher, precision) if teacher else None
-    if teacher_model is not None:
+    teacher_model = None
+    if teacher is not None:
+        teacher_model = load_teacher(teacher, precision)
         check_teacher(student.head_weight.shape[0], teacher_model.head_weight.shape[0], str(teacher))
+        check_teachers_tokenizer(model, teacher)
         check_packing(teacher_model, cache.seq_len)
         teacher_model.to(accelerator.device)
     loss_module = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, teacher_model))

@@ -308,7 +308,8 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
         result = evaluate(
             training.loss_module,
             training.eval_cache,
-            training.micro_batch,
+            # As many tokens as in training; the held-out windows may be longer.
+            max(1, training.micro_batch * training.cache.seq_len // training.eval_cache.seq_len),
             training.accelerator,
             with_teacher,
             lambda: bool(_reason(training)),

@@ -47,6 +47,8 @@ class PrepareOptions:
     workers: int = 1
     machine_shard: MachineShard | None = None
     """Tokenise only this machine shard; a later call without it joins all machine shards."""
+    option: str = "--data"
+    """The option that gave `data`, for messages."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def _make_plan(options: PrepareOptions) -> _Plan:
     if (options.tokenizer is None) == (options.vocab_size is None):
         raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
     tokenizer = tokenizer_sha256(options.tokenizer) if options.tokenizer else options.vocab_size
-    sources = find_sources(options.data)
+    sources = find_sources(options.data, options.option)
     units = make_units(sources)
     fingerprint = _hash([UNITS_FORMAT, tokenizer, options.text_column])
     weights = [str(source.weight) for source in sources]

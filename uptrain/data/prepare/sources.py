@@ -11,6 +11,7 @@ from pathlib import Path
 
 from model.common.errors import InputError
 from model.texts.sources import TextFiles, find_files
+from uptrain.data.token_cache import MANIFEST
 
 _WEIGHT = re.compile(r"-?[\d.]{1,40}(?:e[+-]?\d{1,2})?|\d{1,40}/\d{1,40}", re.ASCII | re.IGNORECASE)
 """Weights, which are read exactly. Exponents are limited, since large ones would exhaust memory."""
@@ -24,18 +25,25 @@ class Source:
     weight: Fraction | None = None
 
 
-def find_sources(data: tuple[str, ...]) -> list[Source]:
+def find_sources(data: tuple[str, ...], option: str = "--data") -> list[Source]:
     """Return the sources in the order given. Raises InputError for missing files and ambiguous names or weights."""
-    split = [_split_weight(text) for text in data]
-    sources = [Source(find_files(name, "--data"), weight) for name, weight in split]
+    split = [_split_weight(text, option) for text in data]
+    for name, _ in split:
+        if (Path(name) / MANIFEST).is_file():
+            raise InputError(
+                f"{option} {name} is a token cache, which stands alone; give the texts that it was made of."
+            )
+    sources = [Source(find_files(name, option), weight) for name, weight in split]
     weighted = [source for source in sources if source.weight is not None]
     if weighted and len(weighted) < len(sources):
         bare = next(source.text.name for source in sources if source.weight is None)
-        raise InputError(f"--data {bare} has no weight, but others have; give all of them one (PATH=WEIGHT), or none.")
+        raise InputError(
+            f"{option} {bare} has no weight, but others have; give all of them one (PATH=WEIGHT), or none."
+        )
     return sources
 
 
-def _split_weight(text: str) -> tuple[str, Fraction | None]:
+def _split_weight(text: str, option: str) -> tuple[str, Fraction | None]:
     """Split PATH=WEIGHT into path and weight; an existing path that contains `=` has no weight."""
     path, equals, digits = text.rpartition("=")
     if not equals or Path(text).exists():
@@ -45,7 +53,7 @@ def _split_weight(text: str) -> tuple[str, Fraction | None]:
             raise ValueError("no number, or one of more digits than are read")
         weight = Fraction(digits)
     except (ValueError, ZeroDivisionError) as error:
-        raise InputError(f"--data {text}: no such file, and {digits!r} is no weight such as 0.7.") from error
+        raise InputError(f"{option} {text}: no such file, and {digits!r} is no weight such as 0.7.") from error
     if weight <= 0:
-        raise InputError(f"--data {text}: a weight must be above 0; leave the source out instead.")
+        raise InputError(f"{option} {text}: a weight must be above 0; leave the source out instead.")
     return path, weight

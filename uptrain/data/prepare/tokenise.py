@@ -168,4 +168,4 @@ class _Work:
 
 
 def stop_message(first_bad: str) -> str:
-    return f"{first_bad}; correct it, or skip such records with --on-bad-record skip."
+    return f"{first_bad}; correct it, or skip such records with `uptrain prepare --on-bad-record skip`."

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -64,7 +64,7 @@ _worker: _Worker
 def _start(job: Job, tokenizer: Tokenizer | None, shared: _Shared) -> None:
     """Initialise this process as a worker."""
     global _worker
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and sets the stop flag
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent handles them, and sets the stop flag
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -96,6 +96,10 @@ class Pool:
 
     def __init__(self, n: int, job: Job, tokenizer: Tokenizer | None) -> None:
         context = multiprocessing.get_context("spawn")
+        # Slurm sends SIGUSR1 to all processes. The tracker of shared memory inherits that it is blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._n = n
         self._shared = _Shared.make(context)
         self._executor = ProcessPoolExecutor(n, context, _start, (job, tokenizer, self._shared))

@@ -1,0 +1,209 @@
+"""A run survives what is around it: its display, its folder's history, data that do not fit, a lack of memory."""
+
+import errno
+import json
+import shutil
+
+import caches
+import pytest
+import real_runs
+import tiny
+import torch
+from tiny_tokenizers import SENTENCES, make_tokenizer
+
+from model.common import console
+from uptrain.budget.memory import Models, Way
+from uptrain.data.token_cache import Cache
+from uptrain.runs import progress, resolve_settings
+from uptrain.training import loop
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_a_display_that_cannot_be_written(uptrain, inputs, tmp_path, monkeypatch, number):
+    def full(*arguments, **options):
+        raise OSError(number, "no")
+
+    assert uptrain(*real_runs.arguments(inputs, tmp_path / "shown")).code == 0
+    monkeypatch.setattr(progress, "echo", full)
+    assert uptrain(*real_runs.arguments(inputs, tmp_path / "silent")).code == 0
+    real_runs.assert_same_run(tmp_path / "shown", tmp_path / "silent")
+
+
+def test_held_out_windows_that_are_longer(uptrain, inputs, tmp_path, monkeypatch):
+    """No more tokens at a time than in training."""
+    longer = caches.write_cache(tmp_path / "longer", [[list(range(128))] * 4], 64, real_runs.VOCAB)
+    sizes = []
+    real = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *given: sizes.append(given[2]) or real(*given))
+    for held_out, out in ((inputs["held_out"], "equal"), (longer, "longer-run")):
+        arguments = real_runs.arguments(inputs, tmp_path / out, "--eval-data", held_out, "--micro-batch", 5, steps=4)
+        assert uptrain(*arguments).code == 0
+    assert {*sizes[:5]} == {5} and {*sizes[5:]} == {2}, sizes
+    assert Cache.open(longer).seq_len == 2 * Cache.open(inputs["data"]).seq_len
+
+
+@pytest.mark.parametrize("option", ["--data", "--eval-data"])
+def test_nothing_to_predict(uptrain, inputs, tmp_path, option):
+    empty = caches.write_cache(tmp_path / "empty", [[[1], [2], [3]] * 40], 32, real_runs.VOCAB)
+    more = (option, empty) if option == "--eval-data" else ()
+    changed = inputs if more else {**inputs, "data": empty}
+    uptrain(*real_runs.arguments(changed, tmp_path / "run", *more)).refused(f"{option} {empty} has nothing to predict")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_model_or_text_is_named(uptrain, inputs, tmp_path):
+    run = ("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--steps", 1, "--lr", 1)
+    run += ("--global-batch-tokens", 256)
+    nowhere = tmp_path / "nowhere"
+    uptrain(*run, "--eval-data", nowhere).refused(f"--eval-data {nowhere}: no such file or folder")
+    uptrain(*run, "--teacher", nowhere).refused(f"{nowhere}: no such file or folder; give a model's folder")
+    uptrain("evaluate", nowhere, "--data", inputs["data"]).refused(f"{nowhere}: no such file or folder")
+    two = uptrain(*run, "--data", inputs["held_out"], "--seq-len", 32)
+    two.refused(f"--data {inputs['data']} is a token cache, which stands alone")
+
+
+def test_names_of_models_in_the_hubs_cache(uptrain, inputs, tmp_path, monkeypatch):
+    folder = tmp_path / "cache/models--acme--tiny"
+    shutil.copytree(inputs["model"], folder / "snapshots" / ("a" * 40))
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    named, direct = tmp_path / "named", tmp_path / "direct"
+    assert uptrain(*real_runs.arguments({**inputs, "model": "acme/tiny"}, named, steps=4)).code == 0
+    assert uptrain(*real_runs.arguments(inputs, direct, steps=4)).code == 0
+    real_runs.assert_same_run(named, direct)
+    uptrain("evaluate", "acme/other", "--data", inputs["data"]).refused("hf download acme/other")
+
+
+def test_a_run_from_random_weights_says_nothing_of_a_conversion(uptrain, convert, inputs, tmp_path):
+    converted = tmp_path / "converted"
+    assert convert("mha-to-gqa", inputs["parent"], converted, "--groups", 2, "--method", "mean").code == 0
+    run, out = tmp_path / "run", tmp_path / "out"
+    fixed = ("--data", inputs["data"], "--steps", 1, "--lr", 1e-8, "--global-batch-tokens", 256)
+    assert uptrain("run", "--init", converted, *fixed, "--out", run).code == 0
+    assert uptrain("export", run, out).code == 0
+    assert not (out / "groupwise.json").exists()
+    card = (out / "README.md").read_text()
+    assert "Conversion by Groupwise" not in card and "All weights are trained from random ones." in card
+
+
+def test_after_training_nothing_holds_of_the_merge_alone(uptrain, convert, inputs, tmp_path):
+    """The card says what training changed, and the plan shares only what is still the parent's."""
+    converted, run, out = tmp_path / "converted", tmp_path / "run", tmp_path / "out"
+    parent = inputs["parent"]
+    assert convert("mha-to-gqa", parent, converted, "--groups", 2, "--method", "mean").code == 0
+    arguments = real_runs.arguments({**inputs, "model": converted}, run, "--trainable", "all", steps=4)
+    assert uptrain(*arguments).code == 0
+    assert uptrain("export", run, out, "--dtype", "float32").code == 0
+    assert "training has changed all weights" in (out / "README.md").read_text()
+    shared = {model: Models.read(model, parent, 32).memory(Way("attention", 1)).shared for model in (converted, out)}
+    assert shared[converted] > 0 == shared[out]
+    plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--json")
+    assert "averaged" in json.loads(uptrain("plan", converted, *plan).out)["first_loss"]
+    assert "averaged" not in json.loads(uptrain("plan", out, *plan).out)["first_loss"]
+
+
+def test_the_advice_counts_adapters(uptrain, inputs, tmp_path, monkeypatch):
+    ranks = []
+    real = resolve_settings.Models.read
+    monkeypatch.setattr(resolve_settings.Models, "read", lambda *given: ranks.append(given[-1]) or real(*given))
+    assert uptrain("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--steps", 1, "--lr", 1,
+                   "--global-batch-tokens", 256, "--max-minutes", 0).code == 0  # fmt: skip
+    assert ranks == [resolve_settings.DEFAULT_RANK]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to"), MemoryError("8.00 MiB")])
+def test_a_lack_of_memory_is_one_line(uptrain, inputs, tmp_path, monkeypatch, error):
+    def lacking(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(loop, "_backward", lacking)
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run"))
+    assert result.code == 1
+    assert result.err.splitlines()[-1].startswith("Error: after step 0, memory ran out (")
+    assert "--micro-batch" in result.err and "Traceback" not in result.err
+    monkeypatch.setattr("uptrain.training.evaluate.evaluate", lacking)
+    result = uptrain("evaluate", inputs["model"], "--data", inputs["data"])
+    assert (result.code, result.err.splitlines()[-1][:26]) == (1, "Error: not enough memory (")
+
+
+def test_files_that_are_left_out_are_named(uptrain, tmp_path):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "A.TXT").write_text("\n".join(SENTENCES * 20))
+    (texts / "notes.md").write_text("left out")
+    run = ("run", model, "--data", texts, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
+    result = uptrain(*run, "--global-batch-tokens", 64)
+    assert result.code == 0, result.err
+    warning = f"Warning: --data: 1 files of an unknown format are left out, such as {texts / 'notes.md'}."
+    assert warning in result.err.splitlines()
+    assert "1 documents" in result.err
+
+
+def test_a_teacher_with_another_tokenizer(uptrain, tmp_path):
+    """Of the same size, with two tokens exchanged."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "model"), 300)
+    teacher = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "teacher"), 300)
+    content = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(SENTENCES * 20))
+    run = ("run", model, "--data", texts, "--teacher", teacher, "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
+    run += ("--global-batch-tokens", 64)
+    assert uptrain(*run, "--out", tmp_path / "same").code == 0
+    (teacher / "tokenizer.json").write_text(json.dumps(content))
+    words = f"the teacher {teacher} has other ids than the student for 2 tokens, such as 'a'"
+    uptrain(*run, "--out", tmp_path / "other").refused(words)
+    assert not (tmp_path / "other.data").exists()
+    evaluate = ("evaluate", model, "--data", texts, "--teacher", teacher, "--seq-len", 32)
+    uptrain(*evaluate).refused(words)
+
+
+def test_an_uneven_step_is_refused_before_texts_are_tokenised(uptrain, tmp_path, monkeypatch):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(SENTENCES * 20))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    run = ("run", model, "--data", texts, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
+    uptrain(*run, "--global-batch-tokens", 64).refused("2 windows cannot be divided evenly among 3 processes")
+    assert not (tmp_path / "run.data").exists()
+
+
+def test_a_damaged_checkpoint_takes_no_place(uptrain, inputs, tmp_path):
+    """Of the last two that are kept."""
+    run = tmp_path / "run"
+    more = ("--save-every-steps", 3, "--keep-last", 2, "--schedule", "constant")
+    assert uptrain(*real_runs.arguments(inputs, run, *more, steps=6)).code == 0
+    assert real_runs.checkpoints(run) == ["step-00000003", "step-00000006"]
+    next((run / "checkpoints/step-00000006/tensors").glob("*.distcp")).write_bytes(b"")
+    longer = tmp_path / "longer"
+    shutil.copytree(run, longer)
+    settings = json.loads((longer / "run.json").read_text())
+    settings["settings"]["save_every"], settings["settings"]["steps"] = 4, 8
+    (longer / "run.json").write_text(json.dumps(settings))
+    assert uptrain("resume", longer).code == 0
+    assert real_runs.checkpoints(longer) == ["step-00000004", "step-00000008"]
+    assert uptrain("resume", run).code == 0
+    assert real_runs.checkpoints(run) == ["step-00000003", "step-00000006"]
+
+
+@pytest.mark.parametrize(("rank", "shows"), [("0", True), ("1", False)])
+def test_one_process_draws_the_bar(monkeypatch, rank, shows):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    drawn = []
+    monkeypatch.setattr(console, "Progress", lambda *columns, **options: drawn.append(columns) or pytest.skip("drawn"))
+    try:
+        with console.progress_bar("Evaluating", 3, quiet=False, unit="windows") as advance:
+            advance(1)
+    except pytest.skip.Exception:
+        pass
+    assert bool(drawn) == shows
