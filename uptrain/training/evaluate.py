@@ -100,6 +100,8 @@ def _evaluate_folder(
 ) -> EvalResult:
     seq_len = seq_len_of([data], model, seq_len)
     chosen = choose_device(device)
+    if teacher is not None:
+        check_teachers_tokenizer(model, teacher)
     precision = precision or ("fp32" if chosen.type in ("cpu", "mps") else "bf16")
     accelerator = make_accelerator(precision, block_names(model), device=chosen)
     if is_sharded(accelerator):
@@ -114,7 +116,6 @@ def _evaluate_folder(
     if teacher is not None:
         teacher_model = load_teacher(teacher, precision)
         check_teacher(student.head_weight.shape[0], teacher_model.head_weight.shape[0], str(teacher))
-        check_teachers_tokenizer(model, teacher)
         check_packing(teacher_model, cache.seq_len)
         teacher_model.to(accelerator.device)
     loss_module = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, teacher_model))
