@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from convert.planning.latent_recipe import LatentRecipe
 from convert.planning.plan import Plan, fingerprint, make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, json_text
+from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDERS, json_text
 from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
@@ -50,7 +51,9 @@ def open_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     if out.exists() and not overwrite:
         raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.")
     if out.exists() and not _is_replaceable(out):
-        raise CheckpointError(f"OUT ({out}) is not a checkpoint folder, so --overwrite will not replace it.")
+        raise CheckpointError(
+            f"OUT ({out}) is not a checkpoint folder, or holds more (such as .git), so --overwrite will not replace it."
+        )
     folder = _nearest_folder(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise CheckpointError(f"{folder} cannot be written to; choose another OUT.")
@@ -66,7 +69,9 @@ def _nearest_folder(out: Path) -> Path:
 def _is_replaceable(out: Path) -> bool:
     if not out.is_dir():
         return False
-    return not any(out.iterdir()) or ((out / "config.json").is_file() and any(out.glob("*.safetensors")))
+    foreign = any(fnmatch(path.name, pattern) for path in out.iterdir() for pattern in SKIPPED_FOLDERS)
+    is_checkpoint = (out / "config.json").is_file() and any(out.glob("*.safetensors"))
+    return not any(out.iterdir()) or (is_checkpoint and not foreign)
 
 
 def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
@@ -82,8 +87,8 @@ def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
         )
 
 
-def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quiet: bool) -> dict[str, Any]:
-    """Convert `checkpoint` into the folder of `staging`, atomically; return the content of its `groupwise.json`.
+def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quiet: bool) -> tuple[Plan, dict[str, Any]]:
+    """Convert `checkpoint` into the folder of `staging`, atomically; return the final plan, and `groupwise.json`.
 
     A killed run resumes. Raises CheckpointError for an error that the user can correct, after removing the staging
     area. Raises OSError if reading or writing fails midway; the staging area stays for the next run.
@@ -102,7 +107,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
             )
         record = _write_side_files(checkpoint, plan, staging)
         staging.publish()
-    return record
+    return plan, record
 
 
 @contextmanager

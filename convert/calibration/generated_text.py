@@ -11,6 +11,7 @@ A killed run resumes at the batch it had reached. Each batch has its own seed, s
 Letters: B rows, T tokens, N windows.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,7 +29,7 @@ from convert.calibration.next_token import NextToken, open_model
 from model.checkpoint import Checkpoint
 from model.common import console
 from model.common.errors import CheckpointError
-from model.common.files import copy_file, replace_file
+from model.common.files import copy_file, file_sha256, replace_file
 from model.common.tokenizer import open_tokenizer
 from model.decoder.generation import choose
 from model.decoder.loading import stop_ids
@@ -72,6 +73,16 @@ class OwnText:
     def n_steps(self) -> int:
         """Number of runs of the whole model. Each run gives one token per row."""
         return -(-self.n_windows // self._rows) * self.window
+
+    @property
+    def inputs_sha256(self) -> str:
+        """SHA-256 of the files that the text depends on besides the weights and config, and of its first tokens."""
+        digest = hashlib.sha256(repr(self.first).encode())
+        for name, content in sorted(self.checkpoint.side_files.items()):
+            if name.startswith((*_TOKENIZER_FILES, "generation_config.json")):
+                digest.update(f"\n{name} ".encode())
+                digest.update(content if isinstance(content, bytes) else file_sha256(content).encode())
+        return digest.hexdigest()
 
     def check_memory(self, n_embeddings: int) -> None:
         """Raise CheckpointError if the device has less free memory than `memory`."""

@@ -6,12 +6,16 @@ The target is transformers' DeepseekV3ForCausalLM with dense layers: Llama's dec
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from convert.latent import LATENT_SOURCES
 from convert.latent.rotation import SourceRope
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
 from model.decoder.config import LlamaConfig, read_llama_config
+from model.decoder.llama import Block
+from model.decoder.loading import check_no_others
 from model.decoder.rope import inverse_frequencies
 from model.families import Family, find_family
 from model.geometry import Geometry, read_geometry
@@ -109,6 +113,11 @@ def _check_tensors(checkpoint: Checkpoint, config: LlamaConfig) -> None:
         raise CheckpointError(
             f"config.json has vocab_size = {config.vocab_size}, but {EMBEDDING} has {vocab_size} rows; make them equal."
         )
+    with torch.device("meta"):
+        parameters = [name for name, _ in Block(config).named_parameters()]
+    for index in range(config.n_layers):
+        prefix = f"model.layers.{index}."
+        check_no_others(checkpoint, prefix, {f"{prefix}{name}" for name in parameters})
     for name, tensor in checkpoint.tensors.items():
         if not name.endswith("rotary_emb.inv_freq") and tensor.dtype not in FLOAT_DTYPES:
             raise CheckpointError(

@@ -15,7 +15,7 @@ from model.checkpoint import Checkpoint
 from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
-from model.decoder.loading import load_llama
+from model.decoder.loading import build_meta, load_llama
 from model.families import NATIVE_FAMILIES, find_family
 
 
@@ -35,13 +35,18 @@ class NextToken(ABC):
 
 
 def check_writes_text(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedMethodError for an encoder-decoder: it continues no text."""
+    """Raise UnsupportedMethodError for an encoder-decoder: it continues no text. Raise CheckpointError for tensors
+    that do not fit the config.
+    """
     family = find_family(checkpoint.config).family
     if len(family.attention) > 1:
         raise UnsupportedMethodError(
             f"--calibration {SELF} needs a model that continues texts, and model_type {family.model_type!r} is an "
             f"encoder-decoder; calibrate on a text instead: --calibration {SHIPPED}, or a file."
         )
+
+    if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+        build_meta(checkpoint)  # it refuses tensors that are missing or left over
 
 
 def open_model(checkpoint: Checkpoint, device: str) -> NextToken:

@@ -61,6 +61,8 @@ class CalibrationText:
     """Peak memory of writing, in bytes."""
     own_steps: int = 0
     """Number of times that writing runs the whole model."""
+    own_inputs: str = ""
+    """SHA-256 of what determines the text that the model writes, besides its weights and config."""
 
     @property
     def n_tokens(self) -> int:
@@ -90,7 +92,7 @@ class CalibrationText:
     @property
     def facts(self) -> dict[str, object]:
         """Everything that determines the output before the model has written its windows."""
-        return {**self.record, "sha256_of_read": _sha256(self.read_NT)}
+        return {**self.record, "sha256_of_read": _sha256(self.read_NT), "own_inputs": self.own_inputs}
 
     def with_own(self, own_NT: NDArray[np.int64]) -> "CalibrationText":
         """Return the text with the windows that the model has written."""
@@ -168,6 +170,8 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
         raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {4 * window}.")
     if n_tokens > MAX_TOKENS:
         raise CheckpointError(f"--calibration-tokens {n_tokens} is too many; give at most {MAX_TOKENS}.")
+    if not name:
+        raise CheckpointError(f"--calibration is empty; give {SHIPPED}, {SELF}, {NONE} or a text.")
     parts = split_name(name)
     if len(set(parts)) < len(parts) or "" in parts:
         raise CheckpointError(

@@ -7,6 +7,7 @@ import click
 from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_METHODS, LATENT_NORMS
 from convert.merging.methods import LAYER_METHODS, METHODS
 from convert.planning.recipe import MAX_TOKENS
+from model.common.checks import LARGEST_COUNT
 from model.common.command_options import Command, add_options, device_option
 
 WORKERS = 4
@@ -28,7 +29,8 @@ def output_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--max-shard-size", metavar="SIZE",
-                     help="Largest weight file of OUT, e.g. 5GB.  [default: the shards of SOURCE]"),
+                     help="Largest weight file of OUT, e.g. 5GB.  [default: the shards of SOURCE; 5GB for GGUF, Meta's "
+                     "format and training checkpoints]"),
         click.option("--workers", type=click.IntRange(min=1), default=WORKERS, show_default=True,
                      help="Threads that copy, merge and checksum. They mostly wait for the disk."),
         click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing."),
@@ -62,7 +64,7 @@ def merge_options(command: Command) -> Command:
         click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                      help="Tokens of the text to use.  [default: 65536]"),
         device_option("calibrate on"),
-        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
+        click.option("--seed", type=click.IntRange(0, LARGEST_COUNT), default=0, show_default=True,
                      help="Seed of --method random, of --calibration self, and of the order of the text in --refine."),
     )  # fmt: skip
 
@@ -96,6 +98,6 @@ def latent_options(command: Command) -> Command:
         click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
                      help="Tokens of the text to use.  [default: 65536]"),
         device_option("calibrate on"),
-        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
+        click.option("--seed", type=click.IntRange(0, LARGEST_COUNT), default=0, show_default=True,
                      help="Seed of --calibration self, and of the order of the text in --refine."),
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Convert for all commands that write a checkpoint: resolve the options, plan, convert, and print the result."""
 
+import shlex
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,23 +55,33 @@ def _convert(
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
             conversion.check_space(plan, checkpoint, staging)
-        summary = {"source": str(source), "out": str(out), **plan.summary(output.workers)}
-        summary |= {"left_out": checkpoint.skipped_files, **estimate}
+        _refuse_to_replace_text(plan, out)
+        about = {"source": str(source), "out": str(out)}
+        left_out = {"left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:
+            summary = about | plan.summary(output.workers) | left_out
             (console.print_json if output.as_json else tables.plan)(summary)
             return
-        record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json)
+        plan, record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json)
+    summary = about | plan.summary(output.workers) | left_out
     if output.as_json:
         console.print_json({**summary, "merge_report": record["merge_report"]})
     else:
         _print_result(source, out, plan, summary, record)
 
 
+def _refuse_to_replace_text(plan: Plan, out: Path) -> None:
+    """Raise CheckpointError if OUT holds the calibration text, which replacing it would delete."""
+    for part in plan.recipe.text.private if plan.recipe.text else ():
+        if Path(part).exists() and Path(part).resolve().is_relative_to(out.resolve()):
+            raise CheckpointError(f"OUT ({out}) holds the calibration text {part}, which replacing it would delete.")
+
+
 def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]) -> None:
     if plan.recipe.method not in (REPEAT, LATENT):
         tables.merges(record["merge_report"])
     tables.plan(summary)
-    console.echo(f"\nWrote {out}. Check it with: convert verify {source} {out}")
+    console.echo(f"\nWrote {out}. Check it with: convert verify {shlex.quote(str(source))} {shlex.quote(str(out))}")
     text = plan.recipe.text
     if text and text.private:
         console.echo(

@@ -47,6 +47,10 @@ def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
         config.setdefault(keys.partial_rotary_factor, rope["partial_rotary_factor"])
     if rope.get("rope_type", "default") != "default":
         scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        if config.get("model_type") == "phi3":  # whose class reads these three keys, and refuses others
+            scaling = {"type": rope["rope_type"], **{k: rope[k] for k in ("short_factor", "long_factor") if k in rope}}
+            if "original_max_position_embeddings" in rope:
+                config.setdefault("original_max_position_embeddings", rope["original_max_position_embeddings"])
         config.setdefault("rope_scaling", scaling)
 
 

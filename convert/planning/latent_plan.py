@@ -105,8 +105,19 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         config=_config(geometry, source.config.vocab_size, source.config.intermediate_size, source.rope.context, sizes)
         | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | {"rope_parameters": rope, **({} if rope is None else _old_spelling(rope))}
-        | token_settings(checkpoint.config),
+        | token_settings(checkpoint.config)
+        | _dtype_settings(checkpoint, layers[0].source[0]),
     )
+
+
+def _dtype_settings(checkpoint: Checkpoint, name: str) -> dict[str, str]:
+    """Return the entries of `config.json` on the dtype: that of a tensor, whatever the source's config says.
+
+    Programs load a model in that dtype, and in float16 the latent's norm would overflow.
+    """
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    dtype = names.get(checkpoint.tensors[name].dtype)
+    return {key: dtype for key in ("dtype", "torch_dtype") if key in checkpoint.config and dtype}
 
 
 def _check_dtype(checkpoint: Checkpoint, recipe: LatentRecipe) -> None:
@@ -219,9 +230,10 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
             f"vLLM has kernels of latent attention for {known} cached numbers, and not for {sizes.cached}: with "
             "VLLM_MLA_DISABLE=1 it computes this model, but caches full keys and values."
         )
-    if rope is not None and rope["rope_type"] != "default":
+    # On a text, the frequencies are chosen later.
+    if recipe.frequencies == "longrope" if rope is None else rope["rope_type"] != "default":
         yield (
-            "the rotated key has frequencies of its own (rope_type longrope): transformers computes them, and vLLM "
+            "the rotated key has frequencies of its own (rope_type longrope): transformers 5 computes them, and vLLM "
             "with --model-impl transformers; vLLM's own code of DeepSeek-V3, SGLang and llama.cpp do not."
         )
     if sizes.norm == "bias":

@@ -16,8 +16,10 @@ from convert.planning.plan import check_n_kv_heads
 from convert.planning.recipe import NONE, Recipe, UnsupportedMethodError
 from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
+from model.common import checks
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
+from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
 DEFAULT_METHOD = "fit"
@@ -88,6 +90,8 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
     recipe = Recipe(options.method, options.seed, options.refit, options.refine or 0)
     if by_layer:
         check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
+    if by_layer and options.calibration == NONE:
+        _check_clipping(checkpoint, options.method)
     if by_layer and options.calibration != NONE:
         try:
             text, device = read_text(checkpoint, options)
@@ -100,6 +104,17 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
     return recipe
 
 
+def _check_clipping(checkpoint: Checkpoint, method: str) -> None:
+    """Raise UnsupportedMethodError if queries, keys and values are clipped: the weights do not tell how often."""
+    config = find_family(checkpoint.config).config
+    for settings in (config, config.get("attn_config")):  # of OLMo, and of MPT
+        if isinstance(settings, dict) and settings.get("clip_qkv") is not None:
+            raise UnsupportedMethodError(
+                f"config.json has clip_qkv = {checks.show(settings['clip_qkv'])}, which --method {method} cannot take "
+                "into account by the weights alone; calibrate it on a text, or use --method mean."
+            )
+
+
 def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[CalibrationText, str]:
     """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
@@ -109,7 +124,8 @@ def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Calibratio
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
     layers = open_checked(checkpoint, options.device)
-    name, n_tokens = options.calibration or SHIPPED, options.calibration_tokens or DEFAULT_TOKENS
+    name = SHIPPED if options.calibration is None else options.calibration
+    n_tokens = options.calibration_tokens or DEFAULT_TOKENS
     if SELF in split_name(name):
         check_writes_text(checkpoint)
     text = read_calibration_text(checkpoint, name, n_tokens)
@@ -117,5 +133,7 @@ def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Calibratio
     if text.own:
         own = OwnText(checkpoint, text.first, len(text.own), text.window, options.seed, str(layers.device))
         own.check_memory(layers.n_embeddings)
-        text = replace(text, own_bytes=own.memory(layers.n_embeddings), own_steps=own.n_steps)
+        text = replace(
+            text, own_bytes=own.memory(layers.n_embeddings), own_steps=own.n_steps, own_inputs=own.inputs_sha256
+        )
     return text, str(layers.device)

@@ -169,10 +169,10 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
         refuse_outside(path, folder)
     if leads_outside(path, folder):
         return " (a link out of the folder)"
-    if path.is_dir():
+    if path.is_dir() and os.access(path, os.R_OK | os.X_OK):
         return None
-    if not path.is_file():
+    if not (path.is_file() or path.is_dir()):
         return " (not a regular file)"
-    if not os.access(path, os.R_OK):
+    if path.is_dir() or not os.access(path, os.R_OK):
         raise CheckpointError(f"{path} cannot be read; check its permissions, or move it away.")
     return None

@@ -123,6 +123,11 @@ def show(
     ids: list[int] = tokenizer(prompt).input_ids
     if not ids:
         raise CheckpointError("the prompt is empty; write at least one word.")
+    if max(ids) >= (n_tokens := model.config.vocab_size):
+        raise CheckpointError(
+            f"{folder}: the tokenizer gives the id {max(ids)}, but the model has {n_tokens} tokens; they do not belong "
+            "together."
+        )
     out, text = list[int](), ""
     times = [time.perf_counter()]
     echo(prompt, nl=False)

@@ -134,9 +134,17 @@ def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int, device: 
     with torch.device("meta"):
         block = Block(config)
     prefix = f"{_prefix(checkpoint)}layers.{index}."
+    check_no_others(checkpoint, prefix, {f"{prefix}{name}" for name, _ in block.named_parameters()})
     for name, parameter in list(block.named_parameters()):
         _put(block, name, _read_checked(checkpoint, prefix + name, parameter, torch.float32, device))
     return block.eval()
+
+
+def check_no_others(checkpoint: Checkpoint, prefix: str, known: Container[str]) -> None:
+    """Raise CheckpointError if a layer has a tensor that is not `known` from its config.json, such as a bias."""
+    for name in checkpoint.tensors:
+        if name.startswith(prefix) and name not in known and not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(f"{checkpoint.path} holds the tensor {name}, unknown to its config.json.")
 
 
 def load_embedding(checkpoint: Checkpoint) -> Tensor:

@@ -76,6 +76,12 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
             "use; make them equal, or remove one."
         )
     scaling = new or old
+    bases = [each for each in (scaling.get("rope_theta"), config.get("rope_theta")) if each is not None]
+    if len(bases) == 2 and bases[0] != bases[1]:
+        raise CheckpointError(
+            f"config.json has rope_theta = {checks.show(config['rope_theta'])}, and another in its rope_parameters "
+            f"({checks.show(scaling['rope_theta'])}), and programs differ in which they use; make them equal."
+        )
     kind = _kind(scaling)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(

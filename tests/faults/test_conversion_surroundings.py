@@ -1,0 +1,189 @@
+"""What a conversion meets besides weights: configs that disagree, its own folder, its output's reader."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_tokenizers import make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from convert.calibration.generated_text import OwnText
+from model.checkpoint import open_checkpoint
+from model.common import console
+from model.common.errors import CheckpointError
+from model.decoder import generation
+
+CALIBRATE = ("--groups", 2, "--calibration-tokens", 1024)
+BY_WEIGHTS = ("--groups", 2, "--method", "pca", "--calibration", "none")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+
+
+def test_latent_attention_takes_the_dtype_of_its_tensors(convert, tmp_path):
+    """float16 in config.json would let the latent's norm overflow."""
+    parent = tiny.save(tiny.build(), tmp_path / "source")
+    tiny.edit_config(parent, torch_dtype="float16", dtype=None)
+    out = tmp_path / "out"
+    sizes = ("--latent", 16, "--rope", 4, "--calibration", "none")
+    assert convert("mha-to-mla", parent, out, *sizes).code == 0
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+    with torch.inference_mode():
+        assert AutoModelForCausalLM.from_pretrained(out)(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_biases_that_the_config_does_not_declare(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300, attention_bias=True), tmp_path / "source"), 300)
+    tiny.edit_config(folder, attention_bias=False)
+    words = "holds the tensor model.layers.0.self_attn.k_proj.bias, unknown to its config.json"
+    convert("mha-to-gqa", folder, tmp_path / "out", *CALIBRATE).refused(words)
+    convert("mha-to-mla", folder, tmp_path / "out", "--calibration", "none").refused(words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["olmo", "mpt"])
+def test_clipping_is_not_seen_in_weights(convert, tmp_path, family):
+    folder = tiny.save(tiny.build(family), tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    if family == "mpt":
+        config["attn_config"]["clip_qkv"] = 0.3
+    else:
+        config["clip_qkv"] = 0.3
+    (folder / "config.json").write_text(json.dumps(config))
+    convert("mha-to-gqa", folder, tmp_path / "out", *BY_WEIGHTS).refused("clip_qkv = 0.3", "--method mean")
+    assert convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").code == 0
+
+
+def test_longrope_as_transformers_4_reads_it(convert, tmp_path):
+    """Phi 3's class there wants these three keys in rope_scaling, and no others."""
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    folder = tiny.save(tiny.build("phi3", max_position_embeddings=64), tmp_path / "source")
+    tiny.edit_config(folder, rope_parameters=rope, original_max_position_embeddings=32)
+    assert convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").code == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rope_scaling"] == {"type": "longrope", **factors}
+    assert config["original_max_position_embeddings"] == 32
+    assert config["rope_parameters"] == rope
+
+
+def test_two_bases_of_the_rotary_embedding(convert, source, tmp_path):
+    tiny.edit_config(source, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, rope_theta=5e5)
+    convert("mha-to-gqa", source, tmp_path / "out", *CALIBRATE).refused("rope_theta = 500000.0", "make them equal")
+
+
+def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
+    """In the plan, before they are chosen, and in the JSON of the conversion as in its record."""
+    sizes = ("--latent", 16, "--rope", 4, "--calibration-tokens", 1024, "--refine", 0)
+    dry = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--dry-run", "--json").out)
+    assert any("rope_type longrope" in note for note in dry["notes"])
+    summary = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--json").out)
+    record = json.loads((tmp_path / "out/groupwise.json").read_text())
+    assert summary["latent"] == record["latent"]
+    assert summary["latent"]["positions"] is not None
+    assert any("rope_type longrope" in note for note in summary["notes"])
+
+
+def test_the_text_that_was_written_is_that_of_the_tokenizer(source):
+    """A conversion that goes on must not mix the texts of two chat templates."""
+
+    def inputs():
+        with open_checkpoint(source) as checkpoint:
+            return OwnText(checkpoint, (0,), 4, 64, 0).inputs_sha256
+
+    before = inputs()
+    (source / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    changed = inputs()
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert len({before, changed, inputs()}) == 3
+
+
+def test_the_plan_of_a_text_of_its_own_sees_missing_tensors(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    arguments = ("mha-to-gqa", folder, tmp_path / "out", *CALIBRATE, "--calibration", "self", "--dry-run")
+    convert(*arguments).refused("lacks the tensor lm_head.weight")
+
+
+@pytest.mark.parametrize("seed", [2**60 + 1, 10**30])
+def test_seeds_that_no_record_holds(convert, source, tmp_path, seed):
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "random", "--seed", seed)
+    result.refused("is not in the range")
+
+
+def test_overwriting_keeps_what_is_no_conversions(convert, source, tmp_path):
+    out = tmp_path / "out"
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").code == 0
+    (out / "text.txt").write_text("A text to calibrate on. " * 2000)
+    text = ("--calibration", out / "text.txt", "--overwrite")
+    convert("mha-to-gqa", source, out, *CALIBRATE, *text).refused("holds the calibration text", "would delete")
+    (out / ".git").mkdir()
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean", "--overwrite").refused("such as .git")
+    assert (out / "text.txt").exists() and (out / ".git").exists()
+
+
+def test_an_empty_calibration_is_no_default(convert, source, tmp_path):
+    convert("mha-to-gqa", source, tmp_path / "out", *CALIBRATE, "--calibration", "").refused("--calibration is empty")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_dropped(convert, source, tmp_path, monkeypatch):
+    (source / "extra").mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(source / "extra") and real(path, mode))
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean")
+    result.refused(f"{source / 'extra'} cannot be read")
+
+
+def program(*arguments, **environment):
+    words = [sys.executable, "-m", "convert", *map(str, arguments)]
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}, text=True
+    )
+
+
+@pytest.mark.parametrize(("groups", "code"), [(2, 0), (3, 2)])
+def test_a_reader_that_leaves_changes_no_exit_code(source, tmp_path, groups, code):
+    process = program("mha-to-gqa", source, tmp_path / "out", "--groups", groups, "--method", "mean")
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait() == code
+    assert (tmp_path / "out").exists() == (code == 0)
+
+
+def test_a_terminal_of_few_characters(source, tmp_path):
+    arguments = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean")
+    out, err = (process := program(*arguments, PYTHONIOENCODING="ascii")).communicate()
+    assert (process.returncode, err) == (0, "")
+    assert r"8 \u2192 2" in out
+
+
+@pytest.mark.parametrize("rank", ["1", ""])
+def test_errors_do_not_depend_on_a_launcher(source, tmp_path, rank):
+    process = program("mha-to-gqa", source, tmp_path / "out", "--groups", 3, "--method", "mean", LOCAL_RANK=rank)
+    _, err = process.communicate()
+    assert process.returncode == 2 and err.startswith("Error: --groups 3 is not possible")
+
+
+def test_a_lack_of_memory_is_one_line(capsys, monkeypatch):
+    def lacking(**options):
+        raise MemoryError("Unable to allocate 8.00 MiB for an array")
+
+    with pytest.raises(SystemExit) as stop:
+        console.run(type("Command", (), {"main": staticmethod(lacking)}))
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "Error: not enough memory (Unable to allocate 8.00 MiB for an array).\n"
+
+
+def test_a_prompt_of_another_tokenizer(tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=67), tmp_path / "model"), 300)
+    with pytest.raises(CheckpointError, match="but the model has 67 tokens; they do not belong together"):
+        generation.show(folder, "~ z", 4, 0.0, 1.0, 0, "cpu")
