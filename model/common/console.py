@@ -105,6 +105,11 @@ def is_first_process() -> bool:
     return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0"
 
 
+def draws_bars() -> bool:
+    """Return whether this process shows progress as a bar. With FORCE_COLOR, rich would also fill a file with it."""
+    return sys.stderr.isatty() and console(stderr=True).is_terminal and is_first_process()
+
+
 def warn(message: str) -> None:
     """Print a warning on stderr."""
     echo_line(f"Warning: {message}")
@@ -174,7 +179,7 @@ def console(stderr: bool = False) -> Console:
 def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Callable[[float], None]]:
     """Show a progress bar on stderr if that is a terminal and `quiet` is not set. Only the first process shows it."""
     screen = console(stderr=True)
-    if quiet or not (screen.is_terminal and is_first_process()):
+    if quiet or not draws_bars():
         yield lambda n: None
         return
     amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))

@@ -1,4 +1,4 @@
-"""Read Arrow streams by record batches: the files of `datasets.save_to_disk` and of the hub's cache."""
+"""Read Arrow by record batches: streams, as in `datasets.save_to_disk` and the hub's cache, and Arrow's file format."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,18 @@ from model.texts import columns
 from model.texts.record import Piece, Read, group
 
 SUFFIXES = (".arrow",)
+_MAGIC = b"ARROW1"
+"""The first bytes of Arrow's file format (Feather 2); streams begin otherwise."""
+
+
+class _Batches:
+    """The record batches of a file in Arrow's file format, read like those of a stream."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.schema = file, file.schema
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._file.get_batch, range(self._file.num_record_batches))
 
 
 @contextmanager
@@ -16,8 +28,11 @@ def _open(path: str) -> Iterator[Any]:
 
     with columns.refusing_damage(path):
         mapped = pa.memory_map(path)
-    with mapped, columns.refusing_damage(path), pa.ipc.open_stream(mapped) as stream:
-        yield stream
+    with mapped, columns.refusing_damage(path):
+        is_file = mapped.read(len(_MAGIC)) == _MAGIC
+        mapped.seek(0)
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(mapped) as opened:
+            yield _Batches(opened) if is_file else opened
 
 
 def split(path: str, piece_bytes: int) -> list[Piece]:

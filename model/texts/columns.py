@@ -44,6 +44,8 @@ def choose(schema: Any, text_column: str, path: str) -> str:
 
 
 def _is_text(type_: Any) -> bool:
+    if pa.types.is_dictionary(type_):  # as pandas saves categories
+        type_ = type_.value_type
     return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
 
 

@@ -199,6 +199,7 @@ def test_one_process_draws_the_bar(monkeypatch, rank, shows):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     drawn = []
     monkeypatch.setattr(console, "Progress", lambda *columns, **options: drawn.append(columns) or pytest.skip("drawn"))
     try:

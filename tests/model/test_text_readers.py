@@ -213,6 +213,23 @@ def test_columns_of_texts(tmp_path, name, piece_bytes, type_):
     assert read_all(name, path, piece_bytes) == [(f"{path}:row {i}", text) for i, text in enumerate(expected, 1)]
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_arrows_file_format_and_categories(tmp_path, piece_bytes):
+    """As polars and Feather 2 write files, and pandas columns of few values."""
+    texts = ["a", None, "", "a", "🙂"]
+    path = tmp_path / "a.arrow"
+    tables = [pa.table({"text": pa.array([text], pa.string()).dictionary_encode()}) for text in texts]
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_file(sink, tables[0].schema, options=pa.ipc.IpcWriteOptions(unify_dictionaries=True)) as writer,
+    ):
+        writer.write_table(pa.concat_tables(tables).unify_dictionaries())
+    expected = [NULL if text is None else text or EMPTY for text in texts]
+    assert read_all("arrow", path, piece_bytes) == [(f"{path}:row {i}", text) for i, text in enumerate(expected, 1)]
+    pq.write_table(pa.concat_tables(tables).unify_dictionaries(), tmp_path / "a.parquet")
+    assert [document for _, document in read_all("parquet", tmp_path / "a.parquet")] == expected
+
+
 @COLUMNAR
 @pytest.mark.parametrize("type_", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16()), "fixed"])
 def test_columns_of_token_ids(tmp_path, name, type_):

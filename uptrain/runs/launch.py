@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,9 +109,9 @@ def _end(out: Path, status: str) -> None:
     destroy_process_group()
     if PartialState().is_main_process:
         if status == "finished":
-            echo(f"Finished {out}. Export it with: uptrain export {out} FOLDER")
+            echo(f"Finished {out}. Export it with: uptrain export {shlex.quote(str(out))} FOLDER")
         else:
-            echo(f"Saved and stopped. Resume it with: uptrain resume {out}")
+            echo(f"Saved and stopped. Resume it with: uptrain resume {shlex.quote(str(out))}")
 
 
 def _deadline(max_minutes: float | None) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from model.common.console import console, echo, is_first_process, size
+from model.common.console import console, draws_bars, echo, size
 
 _LINE_EVERY_SECONDS = 30.0
 ProgressSink = Callable[[dict[str, Any]], None]
@@ -16,12 +16,11 @@ ProgressSink = Callable[[dict[str, Any]], None]
 @contextmanager
 def training_bar(steps: int) -> Iterator[ProgressSink]:
     """Yield a function that shows a record of `metrics.jsonl`; call it for each one written."""
-    screen = console(stderr=True)
-    if not (screen.is_terminal and is_first_process()):
+    if not draws_bars():
         yield _Lines(steps)
         return
     columns = (TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=screen) as progress:
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console(stderr=True)) as progress:
         task = progress.add_task("", total=steps)
 
         def show(record: dict[str, Any]) -> None:

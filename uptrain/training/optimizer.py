@@ -36,6 +36,11 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
     del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a matrix but not the embedding, which MPT calls wte."""
+    return parameter.ndim >= 2 and not ("embed" in name or ".wte." in name)
+
+
 def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
     """Return an optimizer of the trainable parameters, which must be float32 masters.
 
@@ -45,9 +50,10 @@ def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.op
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for parameter_name, parameter in trainable:
         assert parameter.dtype == torch.float32, (parameter_name, parameter.dtype)
-    decayed = [p for n, p in trainable if p.ndim >= 2 and "embed" not in n]
-    not_decayed = [p for n, p in trainable if p.ndim < 2 or "embed" in n]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for n, p in trainable if _is_decayed(n, p)], "weight_decay": weight_decay},
+        {"params": [p for n, p in trainable if not _is_decayed(n, p)], "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     if name == "adafactor":
         return Adafactor(groups, lr=0.0)
