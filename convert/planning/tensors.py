@@ -84,6 +84,11 @@ def regroup(
 def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method: str) -> None:
     """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
     family = geometry.attention.family
+    if geometry.n_rotary_pairs is None and family.rotary_fraction is not None:
+        raise UnsupportedMethodError(
+            f"--method {method} rotates pairs of dimensions, but this model's rotary embedding has an odd number of "
+            f"them in a head of {geometry.head_dim}; choose {', '.join(METHODS)}."
+        )
     if geometry.n_rotary_pairs is None:
         without = "" if family.alibi is None else f" without {family.alibi} = true"
         raise UnsupportedMethodError(

@@ -78,6 +78,8 @@ def refuse_without_weights(folder: Path) -> NoReturn:
                 f"{folder} holds {name} but no {index}, which says which tensor is in which file; download it again, "
                 "or save the model again."
             )
+    if names and names[-1].endswith(".safetensors"):
+        raise CheckpointError(f"{folder} holds no {SINGLE} and no {INDEX}, but {names[-1]}; rename it to {SINGLE}.")
     if names:
         raise CheckpointError(
             f"{folder} holds no weights that can be read, only {', '.join(names[:3])}; "

@@ -8,6 +8,7 @@ import sys
 import pytest
 import tiny
 import torch
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
@@ -187,3 +188,15 @@ def test_a_prompt_of_another_tokenizer(tmp_path):
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=67), tmp_path / "model"), 300)
     with pytest.raises(CheckpointError, match="but the model has 67 tokens; they do not belong together"):
         generation.show(folder, "~ z", 4, 0.0, 1.0, 0, "cpu")
+
+
+def test_a_part_of_a_gguf(convert, tmp_path):
+    model = tiny.build(vocab_size=300)
+    part = write_gguf(tmp_path / "a-00001-of-00002.gguf", model, **{"split.count": 2, "split.no": 0})
+    convert("to-hf", part, tmp_path / "out").refused("is one of 2 parts", "llama-gguf-split --merge")
+
+
+def test_weights_under_another_name(convert, source, tmp_path):
+    (source / "model.safetensors").rename(source / "pytorch_model.safetensors")
+    words = "but pytorch_model.safetensors; rename it to model.safetensors"
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").refused(words)

@@ -176,6 +176,11 @@ class _Metadata:
             raise CheckpointError(
                 f"{path} is a GGUF of architecture {shortened(architecture)}; only 'llama' is supported."
             )
+        if fields.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(
+                f"{path} is one of {shortened(fields['split.count'])} parts; join them first, with llama.cpp's "
+                "llama-gguf-split --merge FIRST_PART WHOLE.gguf."
+            )
         for key in fields:
             if key.startswith("llama.") and key.removeprefix("llama.") not in KEYS:
                 raise CheckpointError(
