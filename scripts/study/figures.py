@@ -3,7 +3,8 @@
 headline.png: above, the loss that each merge adds, as a share of what the mean adds; below, loss against tokens of
 uptraining, of the better-trained parents. weak.png: the same of the weak ones. compute.png: loss against compute, of
 both. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
-against the peak of the learning rate. parts.png: the same by the part that is trained.
+against the peak of the learning rate. parts.png: the same by the part that is trained. tokens.png: SmolLM2's loss
+against tokens, by the part that is trained.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ from scripts.study.results import (
 )
 
 HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
-COMPUTE, PARTS = "compute.png", "parts.png"
+COMPUTE, PARTS, TOKENS = "compute.png", "parts.png", "tokens.png"
 SOURCES = {
     HEADLINE: (
         "merges.jsonl",
@@ -52,6 +53,7 @@ SOURCES = {
     RATES: ("rates.jsonl",),
     COMPUTE: tuple(f"{plan}.jsonl" for plan in (*WEAK, *BETTER, "refine", "refine_longer", "parts")),
     PARTS: ("parts.jsonl",),
+    TOKENS: ("smollm2_tokens.jsonl",),
 }
 """What each figure is drawn from."""
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
@@ -100,6 +102,7 @@ def draw(results: Path) -> None:
     """Write the figures beside the results."""
     drawn = {
         HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute, PARTS: parts,
+        TOKENS: tokens,
     }  # fmt: skip
     with matplotlib.rc_context(PLOT_STYLE):
         for name, figure_of in drawn.items():
@@ -245,6 +248,24 @@ def parts(results: Path) -> Figure:
         axes.set_title(title)
         label_rates(axes, [rate for rate in PARTS_RATES if rate in {line["lr"] for line in of_arm}])
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def tokens(results: Path) -> Figure:
+    """Draw the loss of SmolLM2 against tokens of distillation, each part at the best of its rates."""
+    lines = [line for line in read(results / "smollm2_tokens.jsonl") if line["arm"] == DEFAULT]
+    start = [line for line in lines if not line["alpha"]]
+    figure = Figure(figsize=(5.4, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for part, colour, marker in TRAINED:
+        own = [line for line in lines if line["trainable"] == part]
+        lengths = sorted({line["tokens"] for line in own})
+        points = {n / 1000: gaps(at_best_setting([x for x in own if x["tokens"] == n])) for n in lengths}
+        draw_points(axes, {0: gaps(start)} | points, PART_NAMES[part], colour, f"{marker}-")
+    axes.set_xlabel("tokens of distillation (thousands)")
+    axes.set_ylabel(BEYOND)
+    axes.set_ylim(bottom=0)
+    axes.legend()
     return figure
 
 

@@ -106,7 +106,7 @@ def table(lines: list[Result]) -> str:
         own = [line for line in lines if line["arm"] == arm]
         start = [line for line in own if not line["alpha"]]
         cells = [uptrained([line for line in own if stage_of(line) == stage]) for stage in stages]
-        rows.append([arm, show(losses(start)), show(shares(start, lines), "{:.1%}"), *cells])
+        rows.append([arm, show(losses(start)), show(shares(start, lines), "{:z.1%}"), *cells])
     return markdown(["arm", "after conversion", "of mean's gap", *map(name_of, stages)], rows)
 
 
