@@ -35,8 +35,9 @@ class NextToken(ABC):
 
 
 def check_writes_text(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedMethodError for an encoder-decoder: it continues no text. Raise CheckpointError for tensors
-    that do not fit the config.
+    """Raise UnsupportedMethodError for an encoder-decoder, which continues no text.
+
+    Raises CheckpointError if a tensor is missing or left over.
     """
     family = find_family(checkpoint.config).family
     if len(family.attention) > 1:
@@ -44,9 +45,8 @@ def check_writes_text(checkpoint: Checkpoint) -> None:
             f"--calibration {SELF} needs a model that continues texts, and model_type {family.model_type!r} is an "
             f"encoder-decoder; calibrate on a text instead: --calibration {SHIPPED}, or a file."
         )
-
     if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
-        build_meta(checkpoint)  # it refuses tensors that are missing or left over
+        build_meta(checkpoint)
 
 
 def open_model(checkpoint: Checkpoint, device: str) -> NextToken:
