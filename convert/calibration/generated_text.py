@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -30,6 +29,7 @@ from model.checkpoint import Checkpoint
 from model.common import console
 from model.common.errors import CheckpointError
 from model.common.files import copy_file, file_sha256, replace_file
+from model.common.free_memory import available_memory
 from model.common.tokenizer import open_tokenizer
 from model.decoder.generation import choose
 from model.decoder.loading import stop_ids
@@ -88,7 +88,7 @@ class OwnText:
         """Raise CheckpointError if the device has less free memory than `memory`."""
         needed = self.memory(n_embeddings)
         on_gpu = self.device.startswith("cuda")
-        available = torch.cuda.mem_get_info(self.device)[0] if on_gpu else psutil.virtual_memory().available
+        available = torch.cuda.mem_get_info(self.device)[0] if on_gpu else available_memory()
         if needed > available:
             raise CheckpointError(
                 f"--calibration self holds the whole model in memory, which takes {needed / 1e9:.1f} GB; "

@@ -12,6 +12,7 @@ import torch
 from tiny_tokenizers import SENTENCES, make_tokenizer
 
 from model.common import console
+from model.common.free_memory import available_memory
 from uptrain.budget.memory import Models, Way
 from uptrain.data.token_cache import Cache
 from uptrain.runs import progress, resolve_settings
@@ -211,3 +212,60 @@ def test_one_process_draws_the_bar(monkeypatch, rank, shows):
     with console.progress_bar("Evaluating", 3, quiet=False, unit="windows") as advance:
         advance(1)
     assert bool(drawn) == shows
+
+
+def test_a_limit_of_the_control_group(tmp_path):
+    """The least of the machine and of every group with a limit; what the kernel can free counts as free."""
+    machine = available_memory(tmp_path / "none", tmp_path / "no-file")
+    assert machine > 1e8
+
+    def write(group, **files):
+        group.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (group / name.replace("__", ".")).write_text(str(content))
+
+    v2 = tmp_path / "v2"
+    write(v2 / "job", memory__max="max", memory__current=5, memory__stat="anon 1\ninactive_file 2\n")
+    write(v2 / "job/step", memory__max=50_000_000, memory__current=30_000_000, memory__stat="inactive_file 4000000\n")
+    own = tmp_path / "own"
+    own.write_text("0::/job/step\n")
+    assert available_memory(v2, own) == 24_000_000
+    write(v2 / "job", memory__max=21_000_000, memory__current=20_000_000)
+    assert available_memory(v2, own) == 1_000_002
+    own.write_text("0::/job/other\n")  # no such group: those above it count
+    assert available_memory(v2, own) == 1_000_002
+    v1 = tmp_path / "v1"
+    write(v1 / "memory", memory__limit_in_bytes=9000, memory__usage_in_bytes=9500, memory__stat="total_inactive_file 0")
+    own.write_text("9:name=systemd:/\n4:memory:/docker/abc\n0::/\n")
+    assert available_memory(v1, own) == 0
+    write(v1 / "memory", memory__limit_in_bytes=2**63 - 4096)
+    assert abs(available_memory(v1, own) - machine) < 4e9  # no limit: the machine's, which changes
+
+
+def test_the_advice_names_a_size_that_the_plan_takes(uptrain, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("uptrain.runs.device_memory.free_memory", lambda: 1_234_567)
+    out = tmp_path / "run"
+    large = tiny.save(tiny.build(hidden_size=256, intermediate_size=512), tmp_path / "large")
+    run = ("run", large, "--data", inputs["data"], "--out", out, "--steps", 1, "--lr", 1)
+    uptrain(*run, "--global-batch-tokens", 256).refused("`uptrain plan", "--memory 1.235MB")
+    plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--memory", "1.235MB")
+    assert uptrain("plan", large, *plan).code == 0
+
+
+def test_a_tokenizer_that_cannot_be_compared_is_told(uptrain, inputs, tmp_path):
+    student = shutil.copytree(inputs["model"], tmp_path / "student")
+    make_tokenizer(student)
+    arguments = real_runs.arguments({**inputs, "model": student}, tmp_path / "run", loss="distill", steps=4)
+    ran = uptrain(*arguments)
+    assert "the same tokenizer is not checked" in ran.err
+
+
+def test_a_longer_run_that_repeats_its_data_says_so(uptrain, inputs, tmp_path):
+    run, longer = tmp_path / "run", tmp_path / "longer"
+    arguments = real_runs.arguments(inputs, run, steps=4)
+    assert uptrain(*arguments).code == 0
+    windows = Cache.open(inputs["data"]).n_windows
+    per_step = json.loads((run / "run.json").read_text())["settings"]["global_batch"]
+    ran = uptrain("extend", run, "--out", longer, "--steps", 2 * windows // per_step, "--max-minutes", 0)
+    assert ran.code in (0, 75), ran.err
+    assert "Warning: the data are read 1.89 times" in ran.err

@@ -69,6 +69,13 @@ STATES = {
 }
 
 
+def test_another_process_with_the_same_id(tmp_path, uptrain):
+    """A process that began after the run said that it runs is not the run."""
+    run = write_run(tmp_path / "run", state=STATES["running"][0])
+    os.utime(run / "run_state.json", (1.7e9, 1.7e9))
+    assert read_json(uptrain("status", run, "--json"))["status"] == "died"
+
+
 @pytest.mark.parametrize("status", STATES)
 def test_every_state(tmp_path, uptrain, status):
     state, words = STATES[status]

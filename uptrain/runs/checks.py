@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import open_checkpoint
+from model.common.console import warn
 from model.common.errors import InputError
 from model.common.tokenizer import open_tokenizer
 from model.decoder.transformers_classes import names_in_files
@@ -60,13 +61,15 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
 def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:
     """Raise InputError if a token has another id in the teacher's tokenizer than in the student's.
 
-    Their files may differ, and a folder without a tokenizer is not checked: the data may be tokenised already.
+    Their files may differ. A folder whose tokenizer cannot be opened is not checked, with a warning: the data may be
+    tokenised already.
     """
     try:
         if tokenizer_sha256(folder) == tokenizer_sha256(teacher):
             return
         own, theirs = open_tokenizer(folder).get_vocab(), open_tokenizer(teacher).get_vocab()
-    except InputError:
+    except InputError as error:
+        warn(f"whether student and teacher have the same tokenizer is not checked: {error}")
         return
     if others := sorted(token for token in own.keys() & theirs.keys() if own[token] != theirs[token]):
         raise InputError(

@@ -8,6 +8,7 @@ import torch
 
 from model.common.console import size
 from model.common.errors import InputError
+from model.common.free_memory import available_memory
 from uptrain.budget.memory import Models, Way, first_that_fits
 from uptrain.budget.plan import run_command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
@@ -32,10 +33,11 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
         return largest.micro_batch
     needed = models.memory(Way(way.trainable, 1, way.activation_checkpointing)).of(devices)
     cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.trainable) :], free, devices)
+    of_plan = size(free).replace(" ", "")
     advice = (
         f"this fits: {run_command(cheaper, str(model), teacher, devices)} …"
         if cheaper
-        else f"nothing fits; `uptrain plan {model} --memory {free / 1e9:.0f}GB …` shows what more devices take"
+        else f"nothing fits; `uptrain plan {model} --memory {of_plan} …` shows what more devices take"
     )
     raise InputError(
         f"{way.options} needs an estimated {size(needed)} for one window of {models.seq_len} tokens, but the device "
@@ -49,6 +51,4 @@ def free_memory() -> int:
         gpu = torch.accelerator.current_accelerator()
         free, _ = torch.get_device_module(gpu).mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
         return int(free)
-    import psutil
-
-    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
