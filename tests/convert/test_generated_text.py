@@ -285,7 +285,7 @@ def test_parts_take_turns_and_each_is_held_out(convert, source, tmp_path):
     assert convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", given).code == 0
     assert convert("verify", source, tmp_path / "out").code == 0
     decoded = [tokenizer_of(source).decode(row, skip_special_tokens=True) for row in kept(tmp_path / "out")]
-    from_text = ["words" in text for text in decoded]
+    from_text = ["words and words" in text for text in decoded]  # the model may write one of the words too
     assert from_text == [bool((n + n // 4) % 2) for n in range(16)]
     assert set(from_text[3::4]) == {True, False}
 
