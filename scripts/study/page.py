@@ -5,7 +5,7 @@
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_registers`, `parts`, `smollm2_tokens` or `latent`.
+`families_registers`, `parts`, `smollm2_tokens`, `latent` or `latent_smollm2`.
 """
 
 import json
@@ -24,6 +24,7 @@ from scripts.study.results import (
     TODAY,
     WEAK,
     Result,
+    is_parent,
     left_by_register,
     losses,
     of_seeds,
@@ -157,6 +158,7 @@ def renewed(page: str, results: Path) -> str:
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
             "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl")),
+            "latent_smollm2": latent_smollm2,
             "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
@@ -186,6 +188,18 @@ def headline(results: Path) -> str:
     name = f"SmolLM2-135M, {len(left)} kinds of text"
     span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
     return "\n".join([after_conversion(results, HEADLINE), f"| {name} | 3 → 1 | {' | '.join(cells)} | {span} |"])
+
+
+def latent_smollm2(results: Path) -> str:
+    """Return the table of latent attention on SmolLM2, beside the default merge distilled as long."""
+    own = read(results / "latent_smollm2.jsonl")
+    stages = {(line["alpha"], line["trainable"]) for line in own}
+    heads = [
+        line | {"arm": "merged"} if line["arm"] == "default" else line
+        for line in read(results / "smollm2_tokens.jsonl")
+        if is_parent(line) or (line["alpha"], line["trainable"]) in stages
+    ]
+    return by_cache([*heads, *own])
 
 
 def refined_registers(results: Path) -> str:

@@ -116,6 +116,9 @@ class ExternalParent:
     uptrain: tuple[Stage, ...] = ()
     original_tokens: str = ""
     global_batch_tokens: int = 4096
+    latent: tuple[tuple[int, int], ...] = ()
+    """`--latent` and `--rope` of the arms with latent attention, for each of `groups`; without them, these arms are not
+    run."""
     kv_heads: int | None = None
     """Repeat its K/V heads to this number, each in coordinates of its own (repeat_heads.py)."""
 
@@ -175,6 +178,9 @@ def read_plan(path: Path) -> Plan:
     names = [arm.name for arm in plan.arms]
     if twice := {name for name in names if names.count(name) > 1}:
         raise PlanError(f"{path}: two arms are called {min(twice)}.")
+    for outside in plan.outside:
+        if outside.latent and len(outside.latent) != len(outside.groups):
+            raise PlanError(f"{path}: {outside.name} must have as many sizes in latent as numbers in groups.")
     if plan.parent.families and any(arm.from_nothing for arm in plan.arms):
         raise PlanError(f"{path}: parents of several families cannot go with from_nothing; leave one of the two out.")
     return plan
@@ -220,9 +226,14 @@ def arms_of(plan: Plan, outside: ExternalParent | None) -> tuple[Arm, ...]:
     """Return the arms for the plan's own parent, or for an outside one."""
     arms = plan.arms
     if outside:
-        merges = (arm for arm in arms if not arm.from_nothing and not arm.latent)
-        arms = tuple(replace(arm, groups=outside.groups, uptrain=outside.uptrain) for arm in merges)
+        merges = (arm for arm in arms if not arm.from_nothing and (outside.latent or not arm.latent))
+        arms = tuple(_on(outside, arm) for arm in merges)
     return tuple(_control(arm) if arm.is_parent else arm for arm in arms)
+
+
+def _on(outside: ExternalParent, arm: Arm) -> Arm:
+    latent = outside.latent if arm.latent else ()
+    return replace(arm, groups=outside.groups, latent=latent, uptrain=outside.uptrain)
 
 
 def _control(arm: Arm) -> Arm:

@@ -213,6 +213,20 @@ def test_latent_attention_is_measured_beside_heads_of_the_same_cache(study, stan
     assert [words[1] for words in stand_in] == ["mha-to-mla", "evaluate", "run"]
 
 
+def test_latent_attention_of_an_outside_parent_has_sizes_of_its_own(study, tmp_path):
+    plan = study[1].read_plan(study[1].find_plan("latent_smollm2"))
+    (outside,) = plan.outside
+    assert [(arm.groups, arm.latent) for arm in study[1].arms_of(plan, outside)] == [((1,), ((64, 64),))] * 4
+    path = tmp_path / "smoke.toml"
+    more = '[[outside]]\nname = "other"\nmodel = "/m"\ngroups = [2, 1]\nseq_len = 64\n'
+    path.write_text(SMOKE.read_text() + LATENT + more)
+    plan = study[1].read_plan(path)
+    assert "latent" not in {arm.name for arm in study[1].arms_of(plan, plan.outside[0])}
+    path.write_text(SMOKE.read_text() + LATENT + more + "latent = [[8, 8]]\n")
+    with pytest.raises(click.ClickException, match="other must have as many sizes in latent as numbers in groups"):
+        study[1].read_plan(path)
+
+
 @pytest.mark.parametrize("sizes", ["[48, 8]", "[48, 16], [32, 32]"])
 def test_latent_sizes_without_heads_of_the_same_cache_are_refused(study, tmp_path, sizes):
     path = tmp_path / "bad.toml"
