@@ -55,7 +55,9 @@ def open_model(checkpoint: Checkpoint, device: str) -> NextToken:
     Raises CheckpointError if neither the project's own decoder nor transformers can load it.
     """
     if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
-        return _Native(load_llama(checkpoint, None, device))
+        model = load_llama(checkpoint, None, device)
+        model.prepack()
+        return _Native(model)
     from convert.calibration.transformers_layers import TransformersLayers  # transformers takes seconds to import
 
     return _Transformers(TransformersLayers(checkpoint, 1, device).load_whole())

@@ -19,7 +19,6 @@ from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
 from model.decoder.devices import find_device
 from model.decoder.kv_cache import KVCache
-from model.decoder.linear import linear
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 
@@ -36,7 +35,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Te
 def prefill(model: LlamaForCausalLM, ids_BT: Tensor, cache: KVCache) -> Tensor:
     """Store the prompts in the KV cache, and return the logits of the token after them, [B, V]."""
     hidden_BTM = model.model(ids_BT, cache=cache)
-    return linear(hidden_BTM[:, -1:], model.head_weight)[:, 0].float()
+    return model.logits(hidden_BTM[:, -1:])[:, 0]
 
 
 @torch.inference_mode()
@@ -120,6 +119,7 @@ def show(
     model, tokenizer = load_model(folder, device=str(find_device(device))), open_tokenizer(folder)
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")
+    model.prepack()
     ids: list[int] = tokenizer(prompt).input_ids
     if not ids:
         raise CheckpointError("the prompt is empty; write at least one word.")
@@ -148,6 +148,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[f
     """Return the speeds and the size of the KV cache, from the times of the start and of each token."""
     config, steps = model.config, len(times) - 2
     cache = KVCache(config, 1, capacity, model.head_weight.dtype, "meta")
+    cache.make_room(capacity)
     cached = f"{config.n_kv_heads} K/V heads"
     if config.latent is not None:
         cached = f"a latent of {config.latent.latent} and a key of {config.latent.rope}"

@@ -1,6 +1,6 @@
-"""Store keys and values in a preallocated KV cache, with only `n_kv_heads` heads: the purpose of GQA.
+"""Store keys and values in a KV cache with only `n_kv_heads` heads: the purpose of GQA.
 
-Letters: B batch, S tokens, G K/V heads, D head_dim.
+Letters: B batch, S tokens, G K/V heads, D head_dim; R room, tokens that fit into the memory allocated so far.
 """
 
 import torch
@@ -8,27 +8,39 @@ from torch import Tensor
 
 from model.decoder.config import LlamaConfig
 
+_LEAST_ROOM, _GROWTH = 256, 1.125
+"""Tokens that fit at first, and the factor by which the room grows. Growing copies the cache, and the CPU's attention
+reads all of the room: 1.125 makes both cheap."""
+
 
 class LayerCache:
-    """One layer's keys and values, [B, G, capacity, D] each; with latent attention the rotated key and the latent."""
+    """One layer's keys and values, [B, G, R, D] each; with latent attention the rotated key and the latent."""
 
     def __init__(
         self, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.k_BGSD, self.v_BGSD = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        self.k_BGRD, self.v_BGRD = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
-    def store(self, start: int, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new tokens at position `start`, and return the keys and values of all tokens so far, [B, S, G, D]."""
+    def grow(self, room: int) -> None:
+        """Make room for so many tokens. New room is zero, so that a weight of zero removes it."""
+        self.k_BGRD, self.v_BGRD = (_grown(old_BGRD, room) for old_BGRD in (self.k_BGRD, self.v_BGRD))
+
+    def store(self, start: int, k_BTGD: Tensor, v_BTGD: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+        """Write new tokens at position `start`, and return the keys and values of all tokens so far, [B, S, G, D].
+
+        `whole`: return the room behind them too, [B, R, G, D].
+        """
         stop = start + k_BTGD.shape[1]
-        self.k_BGSD[:, :, start:stop] = k_BTGD.transpose(1, 2)
-        self.v_BGSD[:, :, start:stop] = v_BTGD.transpose(1, 2)
-        return self.k_BGSD[:, :, :stop].transpose(1, 2), self.v_BGSD[:, :, :stop].transpose(1, 2)
+        self.k_BGRD[:, :, start:stop] = k_BTGD.transpose(1, 2)
+        self.v_BGRD[:, :, start:stop] = v_BTGD.transpose(1, 2)
+        end = None if whole else stop
+        return self.k_BGRD[:, :, :end].transpose(1, 2), self.v_BGRD[:, :, :end].transpose(1, 2)
 
 
 class KVCache:
     """The keys and values of all layers, for `batch` texts of up to `capacity` tokens each.
 
-    Keys are stored rotated, as attention reads them.
+    Keys are stored rotated, as attention reads them. Memory is allocated for the tokens so far and an eighth more.
     """
 
     def __init__(
@@ -41,7 +53,8 @@ class KVCache:
         padding_B: Tensor | None = None,
     ) -> None:
         (k_heads, k_size), (v_heads, v_size) = config.cached_shapes
-        shapes = (batch, k_heads, capacity, k_size), (batch, v_heads, capacity, v_size)
+        self._room = min(capacity, _LEAST_ROOM)
+        shapes = (batch, k_heads, self._room, k_size), (batch, v_heads, self._room, v_size)
         self.layers = [LayerCache(shapes, dtype, device) for _ in range(config.n_layers)]
         self.capacity = capacity
         self.padding_B = padding_B
@@ -51,11 +64,22 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.k_BGSD.nbytes + layer.v_BGSD.nbytes for layer in self.layers)
+        """Bytes allocated so far."""
+        return sum(layer.k_BGRD.nbytes + layer.v_BGRD.nbytes for layer in self.layers)
 
-    def check_room(self, new: int) -> None:
-        """Raise ValueError if `new` more tokens exceed the capacity."""
-        if self.length + new > self.capacity:
-            raise ValueError(
-                f"the text grows to {self.length + new} tokens, but the cache holds {self.capacity}; make it larger."
-            )
+    def make_room(self, new: int) -> None:
+        """Allocate memory for `new` more tokens. Raises ValueError if they exceed the capacity."""
+        needed = self.length + new
+        if needed > self.capacity:
+            raise ValueError(f"the text grows to {needed} tokens, but the cache holds {self.capacity}; make it larger.")
+        if needed > self._room:
+            self._room = min(self.capacity, int(needed * _GROWTH))
+            for layer in self.layers:
+                layer.grow(self._room)
+
+
+def _grown(old_BGRD: Tensor, room: int) -> Tensor:
+    batch, heads, before, size = old_BGRD.shape
+    new_BGRD = old_BGRD.new_zeros(batch, heads, room, size)
+    new_BGRD[:, :, :before] = old_BGRD
+    return new_BGRD

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.decoder.attention import Mask, attend
+from model.decoder.attention import Mask, attend, exclude
 from model.decoder.config import LatentShape, LlamaConfig
 from model.decoder.kv_cache import LayerCache
-from model.decoder.linear import Linear
 from model.decoder.rope import rotate
 
 
@@ -27,10 +26,10 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.shape, self.n_heads = shape, config.n_heads
         hidden, heads = config.hidden_size, config.n_heads
-        self.q_proj = Linear(hidden, heads * (shape.nope + shape.rope), bias=False)
-        self.kv_a_proj_with_mqa = Linear(hidden, shape.latent + shape.rope, bias=False)
-        self.kv_b_proj = Linear(shape.latent, heads * (shape.nope + shape.value), bias=False)
-        self.o_proj = Linear(heads * shape.value, hidden, bias=False)
+        self.q_proj = nn.Linear(hidden, heads * (shape.nope + shape.rope), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, shape.latent + shape.rope, bias=False)
+        self.kv_b_proj = nn.Linear(shape.latent, heads * (shape.nope + shape.value), bias=False)
+        self.o_proj = nn.Linear(heads * shape.value, hidden, bias=False)
 
     def forward(
         self, x_BTM: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask, cache: LayerCache | None, start: int
@@ -42,7 +41,7 @@ class LatentAttention(nn.Module):
         latent_BT1L = (latent_BTL * shape.gain)[:, :, None]
         q_rope_BTHR, key_BT1R = (rotate(_half_split(each), *rotation) for each in (q_rope_BTHR, key_BTR[:, :, None]))
         if cache is not None:
-            key_BT1R, latent_BT1L = cache.store(start, key_BT1R, latent_BT1L)
+            key_BT1R, latent_BT1L = cache.store(start, key_BT1R, latent_BT1L, whole=mask.n_keys is not None)
         out = self._absorbed if cache is not None and x_BTM.shape[1] == 1 else self._expanded
         out_BTM: Tensor = self.o_proj(out(q_nope_BTHN, q_rope_BTHR, key_BT1R, latent_BT1L, mask).flatten(2))
         return out_BTM
@@ -70,8 +69,7 @@ class LatentAttention(nn.Module):
         q_BHL = torch.einsum("bhn,hnl->bhl", q_nope_B1HN[:, 0], k_HNL)
         scores_BHS = q_BHL @ latent_BSL.mT + q_rope_B1HR[:, 0] @ key_BSR.mT
         scores_BHS = scores_BHS * (shape.nope + shape.rope) ** -0.5
-        if mask.allowed_B1TS is not None:
-            scores_BHS = scores_BHS.masked_fill(~mask.allowed_B1TS[:, :, 0], float("-inf"))
+        exclude(scores_BHS, None if mask.allowed_B1TS is None else mask.allowed_B1TS[:, :, 0], mask.n_keys)
         weights_BHS = scores_BHS.softmax(dim=-1, dtype=torch.float32).to(latent_BSL.dtype)
         return torch.einsum("bhl,hdl->bhd", weights_BHS @ latent_BSL, v_HDL)[:, None]
 

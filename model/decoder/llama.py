@@ -12,7 +12,7 @@ from model.decoder.attention import Mask, attend, has_packed_attention
 from model.decoder.config import LlamaConfig
 from model.decoder.kv_cache import KVCache, LayerCache
 from model.decoder.latent_attention import LatentAttention
-from model.decoder.linear import Linear, linear, matmul_dtype
+from model.decoder.linear import PrepackedLinear, can_prepack, matmul_dtype, prepack_linears
 from model.decoder.losses import IGNORED, chunked_cross_entropy
 from model.decoder.masks import document_lengths, document_mask, document_positions, text_mask
 from model.decoder.rope import rotate, rotations
@@ -41,10 +41,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         query, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query, bias=config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.o_proj = Linear(query, config.hidden_size, bias=config.o_bias)
+        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x_BTM: Tensor, rotation: Rotation, mask: Mask, cache: LayerCache | None, start: int) -> Tensor:
         heads = (*x_BTM.shape[:2], -1, self.head_dim)
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         k_BTGD = rotate(self.k_proj(x_BTM).view(heads), *rotation)
         v_BTGD = self.v_proj(x_BTM).view(heads)
         if cache is not None:
-            k_BTGD, v_BTGD = cache.store(start, k_BTGD, v_BTGD)
+            k_BTGD, v_BTGD = cache.store(start, k_BTGD, v_BTGD, whole=mask.n_keys is not None)
         out_BTHD = attend(q_BTHD, k_BTGD, v_BTGD, mask)
         out_BTM: Tensor = self.o_proj(out_BTHD.flatten(2))
         return out_BTM
@@ -64,9 +64,9 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         wide, narrow = config.intermediate_size, config.hidden_size
-        self.gate_proj = Linear(narrow, wide, bias=config.mlp_bias)
-        self.up_proj = Linear(narrow, wide, bias=config.mlp_bias)
-        self.down_proj = Linear(wide, narrow, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(narrow, wide, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(narrow, wide, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(wide, narrow, bias=config.mlp_bias)
 
     def forward(self, x_BTM: Tensor) -> Tensor:
         out_BTM: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTM)) * self.up_proj(x_BTM))
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
     def forward(self, ids_BT: Tensor, documents_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Return the hidden states [B, T, M]. With a KV cache, the ids continue its texts, and are stored in it."""
         if cache is not None:
-            cache.check_room(ids_BT.shape[1])
+            cache.make_room(ids_BT.shape[1])
         start = cache.length if cache else 0
         x_BTM = self.embed_tokens(ids_BT)
         rotation = self._rotation(ids_BT, documents_BT, cache, x_BTM.dtype)
@@ -148,7 +148,9 @@ class LlamaForCausalLM(nn.Module):
         self.stop_ids: tuple[int, ...] = ()
         """The end-of-text tokens at which `generate` stops; `load_model` reads them from the checkpoint."""
         self.model = Decoder(config)
-        self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Linear | PrepackedLinear | None = None
+        if not config.tied:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def head_weight(self) -> Tensor:
@@ -159,6 +161,25 @@ class LlamaForCausalLM(nn.Module):
         """Return the hidden states before the head, [B, T, M]."""
         hidden_BTM: Tensor = self.model(ids_BT, documents_BT)
         return hidden_BTM
+
+    def logits(self, hidden_BTM: Tensor) -> Tensor:
+        """Return the head's logits of hidden states, float32, [B, T, V]."""
+        if isinstance(self.lm_head, PrepackedLinear):
+            prepacked_BTV: Tensor = self.lm_head(hidden_BTM)
+            return prepacked_BTV.float()
+        # A head that is not trained may be narrower than the states.
+        return F.linear(hidden_BTM, self.head_weight.to(hidden_BTM.dtype)).float()
+
+    def prepack(self) -> None:
+        """Make decoding faster, if the model is on a CPU that has oneDNN; otherwise, do nothing.
+
+        The model can then no longer be trained, saved or moved. Tied weights of the head take memory of their own.
+        """
+        if not can_prepack(self.head_weight):
+            return
+        head_VM = self.head_weight
+        prepack_linears(self.model, skip="kv_b_proj")  # decoding needs this matrix itself
+        self.lm_head = PrepackedLinear(head_VM, None)
 
     def forward(
         self,
@@ -175,8 +196,7 @@ class LlamaForCausalLM(nn.Module):
         _check_ids(ids_BT, self.config.vocab_size)
         hidden_BTM = self.model(ids_BT, documents_BT, cache)
         if labels_BT is None:
-            # A head that is not trained may be narrower than the states.
-            return linear(hidden_BTM, self.head_weight.to(hidden_BTM.dtype)).float()
+            return self.logits(hidden_BTM)
         targets_BT = labels_BT[:, 1:]
         if documents_BT is not None:
             targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)

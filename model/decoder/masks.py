@@ -63,9 +63,10 @@ def text_mask(
 ) -> Mask:
     """Return the mask of `new` tokens after `old` ones in a KV cache. The first `padding_B` of each row are padding."""
     total = old + new
+    n_keys = total if new == 1 and device.type == "cpu" else None
     unbounded = window is None or total <= window
     if padding_B is None and unbounded and (old == 0 or new == 1):
-        return Mask()
+        return Mask(n_keys=n_keys)
     keys_S = torch.arange(total, device=device)
     queries_T = keys_S[old:]
     allowed_B1TS = _band(queries_T[None], keys_S[None], window)
@@ -73,7 +74,7 @@ def text_mask(
         allowed_B1TS = allowed_B1TS & (keys_S >= padding_B[:, None])[:, None, None]
         # Padding attends to itself, so that its softmax is not empty. No other token attends to it.
         allowed_B1TS = allowed_B1TS | (queries_T[:, None] == keys_S)
-    return Mask(allowed_B1TS=allowed_B1TS.expand(batch, 1, new, total))
+    return Mask(allowed_B1TS=allowed_B1TS.expand(batch, 1, new, total), n_keys=n_keys)
 
 
 def _band(queries_BT: Tensor, keys_BS: Tensor, window: int | None) -> Tensor:

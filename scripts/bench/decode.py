@@ -1,11 +1,12 @@
 """Measure decoding speed and KV cache size against the number of K/V heads, ours and transformers', in one run.
 
-Each number of K/V heads has a random model of the same shape. For each batch and context length, a prefill fills the
-KV cache, then --steps greedy steps are timed one by one. Ours and transformers' alternate, and the numbers of heads
-alternate every few steps, because a machine's speed varies. Medians are compared. Writes a table (JSON and Markdown)
-and a figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
+Each number of K/V heads has a random model of the same shape. For each batch and context length, the KV cache is filled
+with random numbers, then --steps greedy steps are timed one by one. Ours and transformers' alternate, and the numbers
+of heads alternate every few steps, because a machine's speed varies. Medians are compared. On a CPU, the bytes that a
+step must read (weights and cache) per second are also divided by the speed at which the memory is read. Writes a table
+(JSON and Markdown) and a figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
 
-    python -m scripts.bench.decode --batches 1 8 --contexts 256 1024 --out docs/bench/decode
+    python -m scripts.bench.decode --batches 1 8 --contexts 256 1024 4096 --out docs/bench/decode
 """
 
 import argparse
@@ -23,7 +24,7 @@ from transformers import LlamaForCausalLM as Theirs
 
 from model.common.plot_style import PLOT_STYLE
 from model.decoder.config import read_llama_config
-from model.decoder.generation import decode, prefill
+from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM as Ours
 from scripts.bench.machine import facts
@@ -43,7 +44,7 @@ ROUND, WARM_UP = 10, 2
 
 
 def make_models(shape: dict[str, Any], n_kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Ours, Theirs]:
-    """Return our model and transformers' model with the same random weights."""
+    """Return our model, prepacked on a CPU, and transformers' model with the same random weights."""
     config = TheirConfig(**shape, num_key_value_heads=n_kv_heads, max_position_embeddings=1 << 17)
     torch.manual_seed(0)
     theirs = Theirs(config).eval()
@@ -51,6 +52,7 @@ def make_models(shape: dict[str, Any], n_kv_heads: int, dtype: torch.dtype, devi
     with torch.device("meta"):
         ours = Ours(read_llama_config(config.to_dict()))
     ours.load_state_dict(theirs.state_dict(), assign=True)
+    ours.prepack()
     return ours.eval(), theirs
 
 
@@ -61,11 +63,19 @@ class Decoding:
     def __init__(self, ours: Ours, theirs: Theirs, batch: int, context: int, steps: int) -> None:
         self.ours, self.theirs = ours, theirs
         self.device = ours.head_weight.device
-        ids = torch.randint(0, ours.config.vocab_size, (batch, context), device=self.device)
-        self.cache = KVCache(ours.config, batch, context + steps, ours.head_weight.dtype, self.device)
         self.their_cache = DynamicCache(config=theirs.config)
-        self.our_ids = prefill(ours, ids, self.cache).argmax(-1)
-        self.their_ids = theirs(ids, past_key_values=self.their_cache, logits_to_keep=1).logits[:, -1].argmax(-1)
+        self.cache = KVCache(ours.config, batch, context + steps, ours.head_weight.dtype, self.device)
+        self.cache.make_room(context)
+        shape = (batch, context, ours.config.n_kv_heads, ours.config.head_dim)
+        for index, layer in enumerate(self.cache.layers):
+            k_BSGD, v_BSGD = (torch.randn(shape, device=self.device, dtype=theirs.dtype) for _ in range(2))
+            layer.store(0, k_BSGD, v_BSGD, whole=False)
+            self.their_cache.update(k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), index)
+        self.cache.length = context
+        self.cached_bytes = 2 * len(self.cache.layers) * k_BSGD.nbytes
+        weights = (p.nbytes for name, p in theirs.named_parameters() if "embed_tokens" not in name)
+        self.read_bytes = self.cached_bytes + sum(weights)
+        self.our_ids = self.their_ids = torch.randint(0, ours.config.vocab_size, (batch,), device=self.device)
         self.times: dict[str, list[float]] = {"ours": [], "theirs": []}
 
     @torch.inference_mode()
@@ -86,7 +96,22 @@ class Decoding:
 
     def row(self) -> Row:
         ours_s, theirs_s = (statistics.median(self.times[name]) for name in ("ours", "theirs"))
-        return {"ours_s": ours_s, "theirs_s": theirs_s, "ratio": theirs_s / ours_s, "cache_bytes": self.cache.nbytes}
+        return {
+            "ours_s": ours_s, "theirs_s": theirs_s, "ratio": theirs_s / ours_s, "cache_bytes": self.cached_bytes,
+            "bytes_per_s": self.read_bytes / ours_s,
+        }  # fmt: skip
+
+
+def memory_bytes_per_s(device: torch.device) -> float | None:
+    """Return the speed at which a CPU reads memory, the best of several sums of 1 GB; None for another device."""
+    if device.type != "cpu":
+        return None
+    numbers, times = torch.ones(1 << 28), []
+    for _ in range(7):
+        started = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - started)
+    return numbers.nbytes / min(times)
 
 
 def synchronise(device: torch.device) -> None:
@@ -96,15 +121,17 @@ def synchronise(device: torch.device) -> None:
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| K/V heads | batch | context | cache MB | ours ms/step | transformers ms/step | ratio | ours, MHA ÷ this |",
-        "|---|---|---|---|---|---|---|---|",
+        "| K/V heads | batch | context | cache MB | ours ms/step | transformers ms/step | ratio | ours, MHA ÷ this "
+        "| of the memory's speed |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     mha = {(r["batch"], r["context"]): r["ours_s"] for r in rows if r["n_kv_heads"] == r["n_heads"]}
     for r in rows:
         gain = mha[r["batch"], r["context"]] / r["ours_s"]
+        share = f"{r['bytes_per_s'] / r['memory_bytes_per_s']:.0%}" if r["memory_bytes_per_s"] else "–"
         lines.append(
             f"| {r['n_kv_heads']} | {r['batch']} | {r['context']} | {r['cache_bytes'] / 1e6:.1f} "
-            f"| {1e3 * r['ours_s']:.1f} | {1e3 * r['theirs_s']:.1f} | {r['ratio']:.2f} | {gain:.2f} |"
+            f"| {1e3 * r['ours_s']:.1f} | {1e3 * r['theirs_s']:.1f} | {r['ratio']:.2f} | {gain:.2f} | {share} |"
         )
     return "\n".join(lines)
 
@@ -146,6 +173,7 @@ def main() -> None:
     shape = SHAPES[options.shape]
     n_heads, rows, rounds = shape["num_attention_heads"], [], -(-options.steps // ROUND)
     numbers = [n_heads >> i for i in range(n_heads.bit_length())]
+    memory_speed = memory_bytes_per_s(torch.device(options.device))
     models = {n: make_models(shape, n, getattr(torch, options.dtype), options.device) for n in numbers}
     for batch, context in itertools.product(options.batches, options.contexts):
         decodings = {n: Decoding(*models[n], batch, context, rounds * (WARM_UP + ROUND)) for n in numbers}
@@ -153,7 +181,8 @@ def main() -> None:
             for decoding in decodings.values():
                 decoding.run(ROUND)
         for n, decoding in decodings.items():
-            rows.append({"n_heads": n_heads, "n_kv_heads": n, "batch": batch, "context": context, **decoding.row()})
+            row = {"n_heads": n_heads, "n_kv_heads": n, "batch": batch, "context": context, **decoding.row()}
+            rows.append(row | {"memory_bytes_per_s": memory_speed})
             print(table(rows).splitlines()[-1], flush=True)
     rows.sort(key=lambda row: -row["n_kv_heads"])
     print(table(rows))

@@ -1,10 +1,19 @@
-"""The faster order of factors is no less exact than the kernel that prefill and training use."""
+"""Prepacked weights: as exact as torch's own products, and the same model."""
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
+from llama_pairs import pair, random_ids
 
-from model.decoder.linear import linear
+from model import generate
+from model.decoder import linear
+from model.decoder.generation import prefill
+from model.decoder.kv_cache import KVCache
+from model.decoder.linear import PrepackedLinear, can_prepack
+
+needs_prepacking = pytest.mark.skipif(not can_prepack(torch.ones(1)), reason="this torch has no oneDNN")
 
 
 def error(y, x, weight):
@@ -13,22 +22,46 @@ def error(y, x, weight):
     return ((y.double() - exact).square().mean() / exact.square().mean()).sqrt()
 
 
-@pytest.mark.parametrize("shape", [(1024, 1024), (2752, 1024), (1024, 2752), (96, 32)])
-@pytest.mark.parametrize("batch", [2, 3, 8, 32])
-@torch.inference_mode()
-def test_decoding_is_as_exact_as_many_rows(batch, shape):
-    torch.manual_seed(batch)
-    weight, x = torch.randn(shape), torch.randn(batch, 1, shape[1])
-    many = F.linear(x.repeat(512 // batch, 1, 1), weight)[:batch]
-    # Each processor adds up in an order of its own: 1.1 of one kind, 1.9 of another.
-    assert error(linear(x, weight), x, weight) <= 2 * error(many, x, weight)
-
-
-@pytest.mark.parametrize("x_shape", [(1, 1, 32), (4, 1, 32), (2, 3, 32), (64, 1, 32)])
+@needs_prepacking
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1024, 1024), (2752, 1024), (96, 32)])
+@pytest.mark.parametrize("rows", [(1, 1), (8, 1), (2, 100)])
 @torch.inference_mode()
-def test_any_shape_gives_what_torch_gives(x_shape, dtype):
-    weight, bias, x = (torch.randn(s, dtype=dtype) for s in ((48, 32), (48,), x_shape))
-    out = linear(x, weight, bias)
-    assert out.is_contiguous()
-    torch.testing.assert_close(out, F.linear(x, weight, bias))
+def test_as_exact_as_the_products_of_torch(rows, shape, dtype):
+    if not can_prepack(torch.ones(1, dtype=dtype)):
+        pytest.skip(f"this processor has no products of {dtype}")
+    torch.manual_seed(0)
+    weight, x, bias = torch.randn(shape).to(dtype), torch.randn(*rows, shape[1]).to(dtype), torch.randn(shape[0])
+    out = PrepackedLinear(weight, None)(x)
+    assert (out.shape, out.dtype) == ((*rows, shape[0]), dtype)
+    # Each library adds up in an order of its own.
+    assert error(out, x, weight) <= 2 * error(F.linear(x, weight), x, weight)
+    with_bias = PrepackedLinear(weight, bias.to(dtype))(x)
+    torch.testing.assert_close(
+        with_bias, F.linear(x, weight, bias.to(dtype)), atol=1e-4 if dtype == torch.float32 else 0.5, rtol=0.02
+    )
+
+
+@needs_prepacking
+@pytest.mark.parametrize("layout", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
+def test_a_prepacked_model_is_the_same_model(tmp_path, layout):
+    _, ours = pair(tmp_path, num_key_value_heads=2, **layout)
+    ids, prepacked = random_ids(2, 20), copy.deepcopy(ours)
+    prepacked.prepack()
+    assert all(isinstance(layer.mlp.up_proj, PrepackedLinear) for layer in prepacked.model.layers)
+    assert not [name for name, _ in prepacked.named_parameters() if "proj" in name or "lm_head" in name]
+    with torch.inference_mode():
+        assert (prepacked(ids) - ours(ids)).abs().max() <= 1e-5
+        logits = [prefill(model, ids, KVCache(ours.config, 2, 20, torch.float32, "cpu")) for model in (ours, prepacked)]
+        assert (logits[0] - logits[1]).abs().max() <= 1e-5
+    prompts = [row.tolist() for row in ids]
+    assert generate(prepacked, prompts, 30) == generate(ours, prompts, 30)
+
+
+def test_where_torch_cannot_prepack_the_model_stays(tmp_path, monkeypatch):
+    _, ours = pair(tmp_path)
+    monkeypatch.setattr(linear.torch.backends.mkldnn, "is_available", lambda: False)
+    ours.prepack()
+    assert ours.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    assert not [module for module in ours.modules() if isinstance(module, PrepackedLinear)]
+    assert not can_prepack(torch.ones(1, device="meta"))

@@ -25,6 +25,7 @@ from model.common.errors import InputError, RankError, RunError, is_lack_of_memo
 from model.common.files import copy_file, replace_file, sync_tree, write_file
 from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
+from model.decoder.devices import faster_products
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.data.run_data import find_data
@@ -185,7 +186,8 @@ def train_run(
         _log_start(training, state, checkpoint)
         _write_state(folder, "running", state.step)
     try:
-        reason = train(training, state)
+        with faster_products(accelerator.device.type):
+            reason = train(training, state)
     except Exception as error:
         failure = _explain(error, folder, state.step, accelerator)
         if accelerator.is_main_process:

@@ -12,7 +12,7 @@ from torch import nn
 
 from model.common import console
 from model.common.errors import InputError
-from model.decoder.devices import float64_device
+from model.decoder.devices import faster_products, float64_device
 from uptrain.data.batch import Batch, micro_batches
 from uptrain.data.run_data import cache_of, seq_len_of
 from uptrain.data.token_cache import Cache
@@ -120,7 +120,8 @@ def _evaluate_folder(
         teacher_model.to(accelerator.device)
     loss_module = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, teacher_model))
     size = micro_batch or default_micro_batch(cache.seq_len)
-    with console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows") as advance:
+    progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
+    with faster_products(accelerator.device.type), progress as advance:
         result = evaluate(loss_module, cache, size, accelerator, teacher_model is not None, advance=advance)
     if not result.targets:
         raise InputError(f"{data} has nothing to predict: no document in it has two tokens.")

@@ -22,6 +22,7 @@ from model.common.console import size
 from model.common.errors import InputError
 from model.common.files import sync_file, write_file
 from model.common.staging import Staging, check_out
+from model.decoder.devices import faster_products
 from model.decoder.losses import ChunkLogits
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
@@ -194,7 +195,8 @@ def _write_shards(
     micro_batch = default_micro_batch(cache.seq_len)
     dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
     teacher = load_teacher(folder, "fp32" if on_cpu else "bf16").to(device)
-    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=not on_cpu):
+    in_bf16 = torch.autocast(device.type, torch.bfloat16, enabled=not on_cpu)
+    with faster_products(device.type), torch.inference_mode(), in_bf16:
         for number, windows in missing:
             batches = [
                 _logits_of(teacher, cache, windows[start : start + micro_batch], wanted.top_k, advance)

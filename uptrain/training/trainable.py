@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
-from model.decoder.linear import Linear, matmul_dtype
+from model.decoder.linear import matmul_dtype
 from model.decoder.llama import RMSNorm
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.parts import part_pattern
@@ -79,7 +79,7 @@ def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
 
     `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.
     """
-    if type(module) in (nn.Linear, Linear):
+    if type(module) is nn.Linear:
         module.__class__ = FrozenLinear
     elif type(module) is nn.Embedding:
         module.__class__ = FrozenEmbedding
