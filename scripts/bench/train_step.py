@@ -24,6 +24,7 @@ from transformers import LlamaForCausalLM as Theirs
 
 from model.decoder.config import read_llama_config
 from model.decoder.llama import LlamaForCausalLM as Ours
+from scripts.bench.machine import facts
 
 SIZES: dict[str, dict[str, Any]] = {
     "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8},
@@ -156,9 +157,7 @@ def main() -> None:
                 )
                 rows.append({"size": size, "parameters": n, "precision": precision, "compile": compiled, **row})
     if options.json:
-        options.json.write_text(
-            json.dumps({"device": options.device, "torch": torch.__version__, "rows": rows}, indent=2)
-        )
+        options.json.write_text(json.dumps({**facts(), "device": options.device, "rows": rows}, indent=2))
 
 
 if __name__ == "__main__":
