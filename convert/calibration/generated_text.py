@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from convert.calibration.layer_stream import Progress
 from convert.calibration.next_token import NextToken, open_model
 from model.checkpoint import Checkpoint
+from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import console
 from model.common.errors import CheckpointError
 from model.common.files import copy_file, file_sha256, replace_file
@@ -66,7 +67,10 @@ class OwnText:
 
     def memory(self, n_embeddings: int) -> int:
         """Return the bytes of the model's weights, and of a batch's KV cache and logits."""
-        weights = sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
+        tensors = self.checkpoint.tensors
+        weights = sum(tensor.nbytes for tensor in tensors.values())
+        if EMBEDDING in tensors and HEAD not in tensors:  # `LlamaForCausalLM.prepack` copies a tied head
+            weights += tensors[EMBEDDING].nbytes
         return weights + self._rows * (self._row_bytes + 3 * 4 * n_embeddings)
 
     @property
