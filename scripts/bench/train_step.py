@@ -2,7 +2,9 @@
 
 Both train on the same batch, alternating (ABAB …), in this process; medians are compared. The loss is next-token
 cross-entropy. The peer is transformers' LlamaForCausalLM with the same weights and sdpa attention, its default, or
-litgpt's GPT of the same shape with 2 K/V heads.
+litgpt's GPT of the same shape with 2 K/V heads. Our step multiplies float32 as `uptrain run` does: on a CPU by oneDNN,
+where that does not round. The last column divides the operations of our step (6 for each token and parameter but the
+embedding's, and those of attention) per second by those of one large matrix product in the same precision.
 
     python -m scripts.bench.train_step --sizes 7M 25M --precision fp32 bf16 --compile no yes
     pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse
@@ -23,14 +25,16 @@ from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM as Theirs
 
 from model.decoder.config import read_llama_config
+from model.decoder.devices import faster_products
 from model.decoder.llama import LlamaForCausalLM as Ours
 from scripts.bench.machine import facts
 
 SIZES: dict[str, dict[str, Any]] = {
     "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8},
     "25M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
+    "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
 }
-VOCAB = {"7M": 8192, "25M": 16384}
+VOCAB = {"7M": 8192, "25M": 16384, "100M": 16384}
 Step = Callable[[], float]
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,8 +65,14 @@ def make_steps(
         mean: torch.Tensor = loss_sum / n_valid
         return mean
 
+    step = make_step(ours, lambda: our_loss(ids), precision, device)
+
+    def our_step() -> float:
+        with faster_products(device):
+            return step()
+
     return (
-        make_step(ours, lambda: our_loss(ids), precision, device),
+        our_step,
         make_step(theirs, lambda: their_loss(ids), precision, device),
         sum(p.numel() for p in ours.parameters()),
     )
@@ -126,10 +136,30 @@ def compare(ours: Step, theirs: Step, rounds: int, largest_difference: float) ->
     }
 
 
+def operations(size: str, n_parameters: int, batch: int, length: int) -> float:
+    """Return the floating-point operations of a step's matrix products: forward, and twice that for the gradients."""
+    shape = SIZES[size]
+    n_multiplied = n_parameters - VOCAB[size] * shape["hidden_size"]  # all but the embedding
+    causal_attention = 6 * shape["num_hidden_layers"] * shape["hidden_size"] * length  # for a token, on average
+    return float(batch * length * (6 * n_multiplied + causal_attention))
+
+
+def operations_per_s(precision: str, device: str) -> float:
+    """Return the speed of a matrix product of 4096 x 4096, the best of five."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, times = torch.ones(4096, 4096, dtype=dtype, device=device), []
+    with faster_products(device):
+        for _ in range(6):
+            started = time.perf_counter()
+            (a @ a)[0, 0].item()  # waits for a GPU
+            times.append(time.perf_counter() - started)
+    return float(2 * 4096**3 / min(times[1:]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=("transformers", "litgpt"), default="transformers")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["7M", "25M"])
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--compile", nargs="+", choices=("no", "yes"), default=["no"])
     parser.add_argument("--batch", type=int, default=4)
@@ -139,8 +169,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
     rows = []
-    print(f"| parameters | precision | compile | ours, tokens/s | {options.peer}, tokens/s | ratio |")
-    print("|---|---|---|---|---|---|")
+    print(f"| parameters | precision | compile | ours, tokens/s | {options.peer}, tokens/s | ratio | of a product |")
+    print("|---|---|---|---|---|---|---|")
     for size in options.sizes:
         for precision in options.precision:
             for compiled in options.compile:
@@ -150,9 +180,11 @@ def main() -> None:
                 # litgpt has other initial weights; both begin with nearly equal probabilities.
                 row = compare(ours, theirs, options.rounds, 0.02 if options.peer == "transformers" else 0.5)
                 tokens = options.batch * options.length
+                speed = operations(size, n, options.batch, options.length) / row["ours_s"]
+                row["share"] = speed / operations_per_s(precision, options.device)
                 print(
                     f"| {n / 1e6:.1f} M | {precision} | {compiled} | {tokens / row['ours_s']:,.0f} | "
-                    f"{tokens / row['theirs_s']:,.0f} | {row['ratio']:.2f} |",
+                    f"{tokens / row['theirs_s']:,.0f} | {row['ratio']:.2f} | {row['share']:.0%} |",
                     flush=True,
                 )
                 rows.append({"size": size, "parameters": n, "precision": precision, "compile": compiled, **row})

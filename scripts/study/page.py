@@ -5,7 +5,7 @@
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_registers`, `parts`, `smollm2_tokens`, `latent` or `latent_smollm2`.
+`families_registers`, `parts`, `smollm2_tokens`, `latent`, `latent_smollm2` or `field`.
 """
 
 import json
@@ -24,6 +24,9 @@ from scripts.study.results import (
     TODAY,
     WEAK,
     Result,
+    Stage,
+    at,
+    gaps,
     is_parent,
     left_by_register,
     losses,
@@ -159,6 +162,7 @@ def renewed(page: str, results: Path) -> str:
             "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl")),
             "latent_smollm2": latent_smollm2,
+            "field": field,
             "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
@@ -200,6 +204,34 @@ def latent_smollm2(results: Path) -> str:
         if is_parent(line) or (line["alpha"], line["trainable"]) in stages
     ]
     return by_cache([*heads, *own])
+
+
+FIELD = (
+    ("short", "random", "a random head of each group"),
+    ("short", "first", "the first head of each group"),
+    ("short", "mean", "mean (Ainslie et al.; AverageKV)"),
+    ("merges", "pca-weights", "truncated SVD of the weights"),
+    ("short", "aligned-spread", "heads aligned, then their mean (Jin et al.)"),
+    ("latent", "svd", "latent attention, SVD of the weights"),
+    ("latent", "transmla", "latent attention, TransMLA"),
+    ("latent", "care", "latent attention, CARE"),
+    ("latent", "merged", "**default merge**"),
+    ("latent", "latent", "**`mha-to-mla`**"),
+)
+"""Plan, arm and name of each way that the page compares, from the weak parents."""
+
+
+def field(results: Path) -> str:
+    """Return the table of other ways and ours: loss beyond the parent right after conversion, and after distilling."""
+    stages: tuple[Stage, Stage] = (0, None), (0.01, "distill")
+    columns = [(groups, stage) for groups in (2, 1) for stage in stages]
+    rows = []
+    for plan, arm, name in FIELD:
+        lines = read(results / f"{plan}.jsonl")
+        cells = [show(gaps(own)) if (own := at(lines, arm, stage, groups)) else "–" for groups, stage in columns]
+        rows.append([name, str(len({line["seed"] for line in lines if line["arm"] == arm})), *cells])
+    headings = [f"{64 * groups} numbers{', distilled' if stage[0] else ''}" for groups, stage in columns]
+    return markdown(["", "parents", *headings], rows)
 
 
 def refined_registers(results: Path) -> str:
