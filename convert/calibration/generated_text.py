@@ -34,6 +34,7 @@ from model.common.free_memory import available_memory
 from model.common.tokenizer import open_tokenizer
 from model.decoder.generation import choose
 from model.decoder.loading import stop_ids
+from model.families import is_native
 from model.geometry import read_geometry
 
 TEMPERATURE, TOP_P = 1.0, 1.0
@@ -69,8 +70,8 @@ class OwnText:
         """Return the bytes of the model's weights, and of a batch's KV cache and logits."""
         tensors = self.checkpoint.tensors
         weights = sum(tensor.nbytes for tensor in tensors.values())
-        if EMBEDDING in tensors and HEAD not in tensors:  # `LlamaForCausalLM.prepack` copies a tied head
-            weights += tensors[EMBEDDING].nbytes
+        if self.device == "cpu" and is_native(self.checkpoint.config) and EMBEDDING in tensors and HEAD not in tensors:
+            weights += tensors[EMBEDDING].nbytes  # `LlamaForCausalLM.prepack` copies a tied head
         return weights + self._rows * (self._row_bytes + 3 * 4 * n_embeddings)
 
     @property

@@ -5,6 +5,9 @@ from pathlib import Path
 import psutil
 
 _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+"""Files of the limits and of the use, and the parts of the use that the kernel frees when memory is short."""
 
 
 def available_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
@@ -19,28 +22,37 @@ def available_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
 def _left_by_groups(cgroups: Path, own: Path) -> list[int]:
     """Return the bytes left by each control group with a limit: its limit, less its use that cannot be freed."""
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text(errors="surrogateescape").splitlines()
     except OSError:  # not Linux
         return []
     left = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            root = cgroups / "memory"
-            if not controllers:
-                names, root = ("memory.max", "memory.current", "inactive_file"), cgroups
+        if not controllers or "memory" in controllers.split(","):
+            root, files = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
             # A container may see the host's path, and its own group at the root.
             group = root / path.lstrip("/")
-            left += [_left(each, *names) for each in (group, *group.parents) if each.is_relative_to(root)]
+            left += [_left(each, *files) for each in (group, *group.parents) if each.is_relative_to(root)]
     return [each for each in left if each is not None]
 
 
-def _left(group: Path, limit: str, used: str, freeable: str) -> int | None:
-    """Return the bytes that a group leaves, or None if it has no limit. `freeable` counts the cache of files."""
+def _left(group: Path, limits: tuple[str, ...], used: str, freeable: tuple[str, ...]) -> int | None:
+    """Return the bytes that a group leaves, or None if it has no limit."""
+    now = _number(group / used)
+    most = [limit for name in limits if (limit := _number(group / name)) is not None]
+    if now is None or not most:
+        return None
     try:
-        most, now = (group / limit).read_text().strip(), int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return None if most == "max" else max(0, int(most) - now + int(stat.get(freeable, "0")))
+        freed = sum(int(stat.get(name, "0")) for name in freeable)
+    except (OSError, ValueError):
+        freed = 0
+    return max(0, min(most) - max(0, now - freed))
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None for `max`, and for what cannot be read."""
+    try:
+        return int(path.read_text())
     except (OSError, ValueError):
         return None

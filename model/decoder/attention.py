@@ -31,8 +31,8 @@ class Mask:
     """True where a query attends to a key. For masks without a cheaper form: padding, windows, several new tokens with
     a KV cache."""
     n_keys: int | None = None
-    """For one new token on the CPU: the number of keys. Behind them, the KV cache has room that is not used yet. torch
-    multiplies whole tensors of bfloat16 up to 15 times as fast as a part of each row, which it copies first."""
+    """Set for one query token on the CPU: the number of keys. If there are more, they are unused room of a KV cache. It
+    is passed whole, because torch would copy a part of it before each product of bfloat16: 15 times slower."""
     window: int | None = None
     """With `boundaries`: number of tokens that a query attends to, itself included."""
 
@@ -98,12 +98,14 @@ def _one_token(q_B1HD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Te
     return out_BGKD.reshape(batch, 1, n_heads, head_dim)
 
 
-def exclude(scores_S: Tensor, allowed_S: Tensor | None, n_keys: int | None) -> None:
-    """Set the scores [..., S] of keys that a query does not attend to, to -inf. `allowed_S` has no room behind it."""
+def exclude(scores: Tensor, allowed: Tensor | None, n_keys: int | None) -> None:
+    """Set scores [..., R] to -inf where a query does not attend to the key: where `allowed` [..., S] says so, and
+    in unused room of the KV cache, from key `n_keys` on. R is at least S.
+    """
     if n_keys is not None:
-        scores_S[..., n_keys:] = float("-inf")
-    if allowed_S is not None:
-        scores_S[..., : allowed_S.shape[-1]].masked_fill_(~allowed_S, float("-inf"))
+        scores[..., n_keys:] = float("-inf")
+    if allowed is not None:
+        scores[..., : allowed.shape[-1]].masked_fill_(~allowed, float("-inf"))
 
 
 def by_segment(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, segments: tuple[tuple[int, int, int], ...]) -> Tensor:

@@ -35,25 +35,42 @@ def faster_products(device: str) -> Iterator[None]:
     MKL leaves half of an AMD processor's vector units unused. oneDNN uses all of them, but torch gives it float32 only
     with leave to round to bfloat16. It rounds on processors with AMX. So try it, and keep it if it does not round.
     """
-    before = torch.get_float32_matmul_precision()
-    if find_device(device).type != "cpu" or before != "highest":
+    is_cpu = (find_device(device) if device == AUTO_DEVICE else torch.device(device)).type == "cpu"
+    if not is_cpu or not _is_default_precision():
         yield
         return
+    backends = [each for each in (torch.backends.mkldnn, torch.backends.cuda) if hasattr(each.matmul, "fp32_precision")]
+    before = [each.matmul.fp32_precision for each in backends]
     torch.set_float32_matmul_precision("medium")
     try:
         if not _is_exact():
-            torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision("highest")
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")
+        for each, value in zip(backends, before, strict=True):  # newer torch has these besides
+            each.matmul.fp32_precision = value
+
+
+def _is_default_precision() -> bool:
+    """Return whether nobody has chosen the precision of float32 products."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # chosen by the newer of torch's two interfaces
+        return False
 
 
 def _is_exact() -> bool:
-    """Return whether the CPU's float32 products are as exact as float32 (bfloat16 has a relative error of 2e-3)."""
+    """Return whether the CPU's float32 products are as exact as float32 (bfloat16 has a relative error of 2e-3).
+
+    oneDNN chooses its code by shapes and layouts, so some of each are tried.
+    """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator, device="cpu") for _ in range(2))
-    exact = a.double() @ b.double()
-    return bool((a @ b - exact).norm() <= 1e-5 * exact.norm())
+    pairs = [(a, b), (a, b.T), (a.T, b), (a[:1], b.T), (a.view(4, 64, 256), b.expand(4, 256, 256))]
+    exact = [(x.double() @ y.double()).norm() for x, y in pairs]
+    errors = [(x @ y - x.double() @ y.double()).norm() for x, y in pairs]
+    return all(bool(error <= 1e-5 * norm) for error, norm in zip(errors, exact, strict=True))
 
 
 @contextmanager

@@ -141,21 +141,22 @@ def show(
         if not longer.endswith("\ufffd"):
             echo(longer[len(text) :], nl=False)
             text = longer
-    echo("\n\n" + _report(model, len(ids), len(ids) + max_new_tokens, times), err=True)
+    echo("\n\n" + _report(model, len(ids), times), err=True)
 
 
-def _report(model: LlamaForCausalLM, n_prompt: int, capacity: int, times: list[float]) -> str:
+def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     """Return the speeds and the size of the KV cache, from the times of the start and of each token."""
     config, steps = model.config, len(times) - 2
-    cache = KVCache(config, 1, capacity, model.head_weight.dtype, "meta")
-    cache.make_room(capacity)
+    n_tokens = n_prompt + steps
+    numbers = sum(heads * size for heads, size in config.cached_shapes)
+    nbytes = n_tokens * config.n_layers * numbers * model.head_weight.dtype.itemsize
     cached = f"{config.n_kv_heads} K/V heads"
     if config.latent is not None:
         cached = f"a latent of {config.latent.latent} and a key of {config.latent.rope}"
     decoded = f"{steps / (times[-1] - times[1]):.1f} tokens/s" if steps else "no step"
     return (
-        f"prefill {n_prompt / (times[1] - times[0]):.1f} tokens/s · decode {decoded} · KV cache {cache.nbytes:,} bytes "
-        f"({cached} for {config.n_heads} query heads, room for {capacity} tokens)"
+        f"prefill {n_prompt / (times[1] - times[0]):.1f} tokens/s · decode {decoded} · KV cache {nbytes:,} bytes "
+        f"({cached} for {config.n_heads} query heads, {n_tokens} tokens)"
     )
 
 

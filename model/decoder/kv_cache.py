@@ -40,7 +40,8 @@ class LayerCache:
 class KVCache:
     """The keys and values of all layers, for `batch` texts of up to `capacity` tokens each.
 
-    Keys are stored rotated, as attention reads them. Memory is allocated for the tokens so far and an eighth more.
+    Keys are stored rotated, as attention reads them. Memory is allocated for 256 tokens at first, and then for an
+    eighth more than there are.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class KVCache:
 
 def _grown(old_BGRD: Tensor, room: int) -> Tensor:
     batch, heads, before, size = old_BGRD.shape
-    new_BGRD = old_BGRD.new_zeros(batch, heads, room, size)
-    new_BGRD[:, :, :before] = old_BGRD
+    # A cache that grows in inference mode can be used outside of it too.
+    with torch.inference_mode(False), torch.no_grad():
+        new_BGRD = old_BGRD.new_zeros(batch, heads, room, size)
+        new_BGRD[:, :, :before] = old_BGRD
     return new_BGRD

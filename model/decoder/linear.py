@@ -3,6 +3,8 @@
 Letters: B batch, T tokens, I in, O out.
 """
 
+from typing import Any, Self
+
 import torch
 from torch import Tensor, nn
 
@@ -16,15 +18,20 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 class PrepackedLinear(nn.Module):
     """x · weightᵀ + bias, without gradients, with the weight in the layout that oneDNN reads fastest.
 
-    oneDNN is torch's library for products on a CPU. It would rearrange a plain weight at every product, so for the few
-    rows of a decoding step torch takes other ways. They take up to 3 times as long. A prepacked weight cannot be saved
-    or moved.
+    oneDNN is a library for products on a CPU. A plain weight has another layout, so for the few rows of a decoding step
+    torch uses slower code, which takes up to 3 times as long. A prepacked weight cannot be saved, moved or copied.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach())
-        self.bias = None if bias_O is None else bias_O.detach()
+        self.bias = None if bias_O is None else bias_O.detach().to(weight_OI.dtype)
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        raise RuntimeError("a prepacked model cannot be saved; load it again, and leave out prepack().")
+
+    def _apply(self, *arguments: Any) -> Self:
+        raise RuntimeError("a prepacked model cannot be moved or cast; load it again, and leave out prepack().")
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         out_BTO: Tensor = torch.ops.mkldnn._linear_pointwise(x_BTI, self.weight, self.bias, "none", [], "")

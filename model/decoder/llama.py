@@ -173,10 +173,12 @@ class LlamaForCausalLM(nn.Module):
     def prepack(self) -> None:
         """Make decoding faster, if the model is on a CPU that has oneDNN; otherwise, do nothing.
 
-        The model can then no longer be trained, saved or moved. Tied weights of the head take memory of their own.
+        The model then has logits only: no losses or gradients, and it cannot be saved, moved or copied. If the head is
+        tied to the embedding, its weights take memory of their own.
         """
-        if not can_prepack(self.head_weight):
+        if isinstance(self.lm_head, PrepackedLinear) or not can_prepack(self.head_weight):
             return
+        self.requires_grad_(False)
         head_VM = self.head_weight
         prepack_linears(self.model, skip="kv_b_proj")  # decoding needs this matrix itself
         self.lm_head = PrepackedLinear(head_VM, None)
@@ -197,6 +199,8 @@ class LlamaForCausalLM(nn.Module):
         hidden_BTM = self.model(ids_BT, documents_BT, cache)
         if labels_BT is None:
             return self.logits(hidden_BTM)
+        if isinstance(self.lm_head, PrepackedLinear):
+            raise ValueError("a prepacked model computes no losses; load it again, and leave out prepack().")
         targets_BT = labels_BT[:, 1:]
         if documents_BT is not None:
             targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)

@@ -114,6 +114,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
+    from scripts.bench.machine import facts
+
+    machine = facts()
     print("| documents | number | ours, MB/s | datasets.map, MB/s | ratio | ours, two workers ÷ one |")
     print("|---|---|---|---|---|---|")
     rows = []
@@ -126,9 +129,7 @@ def main() -> None:
         )
         rows.append({"kind": kind, **row})
     if options.json:
-        from scripts.bench.machine import facts
-
-        options.json.write_text(json.dumps({**facts(), "datasets": version("datasets"), "rows": rows}, indent=2) + "\n")
+        options.json.write_text(json.dumps({**machine, "datasets": version("datasets"), "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 Both train on the same batch, alternating (ABAB …), in this process; medians are compared. The loss is next-token
 cross-entropy. The peer is transformers' LlamaForCausalLM with the same weights and sdpa attention, its default, or
-litgpt's GPT of the same shape with 2 K/V heads. Our step multiplies float32 as `uptrain run` does: on a CPU by oneDNN,
-where that does not round. The last column divides the operations of our step (6 for each token and parameter but the
-embedding's, and those of attention) per second by those of one large matrix product in the same precision.
+litgpt's GPT of the same shape with 2 K/V heads. Both multiply float32 as `uptrain run` does: on a CPU by oneDNN, where
+that does not round. (By default the peers use MKL; see train_loop.) The last column divides the operations of our step
+(6 for each token and parameter but the embedding's, and those of attention) per second by those of one large matrix
+product in the same precision.
 
     python -m scripts.bench.train_step --sizes 7M 25M --precision fp32 bf16 --compile no yes
     pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse
@@ -65,14 +66,8 @@ def make_steps(
         mean: torch.Tensor = loss_sum / n_valid
         return mean
 
-    step = make_step(ours, lambda: our_loss(ids), precision, device)
-
-    def our_step() -> float:
-        with faster_products(device):
-            return step()
-
     return (
-        our_step,
+        make_step(ours, lambda: our_loss(ids), precision, device),
         make_step(theirs, lambda: their_loss(ids), precision, device),
         sum(p.numel() for p in ours.parameters()),
     )
@@ -168,7 +163,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    rows = []
+    machine, rows = facts(), []
     print(f"| parameters | precision | compile | ours, tokens/s | {options.peer}, tokens/s | ratio | of a product |")
     print("|---|---|---|---|---|---|---|")
     for size in options.sizes:
@@ -178,7 +173,9 @@ def main() -> None:
                     options.peer, size, precision, compiled == "yes", options.batch, options.length, options.device
                 )
                 # litgpt has other initial weights; both begin with nearly equal probabilities.
-                row = compare(ours, theirs, options.rounds, 0.02 if options.peer == "transformers" else 0.5)
+                largest_difference = 0.02 if options.peer == "transformers" else 0.5
+                with faster_products(options.device):
+                    row = compare(ours, theirs, options.rounds, largest_difference)
                 tokens = options.batch * options.length
                 speed = operations(size, n, options.batch, options.length) / row["ours_s"]
                 row["share"] = speed / operations_per_s(precision, options.device)
@@ -189,7 +186,7 @@ def main() -> None:
                 )
                 rows.append({"size": size, "parameters": n, "precision": precision, "compile": compiled, **row})
     if options.json:
-        options.json.write_text(json.dumps({**facts(), "device": options.device, "rows": rows}, indent=2))
+        options.json.write_text(json.dumps({**machine, "device": options.device, "rows": rows}, indent=2))
 
 
 if __name__ == "__main__":

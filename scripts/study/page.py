@@ -218,7 +218,8 @@ FIELD = (
     ("latent", "merged", "**default merge**"),
     ("latent", "latent", "**`mha-to-mla`**"),
 )
-"""Plan, arm and name of each way that the page compares, from the weak parents."""
+"""Plan, arm and name of each way that the page compares, from the weak parents. `short` trains all parameters at one
+rate, `latent` attention at the best of some."""
 
 
 def field(results: Path) -> str:
@@ -227,7 +228,8 @@ def field(results: Path) -> str:
     columns = [(groups, stage) for groups in (2, 1) for stage in stages]
     rows = []
     for plan, arm, name in FIELD:
-        lines = read(results / f"{plan}.jsonl")
+        parts = (None, "attention" if plan == "latent" else "all")
+        lines = [line for line in read(results / f"{plan}.jsonl") if line["trainable"] in parts]
         cells = [show(gaps(own)) if (own := at(lines, arm, stage, groups)) else "–" for groups, stage in columns]
         rows.append([name, str(len({line["seed"] for line in lines if line["arm"] == arm})), *cells])
     headings = [f"{64 * groups} numbers{', distilled' if stage[0] else ''}" for groups, stage in columns]

@@ -179,8 +179,11 @@ def read_plan(path: Path) -> Plan:
     if twice := {name for name in names if names.count(name) > 1}:
         raise PlanError(f"{path}: two arms are called {min(twice)}.")
     for outside in plan.outside:
-        if outside.latent and len(outside.latent) != len(outside.groups):
-            raise PlanError(f"{path}: {outside.name} must have as many sizes in latent as numbers in groups.")
+        caches = {sum(sizes) for sizes in outside.latent}
+        if outside.latent and not len(outside.groups) == len(outside.latent) == len(caches):
+            raise PlanError(
+                f"{path}: {outside.name} must have a size in latent for each of groups, of another cache each."
+            )
     if plan.parent.families and any(arm.from_nothing for arm in plan.arms):
         raise PlanError(f"{path}: parents of several families cannot go with from_nothing; leave one of the two out.")
     return plan

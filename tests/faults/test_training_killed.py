@@ -68,8 +68,8 @@ class TestAtAMomentOfASave:
         self.strike_at_all(runs, tmp_path, moments, action, layout)
 
     @pytest.mark.slow
-    def test_while_a_damaged_one_is_replaced(self, runs, tmp_path):
-        """The checkpoint before still stands, whatever is left of the damaged one."""
+    def test_while_a_damaged_one_is_removed(self, runs, tmp_path):
+        """The checkpoint before, which the run resumes at, stands whatever is left of the damaged one."""
         removed = "rmtree .removed-step-00000008"
         moments = ["before rename step-00000008", f"before {removed}", "before unlink state.json", f"after {removed}"]
         for moment in moments:
@@ -77,7 +77,7 @@ class TestAtAMomentOfASave:
             arguments = runs.arguments(out, "--keep-last", 2)
             run(*arguments, folder=tmp_path, faults=Faults([Fault("kill", "before write 9")]))
             (out / "checkpoints/step-00000008/state.json").write_bytes(b"")
-            (result,) = run("resume", out, folder=tmp_path, faults=Faults([Fault("kill", SAVE + moment)]))
+            (result,) = run("resume", out, folder=tmp_path, faults=Faults([Fault("kill", "rotate 4: " + moment)]))
             assert result.code == -signal.SIGKILL, moment
             succeed(("resume", out), tmp_path)
             assert_same_run(out, runs.expected())

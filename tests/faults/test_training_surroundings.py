@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from types import SimpleNamespace
 
 import caches
 import pytest
@@ -214,41 +215,47 @@ def test_one_process_draws_the_bar(monkeypatch, rank, shows):
     assert bool(drawn) == shows
 
 
-def test_a_limit_of_the_control_group(tmp_path):
+def test_a_limit_of_the_control_group(tmp_path, monkeypatch):
     """The least of the machine and of every group with a limit; what the kernel can free counts as free."""
-    machine = available_memory(tmp_path / "none", tmp_path / "no-file")
-    assert machine > 1e8
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**12))
+    own = tmp_path / "own"
+    assert available_memory(tmp_path / "none", own) == 10**12
 
     def write(group, **files):
         group.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            (group / name.replace("__", ".")).write_text(str(content))
+            (group / name.replace("__", ".")).write_text(f"{content}\n")
 
     v2 = tmp_path / "v2"
-    write(v2 / "job", memory__max="max", memory__current=5, memory__stat="anon 1\ninactive_file 2\n")
-    write(v2 / "job/step", memory__max=50_000_000, memory__current=30_000_000, memory__stat="inactive_file 4000000\n")
-    own = tmp_path / "own"
+    write(v2 / "job", memory__max="max", memory__high="max", memory__current=5, memory__stat="inactive_file 2")
+    write(
+        v2 / "job/step", memory__max=50_000, memory__current=30_000, memory__stat="inactive_file 4000\nactive_file 900"
+    )
     own.write_text("0::/job/step\n")
-    assert available_memory(v2, own) == 24_000_000
-    write(v2 / "job", memory__max=21_000_000, memory__current=20_000_000)
-    assert available_memory(v2, own) == 1_000_002
+    assert available_memory(v2, own) == 24_900
+    (v2 / "job/step/memory.stat").unlink()
+    assert available_memory(v2, own) == 20_000
+    write(v2 / "job", memory__high=21_000, memory__current=20_000)
+    assert available_memory(v2, own) == 1_002
     own.write_text("0::/job/other\n")  # no such group: those above it count
-    assert available_memory(v2, own) == 1_000_002
+    assert available_memory(v2, own) == 1_002
     v1 = tmp_path / "v1"
     write(v1 / "memory", memory__limit_in_bytes=9000, memory__usage_in_bytes=9500, memory__stat="total_inactive_file 0")
-    own.write_text("9:name=systemd:/\n4:memory:/docker/abc\n0::/\n")
-    assert available_memory(v1, own) == 0
+    for controllers in ("memory", "cpuset,memory"):
+        own.write_text(f"9:name=systemd:/\n4:{controllers}:/docker/abc\n0::/\n")
+        assert available_memory(v1, own) == 0
     write(v1 / "memory", memory__limit_in_bytes=2**63 - 4096)
-    assert abs(available_memory(v1, own) - machine) < 4e9  # no limit: the machine's, which changes
+    assert available_memory(v1, own) == 10**12
 
 
-def test_the_advice_names_a_size_that_the_plan_takes(uptrain, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("uptrain.runs.device_memory.free_memory", lambda: 1_234_567)
+@pytest.mark.parametrize(("free", "named"), [(1_239_999, "1.23MB"), (0, "0.01MB")])
+def test_the_advice_names_a_size_that_the_plan_takes(uptrain, inputs, tmp_path, monkeypatch, free, named):
+    monkeypatch.setattr("uptrain.runs.device_memory.free_memory", lambda: free)
     out = tmp_path / "run"
     large = tiny.save(tiny.build(hidden_size=256, intermediate_size=512), tmp_path / "large")
     run = ("run", large, "--data", inputs["data"], "--out", out, "--steps", 1, "--lr", 1)
-    uptrain(*run, "--global-batch-tokens", 256).refused("`uptrain plan", "--memory 1.235MB")
-    plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--memory", "1.235MB")
+    uptrain(*run, "--global-batch-tokens", 256).refused("`uptrain plan", f"--memory {named}")
+    plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--memory", named)
     assert uptrain("plan", large, *plan).code == 0
 
 

@@ -34,22 +34,26 @@ def test_cached_decoding_equals_uncached_at_every_position(tmp_path, family, lay
 
 @pytest.mark.parametrize("layout", [{}, {"sliding_window": 7}])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_cache_that_grows_gives_what_one_of_full_size_gives(tmp_path, monkeypatch, layout, padded):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_a_cache_that_grows_gives_what_one_of_full_size_gives(tmp_path, monkeypatch, layout, padded, dtype, tolerance):
     """Room that is not used yet counts for nothing, at any length."""
     _, ours = pair(tmp_path, "mistral", num_key_value_heads=2, **layout)
+    ours.to(dtype)
     ids, padding = random_ids(2, 40), torch.tensor([0, 3]) if padded else None
     logits, bytes_held = [], []
     for least in (40, 1):
         monkeypatch.setattr(kv_cache, "_LEAST_ROOM", least)
-        cache = KVCache(ours.config, 2, 40, torch.float32, "cpu", padding)
+        cache = KVCache(ours.config, 2, 40, dtype, "cpu", padding)
         logits.append([prefill(ours, ids[:, :5], cache), *(decode(ours, ids[:, i], cache) for i in range(5, 30))])
         bytes_held.append(cache.nbytes)
     for full, grown in zip(*logits, strict=True):
-        assert (full - grown).abs().max() <= 1e-6
-    per_token = 2 * 2 * 2 * 2 * ours.config.head_dim * 4
+        assert (full - grown).abs().max() <= tolerance
+    per_token = 2 * 2 * 2 * 2 * ours.config.head_dim * dtype.itemsize
     assert bytes_held[0] == 40 * per_token and 30 * per_token <= bytes_held[1] <= 34 * per_token
+    with torch.no_grad():  # it grew in inference mode
+        ours(ids[:, :8], cache=cache)
     with pytest.raises(ValueError, match="the text grows to 41 tokens, but the cache holds 40"):
-        prefill(ours, ids[:, :11], cache)
+        prefill(ours, ids[:, :3], cache)
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -49,11 +49,14 @@ def test_packed_documents_are_separate(folder):
 def test_decoding_on_latents_equals_the_prompt_at_every_position(folder):
     ours, ids = load_model(folder), torch.randint(0, 67, (3, 30))
     cache = KVCache(ours.config, 3, 30, torch.float32, "cpu")
+    prepacked, other_cache = load_model(folder), KVCache(ours.config, 3, 30, torch.float32, "cpu")
+    prepacked.prepack()
     with torch.inference_mode():
-        cached = [prefill(ours, ids[:, :5], cache), prefill(ours, ids[:, 5:9], cache)]
-        cached += [decode(ours, ids[:, i], cache) for i in range(9, 30)]
-        for length, logits in zip([5, *range(9, 31)], cached, strict=True):
-            assert (logits - ours(ids[:, :length])[:, -1]).abs().max() <= 1e-5, length
+        for model, filled in ((ours, cache), (prepacked, other_cache)):
+            cached = [prefill(model, ids[:, :5], filled), prefill(model, ids[:, 5:9], filled)]
+            cached += [decode(model, ids[:, i], filled) for i in range(9, 30)]
+            for length, logits in zip([5, *range(9, 31)], cached, strict=True):
+                assert (logits - ours(ids[:, :length])[:, -1]).abs().max() <= 1e-5, length
     shape = ours.config.latent
     assert cache.nbytes == tiny.N_LAYERS * 3 * 30 * (shape.latent + shape.rope) * 4
 

@@ -222,9 +222,10 @@ def test_latent_attention_of_an_outside_parent_has_sizes_of_its_own(study, tmp_p
     path.write_text(SMOKE.read_text() + LATENT + more)
     plan = study[1].read_plan(path)
     assert "latent" not in {arm.name for arm in study[1].arms_of(plan, plan.outside[0])}
-    path.write_text(SMOKE.read_text() + LATENT + more + "latent = [[8, 8]]\n")
-    with pytest.raises(click.ClickException, match="other must have as many sizes in latent as numbers in groups"):
-        study[1].read_plan(path)
+    for sizes in ("[[8, 8]]", "[[8, 8], [8, 8]]"):
+        path.write_text(SMOKE.read_text() + LATENT + more + f"latent = {sizes}\n")
+        with pytest.raises(click.ClickException, match="other must have a size in latent for each of groups"):
+            study[1].read_plan(path)
 
 
 @pytest.mark.parametrize("sizes", ["[48, 8]", "[48, 16], [32, 32]"])

@@ -13,6 +13,7 @@ from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, w
 import uptrain.report.status as status_module
 from uptrain.commands.status import duration
 from uptrain.report.status import SPEED_STEPS
+from uptrain.runs.folder import process_start
 
 
 def read_json(result):
@@ -70,10 +71,11 @@ STATES = {
 
 
 def test_another_process_with_the_same_id(tmp_path, uptrain):
-    """A process that began after the run said that it runs is not the run."""
-    run = write_run(tmp_path / "run", state=STATES["running"][0])
-    os.utime(run / "run_state.json", (1.7e9, 1.7e9))
-    assert read_json(uptrain("status", run, "--json"))["status"] == "died"
+    """It began at another time than the run."""
+    mine = process_start(os.getpid())
+    for started, status in ((mine, "running"), (mine - 60, "died"), (None, "running")):
+        run = write_run(tmp_path / status / str(started), state=STATES["running"][0] | {"started": started})
+        assert read_json(uptrain("status", run, "--json"))["status"] == status
 
 
 @pytest.mark.parametrize("status", STATES)

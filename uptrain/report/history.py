@@ -11,7 +11,7 @@ from uptrain.runs.folder import METRICS, STATE, Run
 from uptrain.runs.metrics_log import Record, read_metrics
 from uptrain.training.losses import LOSSES
 
-STATE_TYPES = {"status": str, "step": int, "reason": str, "pid": int}
+STATE_TYPES = {"status": str, "step": int, "reason": str, "pid": int, "started": float | None}
 MOST_PID = 2**31 - 1
 MEASURABLE_COST = 0.01
 """Smallest cost of a merge, in nats per token, of which a recovered fraction is given.
@@ -113,7 +113,8 @@ def _read_state(path: Path) -> Record:
     if not path.exists():
         return {}
     try:
-        state = check_types(parse_object(read_bytes_up_to(path, CONFIG_BYTES)), STATE_TYPES)
+        content = {"started": None} | parse_object(read_bytes_up_to(path, CONFIG_BYTES))  # earlier versions lack it
+        state = check_types(content, STATE_TYPES)
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:
         reason = str(error).rstrip(".")

@@ -5,17 +5,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from model.common.errors import InputError
 from uptrain.checkpoints.files import find_damage, list_checkpoints, read_state
 from uptrain.report.history import History
-from uptrain.runs.folder import CHECKPOINTS, METRICS, STATE
+from uptrain.runs.folder import CHECKPOINTS, METRICS, is_running
 
 SPEED_STEPS = 32
 """Number of last steps over which the speed is the median."""
-CLOCK_MARGIN = 60.0
-"""Seconds by which the clock of a disk may differ from this machine's."""
 
 
 def read_status(folder: Path, verify: bool) -> dict[str, Any]:
@@ -52,21 +48,11 @@ def _state(history: History) -> dict[str, Any]:
     """Return the run's status and its reason. A running one without a process on this machine is "died"."""
     state = history.state
     status, pid = state.get("status", "not started"), state.get("pid")
-    if status == "running" and not _is_alive(state["pid"], (history.folder / STATE).stat().st_mtime):
+    if status == "running" and not is_running(state["pid"], state["started"]):
         status = "died"
     metrics = history.folder / METRICS
     age = time.time() - metrics.stat().st_mtime if metrics.exists() else None
     return {"status": status, "reason": state.get("reason", ""), "pid": pid, "seconds_since_last_line": age}
-
-
-def _is_alive(pid: int, since: float) -> bool:
-    """Return whether the process that had this id at the time `since` still runs. Others get its id later."""
-    try:
-        return bool(psutil.Process(pid).create_time() <= since + CLOCK_MARGIN)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:  # the process belongs to another user
-        return True
 
 
 def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import open_checkpoint
-from model.common.console import warn
+from model.common.console import is_first_process, warn
 from model.common.errors import InputError
 from model.common.tokenizer import open_tokenizer
 from model.decoder.transformers_classes import names_in_files
@@ -69,7 +69,8 @@ def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:
             return
         own, theirs = open_tokenizer(folder).get_vocab(), open_tokenizer(teacher).get_vocab()
     except InputError as error:
-        warn(f"whether student and teacher have the same tokenizer is not checked: {error}")
+        if is_first_process():
+            warn(f"whether student and teacher have the same tokenizer is not checked: {error}")
         return
     if others := sorted(token for token in own.keys() & theirs.keys() if own[token] != theirs[token]):
         raise InputError(

@@ -33,7 +33,7 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
         return largest.micro_batch
     needed = models.memory(Way(way.trainable, 1, way.activation_checkpointing)).of(devices)
     cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.trainable) :], free, devices)
-    of_plan = size(free).replace(" ", "")
+    of_plan = f"{max(free // 10_000 / 100, 0.01):g}MB" if free < 10**9 else f"{free // 10**7 / 100:g}GB"  # rounded down
     advice = (
         f"this fits: {run_command(cheaper, str(model), teacher, devices)} …"
         if cheaper

@@ -43,7 +43,7 @@ from uptrain.runs.checks import (
     check_vocabulary,
 )
 from uptrain.runs.fingerprints import check_same, identities
-from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked
+from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked, process_start
 from uptrain.runs.metrics_log import Metrics
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.settings import Settings
@@ -364,4 +364,6 @@ def _log_start(training: Training, state: RunState, checkpoint: VerifiedCheckpoi
 
 
 def _write_state(folder: Path, status: str, step: int, reason: str = "") -> None:
-    replace_file(folder / STATE, json_text({"status": status, "step": step, "reason": reason, "pid": os.getpid()}))
+    pid = os.getpid()
+    state = {"status": status, "step": step, "reason": reason, "pid": pid, "started": process_start(pid)}
+    replace_file(folder / STATE, json_text(state))
