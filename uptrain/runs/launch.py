@@ -14,7 +14,7 @@ from accelerate import PartialState
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
-from uptrain.data.run_data import beside, cache_of, find_data, seq_len_of
+from uptrain.data.run_data import beside, cache_of, seq_len_of
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
@@ -100,14 +100,8 @@ def launch_extended(
     """Make a longer run from an existing one, and resume it."""
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
-    main_process_first(lambda: _extend(run, out, total), out / RUN)
+    main_process_first(lambda: extend(run, out, total), out / RUN)
     launch_resumed(out, max_minutes)
-
-
-def _extend(run: Path, out: Path, steps: int) -> None:
-    extend(run, out, steps)
-    for warning in warnings_of(find_data(Run.read(out).settings, out)):
-        warn(warning)
 
 
 def _end(out: Path, status: str) -> None:
