@@ -23,7 +23,7 @@ from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDER
 from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
-from model.common.errors import CheckpointError, InputError
+from model.common.errors import CheckpointError, InputError, naming
 from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes
 from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
@@ -95,7 +95,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     """
     check_space(plan, checkpoint, staging)
     requested, before = plan, fingerprint(checkpoint, plan)
-    with _resumable(staging, before):
+    with _resumable(staging, before), naming(checkpoint.home):
         plan = _with_own_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)

@@ -10,7 +10,7 @@ from model.attention_layout import Attention, Layers, Sizes, attention_tensors, 
 from model.checkpoint import Checkpoint
 from model.checkpoint.latent_norm import read_latent_norm
 from model.common import checks
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, naming
 from model.families import Family, find_family
 from model.families.family import Assumed, Switch
 
@@ -87,6 +87,11 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
 
     Raises CheckpointError if the two disagree, and for a layout that is not fully known.
     """
+    with naming(checkpoint.home):
+        return _read_geometry(checkpoint)
+
+
+def _read_geometry(checkpoint: Checkpoint) -> Geometry:
     match = find_family(checkpoint.config)
     family, config = match.family, {**match.family.default_sizes, **match.config}
     _refuse_quantised(checkpoint, config)

@@ -1,5 +1,9 @@
 """Define the errors that the command line prints as one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class InputError(ValueError):
     """The input is not acceptable.
@@ -11,6 +15,17 @@ class InputError(ValueError):
 
 class CheckpointError(InputError):
     """A checkpoint, or an operation requested on it, is not acceptable."""
+
+
+@contextmanager
+def naming(checkpoint: Path) -> Iterator[None]:
+    """Put a checkpoint's path before the message of a CheckpointError that does not contain it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(checkpoint) in str(error):
+            raise
+        raise type(error)(f"{checkpoint}: {error}") from error
 
 
 class RunError(Exception):

@@ -230,6 +230,8 @@ def field(results: Path) -> str:
     for plan, arm, name in FIELD:
         parts = (None, "attention" if plan == "latent" else "all")
         lines = [line for line in read(results / f"{plan}.jsonl") if line["trainable"] in parts]
+        if arm not in {line["arm"] for line in lines}:  # not run yet
+            continue
         cells = [show(gaps(own)) if (own := at(lines, arm, stage, groups)) else "–" for groups, stage in columns]
         rows.append([name, str(len({line["seed"] for line in lines if line["arm"] == arm})), *cells])
     headings = [f"{64 * groups} numbers{', distilled' if stage[0] else ''}" for groups, stage in columns]

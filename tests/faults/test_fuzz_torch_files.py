@@ -7,6 +7,7 @@ import pytest
 import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch_files import META_SHAPE, meta_parts, write_bin, write_dcp, write_meta
 
 
@@ -56,3 +57,16 @@ def test_the_undamaged_ones_are_read(convert, small_files, tmp_path):
     for kind in ("bin", "meta", "dcp"):
         assert convert("mha-to-mqa", "--method", "mean", small_files / kind, tmp_path / kind).code == 0
     assert meta_parts(tiny.build(**META_SHAPE), 2, "float32", llama3=True, fused=False)[1].keys()
+
+
+@pytest.mark.parametrize("damage", ["is attention in a layout", "holds NaN or infinite values"])
+def test_a_damaged_tensor_is_named_with_its_source(convert, tmp_path, damage):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    tensors, name = load_file(source / "model.safetensors"), "model.layers.0.self_attn.v_proj.weight"
+    if "NaN" in damage:
+        tensors[name][0, 0] = float("nan")
+    else:
+        tensors[name.removeprefix("m")] = tensors.pop(name)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    result = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out")
+    result.refused(str(source), "layers.0.self_attn.v_proj.weight", damage)

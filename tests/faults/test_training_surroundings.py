@@ -265,3 +265,13 @@ def test_a_tokenizer_that_cannot_be_compared_is_told(uptrain, inputs, tmp_path):
     arguments = real_runs.arguments({**inputs, "model": student}, tmp_path / "run", loss="distill", steps=4)
     ran = uptrain(*arguments)
     assert "the same tokenizer is not checked" in ran.err
+
+
+def test_a_longer_run_that_repeats_its_data_says_so(uptrain, inputs, tmp_path):
+    run, longer = tmp_path / "run", tmp_path / "longer"
+    assert uptrain(*real_runs.arguments(inputs, run, steps=4)).code == 0
+    windows = Cache.open(inputs["data"]).n_windows
+    per_step = json.loads((run / "run.json").read_text())["settings"]["global_batch"]
+    ran = uptrain("extend", run, "--out", longer, "--steps", 2 * windows // per_step, "--max-minutes", 0)
+    assert ran.code == 0, ran.err
+    assert "Warning: the data are read 1.89 times" in ran.err

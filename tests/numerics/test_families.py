@@ -249,7 +249,7 @@ def class_outcome(family: str, config: dict, folder: Path) -> SimpleNamespace | 
     except (TypeError, StrictDataclassFieldValidationError):
         return None
     tensors = {name: Tensor(name, "F32", tuple(t.shape)) for name, t in model.state_dict().items()}
-    return SimpleNamespace(config=config, tensors=tensors)
+    return SimpleNamespace(config=config, tensors=tensors, home="source")
 
 
 def full_config(family: str, **changes) -> dict:
@@ -281,7 +281,7 @@ def test_absent_n_kv_heads(tmp_path, family, how):
     else:
         words = "refuses; the weights hold 1 K/V heads, so set num_key_value_heads to 1"
     with pytest.raises(CheckpointError, match=words):
-        read_geometry(SimpleNamespace(config=config, tensors=complete.tensors))
+        read_geometry(SimpleNamespace(config=config, tensors=complete.tensors, home="source"))
 
 
 @pytest.mark.parametrize("family", sorted(set(tiny.STOCK) - {"hunyuan_v1_dense"}))  # its class stops without head_dim
@@ -310,7 +310,7 @@ def test_wrapped_configs_with_absent_sizes(tmp_path, family, named):
     config = {"model_type": family, **tiny.WRAPPERS[family][1], "text_config": text_config}
     theirs = class_outcome(family, copy.deepcopy(config), tmp_path)
     assert theirs is not None
-    geometry = read_geometry(SimpleNamespace(config=config, tensors=theirs.tensors))
+    geometry = read_geometry(SimpleNamespace(config=config, tensors=theirs.tensors, home="source"))
     text = AutoConfig.from_pretrained(tmp_path).text_config
     assert geometry.n_layers == text.num_hidden_layers
     assert (geometry.n_heads, geometry.n_kv_heads) == (text.num_attention_heads, text.num_key_value_heads)

@@ -104,6 +104,50 @@ def test_table_by_cache():
     ]
 
 
+def test_table_of_the_field(tmp_path):
+    """Ways without a record are left out, and so are uptrainings of another part."""
+    distilled = (0.01, "distill", 5e-4)
+    records = {
+        "short": [
+            line("mean", 0, 4.5, groups=2),
+            line("mean", 1, 4.7, groups=2),
+            line("mean", 0, 4.2, stage=distilled),
+        ],
+        "latent": [line("latent", 0, x, groups=1, stage=distilled) for x in (4.1, 4.3)],
+    }
+    for each, part in zip(records["latent"], ("attention", "all"), strict=True):
+        each["trainable"] = part
+    for plan, lines in records.items():
+        (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert page.field(tmp_path).splitlines() == [
+        "|  | parents | 128 numbers | 128 numbers, distilled | 64 numbers | 64 numbers, distilled |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| mean (Ainslie et al.; AverageKV) | 2 | 0.6000 ± 0.1414 | 0.2000 | – | – |",
+        "| **`mha-to-mla`** | 1 | – | – | – | 0.1000 |",
+    ]
+
+
+def test_table_of_latent_attention_on_smollm2(tmp_path):
+    """Beside the default merge, distilled as long and in the same part."""
+    start, short, longer = (0, None, None), (0.01, "distill", 5e-4), (0.1, "distill", 5e-4)
+    parent = line("parent", 0, 4.0, convert=None, groups=3)
+    merged = [line("default", 0, x, groups=1, stage=stage) for x, stage in ((4.6, start), (4.3, short), (4.2, longer))]
+    own = [line("latent", 0, x, groups=1, stage=stage) for x, stage in ((4.5, start), (4.1, short))]
+    for each in (*merged[1:], own[1]):
+        each["trainable"] = "attention"
+    own = [each | {"latent": [64, 64]} for each in own]
+    for plan, lines in (("smollm2_tokens", [parent, *merged]), ("latent_smollm2", own)):
+        (tmp_path / f"{plan}.jsonl").write_text(
+            "".join(json.dumps({"trainable": None} | each) + "\n" for each in lines)
+        )
+    assert page.latent_smollm2(tmp_path).splitlines()[2:] == [
+        "| merged | – | 0.6000 |",
+        "| merged | α 0.01, attention | 0.3000 (lr 0.0005) |",
+        "| latent | – | 0.5000 |",
+        "| latent | α 0.01, attention | 0.1000 (lr 0.0005) |",
+    ]
+
+
 def test_table_with_what_was_trained_from_nothing():
     """It stands in the table of its own number of K/V heads alone; the parent stands in all."""
     less = line("less", 0, 4.2, groups=1, convert=None) | {"from_nothing": True}

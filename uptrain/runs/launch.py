@@ -14,7 +14,7 @@ from accelerate import PartialState
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
-from uptrain.data.run_data import beside, cache_of, seq_len_of
+from uptrain.data.run_data import beside, cache_of, find_data, seq_len_of
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
@@ -88,10 +88,7 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainab
 
 def launch_resumed(run: Path, max_minutes: float | None) -> None:
     """Resume a run."""
-    steps, deadline = Run.read(run).settings.steps, _deadline(max_minutes)
-    with training_bar(steps) as show:
-        status = resume(run, deadline, show)
-    _end(run, status)
+    _resume(run, max_minutes, [])
 
 
 def launch_extended(
@@ -101,7 +98,14 @@ def launch_extended(
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
     main_process_first(lambda: extend(run, out, total), out / RUN)
-    launch_resumed(out, max_minutes)
+    _resume(out, max_minutes, warnings_of(find_data(Run.read(out).settings, out)))
+
+
+def _resume(run: Path, max_minutes: float | None, warnings: list[str]) -> None:
+    steps, deadline = Run.read(run).settings.steps, _deadline(max_minutes)
+    with training_bar(steps) as show:
+        status = resume(run, deadline, _warn_at_start(warnings, show))
+    _end(run, status)
 
 
 def _end(out: Path, status: str) -> None:
@@ -140,10 +144,10 @@ def warnings_of(settings: Settings) -> list[str]:
 
 
 def _warn_at_start(warnings: list[str], show: ProgressSink) -> ProgressSink:
-    """Return `show`, extended to print the warnings before the start event."""
+    """Return `show`, extended to print the warnings before the event that the training begins or goes on."""
 
     def warn_and_show(record: dict[str, Any]) -> None:
-        for warning in warnings if record.get("event") == "started" else ():
+        for warning in warnings if record.get("event") in ("started", "resumed") else ():
             warn(warning)
         show(record)
 
