@@ -123,11 +123,13 @@ def _norms(heads_HF: Array) -> NDArray[np.float64]:
         if ((square_H > 1e-20) & np.isfinite(square_H)).all():
             return np.sqrt(square_H)
         # Some squares may be outside float32's range: divide by the largest element first.
-        exact_HF = heads_HF.astype(np.float64)
-        peak_H = np.abs(exact_HF).max(axis=1)
-        exact_HF /= np.where(peak_H > 0, peak_H, 1)[:, None]
-        norms_H: NDArray[np.float64] = peak_H * np.sqrt(np.einsum("hf,hf->h", exact_HF, exact_HF))
-        return norms_H
+        peak_H, square_H = np.zeros(len(heads_HF)), np.zeros(len(heads_HF))
+        for block_HF in _blocks(heads_HF):
+            peak_H = np.maximum(peak_H, np.abs(block_HF).max(axis=1))  # NaN stays NaN
+        for block_HF in _blocks(heads_HF):
+            part_HF = block_HF.astype(np.float64) / np.where(peak_H > 0, peak_H, 1)[:, None]
+            square_H += np.einsum("hf,hf->h", part_HF, part_HF)
+        return peak_H * np.sqrt(square_H)
 
 
 def _blocks(heads_HF: Array) -> Iterator[Array]:

@@ -20,7 +20,7 @@ from model.common.errors import CheckpointError
 
 # Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
-_PIECE = 8 << 20
+_PIECE = 1 << 20
 
 
 def header_bytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -82,6 +82,7 @@ def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 def copy_span(span: Span, target: int, offset: int) -> None:
     """Copy a span into an open file, inside the kernel if possible (Btrfs, XFS and others then share the blocks)."""
     source = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
+    buffer = None
     try:
         done, in_kernel = 0, hasattr(os, "copy_file_range")
         while done < span.length:
@@ -89,11 +90,11 @@ def copy_span(span: Span, target: int, offset: int) -> None:
             if in_kernel:
                 n, in_kernel = _kernel_copy(source, target, span.length - done, span.offset + done, offset + done)
             if n == 0:
-                data = os.pread(source, min(span.length - done, _PIECE), span.offset + done)
-                if not data:
+                buffer = buffer or memoryview(bytearray(min(span.length, _PIECE)))
+                n = os.preadv(source, [buffer[: span.length - done]], span.offset + done)
+                if n == 0:
                     raise OSError(f"{span.path} became shorter while it was read")
-                _write_all(target, data, offset + done)
-                n = len(data)
+                _write_all(target, buffer[:n], offset + done)
             done += n
     finally:
         os.close(source)
