@@ -1,5 +1,6 @@
 """Collective operations: sum, gather, run work on the main process, and destroy the process group."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -36,9 +37,11 @@ def gather(accelerator: Accelerator, value: T) -> list[T]:
 def destroy_process_group() -> None:
     """Destroy the process group; call this after releasing everything that uses it.
 
-    If DDP's reducer were the last owner of the group, it could deadlock: it would join gloo's thread while it holds the
-    interpreter lock, which that thread may wait for.
+    What was released may still wait for the garbage collector, and DDP's reducer in it owns the group. As the last
+    owner it could deadlock: it would join gloo's threads while it holds the interpreter lock, which they may wait for.
+    And a thread of gloo that wants this lock while the interpreter ends aborts the process.
     """
+    gc.collect()
     PartialState().destroy_process_group()
 
 
