@@ -21,7 +21,8 @@ from uptrain.commands import COMMANDS
 def cli() -> None:
     """Uptrain a converted checkpoint: continue its pre-training for a small share α of the original steps.
 
-    CACHE is a token cache that `uptrain prepare` writes. RUN is the folder of a run. Models are Hugging Face folders.
+    CACHE is a token cache that `uptrain prepare` writes. RUN is the folder of a run. Models are Hugging
+    Face folders, or the names of models in the Hugging Face cache (org/name).
     """
 
 

@@ -309,7 +309,7 @@ def cache_table(results: Results) -> str:
     size, contexts = results.setup["cache_gib"], (512, 4096, 16384)
     titles = [f"sequences of {context:,}" for context in contexts]
     lines = [
-        f"A KV cache of {size} GiB", "",
+        f"What a KV cache of {size} GiB holds:", "",
         f"| engine | model | K/V heads | kB per token | tokens | {' | '.join(titles)} |", "|---" * 8 + "|",
     ]  # fmt: skip
     for engine, model, rows in groups_of(results.caches):

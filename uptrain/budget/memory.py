@@ -36,10 +36,10 @@ WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
 """The same where all logits are there at once, with their log-softmax and its gradient."""
 MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
-    "(their bfloat16 copies; not sharded) + the frozen parameters in the model's dtype + 2 bytes x the teacher's "
-    "parameters, without those that equal frozen ones (all / devices where sharded) + activations of the micro-batch "
-    "+ a chunk of the head's logits; where sharded, also the embedding, the head and two layers gathered. "
-    "Not counted: buffers, and what allocators lose."
+    "(their bfloat16 copies; none where sharded) + the frozen parameters in the model's dtype + 2 bytes x the "
+    "teacher's parameters, without those that equal frozen ones (all / devices where sharded) + activations of the "
+    "micro-batch + a chunk of the LM head's logits; where sharded, also the embedding, the LM head and two layers "
+    "gathered. Not counted: buffers, and what allocators lose."
 )
 
 

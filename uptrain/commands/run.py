@@ -188,7 +188,7 @@ def command(**options: Any) -> None:
     """Train MODEL on --data, and write the new folder RUN.
 
     The loss is next-token prediction, or with --teacher the divergence from the parent's distribution. Give one of
-    --alpha, --tokens and --steps. For several GPUs, run `accelerate launch -m uptrain run …`. Ctrl-C saves and stops;
+    --alpha, --tokens and --steps. For several GPUs, use scripts/uptrain_multi_gpu.sh. Ctrl-C saves and stops;
     `uptrain resume RUN` continues exactly where it stopped.
     """
     stop_request.install()
