@@ -56,6 +56,11 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
             f"model_type {match.model_type!r} cannot be converted to latent attention: {_reason(match.family)}. "
             f"Implemented are {' and '.join(LATENT_SOURCES)}; mha-to-gqa merges the heads of this one."
         )
+    for architecture in checkpoint.config.get("architectures") or ():
+        if not str(architecture).endswith("ForCausalLM"):
+            raise CheckpointError(
+                f"config.json names {architecture}; only causal language models can be converted to latent attention."
+            )
     geometry = read_geometry(checkpoint)
     config = read_llama_config(checkpoint.config)
     _check_settings(config)
@@ -118,6 +123,13 @@ def _check_tensors(checkpoint: Checkpoint, config: LlamaConfig) -> None:
     for index in range(config.n_layers):
         prefix = f"model.layers.{index}."
         check_no_others(checkpoint, prefix, {f"{prefix}{name}" for name in parameters})
+    others = checkpoint.tensors.keys() - {EMBEDDING, HEAD, "model.norm.weight"}
+    for name in sorted(others):
+        if not name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(
+                f"{checkpoint.path} holds the tensor {name}, which {_TARGET} does not have; only causal language "
+                "models can be converted to latent attention."
+            )
     for name, tensor in checkpoint.tensors.items():
         if not name.endswith("rotary_emb.inv_freq") and tensor.dtype not in FLOAT_DTYPES:
             raise CheckpointError(

@@ -29,6 +29,7 @@ from convert.verification.layers import (
 from convert.verification.recorded_recipe import recorded_recipe
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.common.command_options import AUTO_DEVICE
+from model.common.errors import CheckpointError
 from model.common.files import file_sha256
 
 PIECE = 8 << 20
@@ -53,7 +54,10 @@ def verify(
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
         recipe = recorded_recipe(source, out_path, record, device, findings)
-        plan = plan_recipe(source, record["groups"], recipe, None)
+        try:
+            plan = plan_recipe(source, record["groups"], recipe, None)
+        except CheckpointError as error:
+            raise CheckpointError(f"{out_path} cannot have been made from {source.path}: {error}") from error
         same_names = _compare_names(plan, out, findings)
         layers = recompute_layers(source, plan, Path(scratch), findings, workers, quiet)
         if layers is not None and is_compared_by_errors(plan.recipe) and set(plan.regrouped) <= set(same_names):

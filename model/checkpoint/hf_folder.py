@@ -6,6 +6,7 @@ Every reader of such folders uses this module (reference: the file conventions o
 import json
 import os
 import re
+import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +51,11 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     """Return `config.json` as bytes and parsed. Raises CheckpointError unless it is a JSON object in UTF-8."""
     path = folder / "config.json"
     if not path.is_file():
+        if folder.suffix == ".gguf" or any(folder.glob("consolidated.*.pth")):
+            raise CheckpointError(
+                f"{folder} is not a Hugging Face folder; make one of it first: "
+                f"convert to-hf {shlex.quote(str(folder))} OUT"
+            )
         raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
     text = read_bytes_up_to(path, CONFIG_BYTES)
     try:

@@ -40,8 +40,9 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         sync_file(temporary)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # writing names no file
         raise
 
 

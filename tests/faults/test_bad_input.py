@@ -64,6 +64,17 @@ def test_no_config(refuse, source):
     refuse("no config.json", "model.gguf")
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "meta/consolidated.00.pth"])
+def test_training_from_another_format(uptrain, tmp_path, name):
+    """Only conversions read these."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    given = path.parent if path.suffix == ".pth" else path
+    result = uptrain("run", given, "--data", tmp_path, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3)
+    result.refused(f"{given} is not a Hugging Face folder", f"convert to-hf {given} OUT")
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [

@@ -100,6 +100,17 @@ def test_sources_that_the_class_cannot_compute(refused, tmp_path, family, change
     refused(*words, path=tiny.save(model, tmp_path / "other"))
 
 
+def test_models_that_are_not_causal(refused, source, tmp_path):
+    """By the name of the class, and by tensors, which a class without a name may have."""
+    tiny.edit_config(source, architectures=["LlamaForSequenceClassification"])
+    refused("LlamaForSequenceClassification", "only causal language models")
+    other = tiny.save(latent.make_model(), tmp_path / "other")
+    tiny.edit_config(other, architectures=...)
+    weights = load_file(other / "model.safetensors")
+    save_file({**weights, "score.weight": torch.ones(2, 64)}, other / "model.safetensors")
+    refused("score.weight", "only causal language models", path=other)
+
+
 def test_a_class_of_latent_attention_already(convert, source, refused, tmp_path):
     assert convert("mha-to-mla", source, tmp_path / "mla", *SIZE, *BY_WEIGHTS).code == 0
     refused("deepseek_v3", "latent attention (MLA)", path=tmp_path / "mla")

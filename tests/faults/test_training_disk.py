@@ -61,7 +61,7 @@ def test_nothing_is_left_of_what_could_not_be_written(runs, tmp_path, processes)
     error = error_of(results, 1)
     assert error == (
         "step 12, where the run ends, could not be saved: [Errno 28] No space left on device. Fix that, then "
-        f"`uptrain resume {out}` continues from the newest checkpoint."
+        f"`uptrain resume {out}` continues at step 0, for want of a checkpoint."
     )
     assert refused(out)[0] == [4, 8, 10, 12]
     assert checkpoints(out) == []
@@ -126,17 +126,13 @@ def test_old_checkpoints_that_cannot_be_removed(runs, tmp_path):
     assert checkpoints(out) == checkpoints(runs.expected())
 
 
-@slow
-@pytest.mark.parametrize("spare", [0.5, 0.0], ids=["for half a checkpoint", "for nothing"])
-def test_a_disk_that_is_really_full(runs, tmp_path, spare):
-    """A file system of its own, with room for one checkpoint and a little, or filled by another while training."""
-    out, copy = tmp_path / "disk/run", tmp_path / "copy"
+def on_a_small_disk(runs, out, copy, checkpoints_of_room, first=""):
+    """Train on a file system of its own, where the run fails; copy the run from there."""
     out.parent.mkdir()
     size = sum(f.stat().st_size for f in (runs.expected() / "checkpoints/step-00000012").rglob("*"))
-    line = [sys.executable, "-m", "uptrain", *runs.arguments(out)]
-    fill = f"while [ ! -d {out}/checkpoints/step-00000004 ]; do :; done; cat /dev/zero > {out.parent}/fill 2> /dev/null"
-    fill = "" if spare else f"({fill}) & "
-    script = f"mount -t tmpfs -o size={size * 3 // 2} none {out.parent} || exit 77; {fill}{shlex.join(line)}; code=$?; "
+    size = int(size * checkpoints_of_room)
+    line = shlex.join([sys.executable, "-m", "uptrain", *runs.arguments(out)])
+    script = f"mount -t tmpfs -o size={size} none {out.parent} || exit 77; {first}{line}; code=$?; "
     script += f"wait; cp -r {out} {copy}; exit $code"
     result = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
@@ -147,6 +143,26 @@ def test_a_disk_that_is_really_full(runs, tmp_path, spare):
     assert result.returncode == 1, result
     assert result.stderr.splitlines()[-1].startswith("Error: "), result.stderr
     assert "Traceback" not in result.stderr
+    return result
+
+
+@slow
+def test_a_disk_without_room_for_the_first_checkpoint(runs, tmp_path):
+    """The message of torch is then of its place in the file, not of the disk."""
+    copy = tmp_path / "copy"
+    result = on_a_small_disk(runs, tmp_path / "disk/run", copy, 0.7)
+    assert "could not be saved: [Errno 28] No space left on device. Fix that" in result.stderr
+    assert refused(copy) == ([4, 8, 10, 12], {"[Errno 28] No space left on device"})
+    assert checkpoints(copy) == []
+
+
+@slow
+@pytest.mark.parametrize("spare", [0.5, 0.0], ids=["for half a checkpoint", "for nothing"])
+def test_a_disk_that_is_really_full(runs, tmp_path, spare):
+    """A file system of its own, with room for one checkpoint and a little, or filled by another while training."""
+    out, copy = tmp_path / "disk/run", tmp_path / "copy"
+    fill = f"while [ ! -d {out}/checkpoints/step-00000004 ]; do :; done; cat /dev/zero > {out.parent}/fill 2> /dev/null"
+    result = on_a_small_disk(runs, out, copy, 1.5, "" if spare else f"({fill}) & ")
     assert checkpoints(copy) == ["step-00000004"]
     assert_each_is_whole(copy)
     if spare:

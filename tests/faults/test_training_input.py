@@ -74,6 +74,9 @@ REFUSED = {
         {}, ("--teacher", "{other teacher}"),
         "the teacher {other teacher} has 67 tokens, the student 257; distillation needs the same vocabulary.",
     ),
+    "evaluations of nothing": (
+        {}, ("--eval-every", "3"), "--eval-every needs held-out data to evaluate on; name them with --eval-data.",
+    ),
     "no teacher there": ({}, ("--teacher", "{model}/nowhere"), None),
 }  # fmt: skip
 """What else the run is made of, more options, and the message; None where tests elsewhere hold its words."""

@@ -287,3 +287,13 @@ def test_olmo_core_s_norms_of_each_head_are_no_olmo_2_s(convert, tmp_path):
     tensors["blocks.0.attention.k_norm.weight"] = torch.ones(4)
     path = frameworks.save_olmo(tmp_path / "step7", tensors, frameworks.olmo_run(model))
     convert("inspect", path).refused("blocks.0.attention.k_norm.weight", "(4,)", "means (32,)")
+
+
+def test_checkpoint_of_a_run_that_trains_some_tensors(convert, tmp_path):
+    """Its other tensors are in the model that the run began with."""
+    model = tiny.build()
+    folder = tiny.save(model, tmp_path / "folder")
+    tensors = {f"model.student.{name}": t for name, t in model.state_dict().items() if "attn" in name}
+    write_dcp(tmp_path / "tensors", tensors)
+    shutil.copy(folder / "config.json", tmp_path / "tensors")
+    convert("to-hf", tmp_path / "tensors", tmp_path / "out").refused("a run of `uptrain`", "uptrain export RUN OUT")

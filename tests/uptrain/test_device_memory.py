@@ -162,6 +162,8 @@ def test_plan_names_the_cheapest_command(uptrain, seven):
     assert "--trainable attention" in fitting["8"]["command"], "all is not tried after a conversion"
     small = json.loads(uptrain(*fixed, "--memory", "3 GB", "--json").out)["memory"]["fitting"]
     assert set(small.values()) == {None}
+    other = json.loads(uptrain(*fixed, "--memory", "24GB", "--optimizer", "adamw8bit", "--json").out)
+    assert "--optimizer adamw8bit --micro-batch" in other["memory"]["fitting"]["1"]["command"]
     assert "none fits" in uptrain(*fixed, "--memory", "5GB").out
     for wrong in ("24", "24 B", "GB", "-1GB"):
         uptrain(*fixed, f"--memory={wrong}").refused("is not a size; write for example 24GB")

@@ -1,6 +1,8 @@
 """What a run leaves: an ordinary Hugging Face folder with the live model's weights."""
 
 import json
+import os
+import signal
 
 import pytest
 import tiny
@@ -9,6 +11,7 @@ from real_runs import VOCAB, arguments, drive, evaluations, make_inputs, tensors
 from transformers import AutoModelForCausalLM
 
 from model import load_model
+from uptrain.export import export
 from uptrain.export.model_card import _losses
 
 LAYOUTS = [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
@@ -155,3 +158,12 @@ def test_the_card_of_a_run_under_way_says_how_much_of_it_is_done(tmp_path, uptra
         out = tmp_path / f"out-{step}"
         assert uptrain("export", run, out, "--step", step).code == 0
         assert f"| α | {alpha} of the original pre-training |" in (out / "README.md").read_text()
+
+
+def test_a_stopped_export_leaves_nothing(tmp_path, uptrain, monkeypatch):
+    """A scheduler sends SIGTERM."""
+    _, run = trained(tmp_path)
+    monkeypatch.setattr(export, "make_record", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    before = {path.name for path in tmp_path.iterdir()}
+    assert uptrain("export", run, tmp_path / "out").code == 1
+    assert {path.name for path in tmp_path.iterdir()} == before

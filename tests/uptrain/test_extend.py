@@ -1,10 +1,12 @@
 """A longer run: what it records of the run it comes from, and which runs have none. Its steps: `test_resume.py`."""
 
 import json
+import shutil
 
 import fake_runs
 import pytest
 import real_runs
+import tiny
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +57,38 @@ def test_refusals(uptrain, tmp_path, settings, steps, words):
     (fake_runs.write_checkpoint(run, 45) / "tensors/0.distcp").write_bytes(b"cut")
     uptrain("extend", run, "--out", tmp_path / "longer", "--steps", steps).refused(*words)
     assert not (tmp_path / "longer").exists()
+
+
+@pytest.mark.parametrize(("name", "other", "words"), [
+    ("data", "held_out", "holds other data than when the run began"),
+    ("parent", "model", "is another teacher than when the run began"),
+])  # fmt: skip
+def test_other_inputs_than_those_of_the_run(uptrain, inputs, tmp_path, name, other, words):
+    short, place = tmp_path / "short", shutil.copytree(inputs[name], tmp_path / name)
+    assert uptrain(*real_runs.arguments({**inputs, name: place}, short, loss="distill", steps=5)).code == 0
+    shutil.rmtree(place)
+    shutil.copytree(inputs[other], place)
+    before = tiny.snapshot(short)
+    uptrain("extend", short, "--out", tmp_path / "longer", "--steps", 6).refused(str(place), words)
+    assert not (tmp_path / "longer").exists()
+    assert tiny.snapshot(short) == before
+
+
+def test_a_longer_run_inside_the_run(uptrain, tmp_path):
+    run = fake_runs.write_run(tmp_path / "run")
+    uptrain("extend", run, "--out", run / "longer", "--steps", 60).refused("longer lies in the run", "another --out")
+    uptrain("extend", run, "--out", run, "--steps", 60).refused("exists already", "uptrain resume")
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints/.."])
+def test_a_moved_run_that_is_the_present_folder(uptrain, inputs, tmp_path, monkeypatch, place):
+    """The data of a run on texts move with it: they lie beside it, under its name."""
+    cache, run = shutil.copytree(inputs["data"], tmp_path / "one.data"), tmp_path / "one"
+    given = {**inputs, "data": cache}
+    assert uptrain(*real_runs.arguments(given, run, "--max-minutes", 0)).code == 0
+    for path in (cache, run):
+        path.rename(path.with_name(path.name.replace("one", "two")))
+    monkeypatch.chdir(tmp_path / "two")
+    assert uptrain("resume", place).code == 0
+    assert uptrain("extend", place, "--out", tmp_path / "longer", "--steps", 14, "--max-minutes", 0).code == 0
+    assert json.loads((tmp_path / "longer/run.json").read_text())["settings"]["data"] == str(tmp_path / "two.data")

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file, save_file
 
 from model.common.console import size
 from uptrain.budget import identify, pretraining
@@ -217,6 +219,16 @@ def test_bad_models_and_caches(uptrain, source, cache, tmp_path):
     (source / "groupwise.json").unlink()
     tiny.edit_config(source, intermediate_size=...)
     uptrain("plan", source, "--steps", 5, *SIZE).refused("intermediate_size = None")
+    other = tiny.save(tiny.build("mpt"), tmp_path / "mpt")
+    tiny.edit_config(other, intermediate_size=...)
+    uptrain("plan", other, "--steps", 5, *SIZE).refused("the memory of model_type 'mpt' cannot be estimated")
+
+
+def test_a_tensor_without_dimensions(uptrain, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    save_file({**weights, "scale": torch.ones(())}, source / "model.safetensors")
+    assert plan(uptrain, source, "--steps", 5, *SIZE)["memory"]["all"]["logits_bytes"] > 0
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,11 @@ class Models:
         with open_checkpoint(model) as checkpoint:
             config, sizes = checkpoint.config, read_sizes(checkpoint)
             tensors = _parameters(without_latent_norm(checkpoint).tensors.values())
+        if "intermediate_size" not in config and not is_native(config):
+            raise InputError(
+                f"the memory of model_type {config.get('model_type')!r} cannot be estimated: its config.json has no "
+                "intermediate_size. `uptrain run` says whether it can be trained."
+            )
         wide = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
         taught, same = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
         return cls(tensors, taught, same, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
@@ -179,7 +184,7 @@ class Models:
 
     def _logits(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
-        vocab = max(tensor.shape[0] for tensor in self.tensors if _layer_of(tensor) is None)
+        vocab = max(tensor.shape[0] for tensor in self.tensors if _layer_of(tensor) is None and len(tensor.shape) == 2)
         if is_native(self.config):
             chunk = min(max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size), tokens * vocab)
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))

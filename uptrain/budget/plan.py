@@ -143,7 +143,7 @@ def _fitting(
             "activation_checkpointing": way.activation_checkpointing,
             "micro_batch_tokens": way.micro_batch * models.seq_len,
             "bytes_per_process": models.memory(way).of(n),
-            "command": run_command(way, model, teacher, n),
+            "command": run_command(way, model, teacher, models.optimizer, n),
         }
 
     parts = TRAINABLE[TRAINABLE.index(default_trainable(Path(model), models.config)) :]
@@ -151,11 +151,12 @@ def _fitting(
     return {str(n): describe(way, n) if way else None for n, way in ways.items()}
 
 
-def run_command(way: Way, model: str, teacher: Path | None, devices: int = 1) -> str:
+def run_command(way: Way, model: str, teacher: Path | None, optimizer: str, devices: int = 1) -> str:
     """Return the beginning of a command that trains in a way, without data, budget and output."""
     begin = "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
     taught = f" --teacher {shlex.quote(str(teacher))}" if teacher else ""
-    return f"{begin} run {shlex.quote(model)}{taught} {way.options} --micro-batch {way.micro_batch}"
+    other = "" if optimizer == "adamw" else f" --optimizer {optimizer}"
+    return f"{begin} run {shlex.quote(model)}{taught} {way.options}{other} --micro-batch {way.micro_batch}"
 
 
 def _original(name: str) -> dict[str, Any]:
@@ -172,8 +173,8 @@ def _data(data: Path | None, manifest: Manifest | None, budget: Budget, seq_len:
 
 
 def _first_loss(model: Path, data: Path | None) -> str:
-    cache = data if data is not None else "CACHE"
-    measure = f"measure it with: uptrain evaluate {model} --data {cache}"
+    cache = "CACHE" if data is None else shlex.quote(str(data))
+    measure = f"measure it with: uptrain evaluate {shlex.quote(str(model))} --data {cache}"
     if data is not None:
         return measure
     method = None if (model / UPTRAINING_RECORD).is_file() else merge_method(model)

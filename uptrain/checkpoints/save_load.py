@@ -271,7 +271,15 @@ def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.
                 tensors, storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=not dist.is_initialized()
             )
     except CheckpointException as error:  # a BaseException
-        raise SaveError("; ".join(str(failure[0]) for failure in error.failures.values())) from error
+        raise SaveError("; ".join(str(_cause(failure)) for failure, _ in error.failures.values())) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the OSError that an error began with, such as a full disk, which torch's own message does not name."""
+    first = error
+    while (before := first.__cause__ or first.__context__) is not None:
+        first = before
+    return first if isinstance(first, OSError) else error
 
 
 def _trained_tensors(loss_module: nn.Module) -> State:

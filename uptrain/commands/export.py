@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from model.common import console
+from uptrain.runs.signals import interruptible
 
 FOLDER = click.Path(path_type=Path)
 
@@ -32,7 +33,8 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
     from uptrain.export.export import export, find_checkpoint, stored_size
 
     checkpoint = find_checkpoint(run, step)
-    with console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json) as progress:
+    progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
+    with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
         record = export(run, checkpoint, out, dtype, progress)
     if as_json:
         console.print_json(record)

@@ -1,6 +1,7 @@
 """Run `uptrain status`: show the status of a run."""
 
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _status(status: dict[str, Any]) -> str:
-    resume = f"`uptrain resume {status['run']}` continues it"
+    resume = f"`uptrain resume {shlex.quote(status['run'])}` continues it"
     age = status["seconds_since_last_line"]
     last_line = "not yet" if age is None else f"{duration(age)} ago"
     return {

@@ -12,7 +12,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from model.common.errors import InputError
+from model.common.errors import InputError, RunError
 from uptrain.runs.signals import interruptible
 
 T = TypeVar("T")
@@ -68,16 +68,21 @@ def main_process_first(work: Callable[[], object], done: Path) -> None:
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """Run `work` on the main process; return its result, or raise InputError for its error, on all ranks."""
-    outcome: list[tuple[T | None, str | None]] = [(None, None)]
+    """Run `work` on the main process; return its result on all ranks.
+
+    Raises InputError on all ranks if `work` does, and RunError for an OSError.
+    """
+    outcome: list[tuple[T | None, type[Exception] | None, str]] = [(None, None, "")]
     if accelerator.is_main_process:
         try:
-            outcome = [(work(), None)]
-        except (InputError, OSError) as error:
-            outcome = [(None, str(error))]
+            outcome = [(work(), None, "")]
+        except InputError as error:
+            outcome = [(None, InputError, str(error))]
+        except OSError as error:
+            outcome = [(None, RunError, str(error))]
     if accelerator.num_processes > 1:
         dist.broadcast_object_list(outcome, src=0)
-    result, message = outcome[0]
-    if message is not None:
-        raise InputError(message)
+    result, kind, message = outcome[0]
+    if kind is not None:
+        raise kind(message)
     return result  # type: ignore[return-value]

@@ -1,5 +1,6 @@
 """Export a training checkpoint as a standard Hugging Face folder, one tensor at a time."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,7 +68,8 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
         steps = ", ".join(map(str, checkpoints)) or "none"
         raise InputError(f"{run_folder} has no checkpoint of step {step}; it has those of: {steps}.")
     if not checkpoints:
-        raise InputError(f"{run_folder} has no checkpoint yet; `uptrain resume {run_folder}` trains on.")
+        resume = f"`uptrain resume {shlex.quote(str(run_folder))}`"
+        raise InputError(f"{run_folder} has no checkpoint yet; {resume} trains on.")
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
     if problem := find_damage(checkpoint):
         raise InputError(f"{problem}; choose another checkpoint with --step.")

@@ -1,5 +1,6 @@
 """Read the history of a run from its folder, also while it is training. Needs no torch."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,5 +119,6 @@ def _read_state(path: Path) -> Record:
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:
         reason = str(error).rstrip(".")
-        raise InputError(f"{path} is damaged ({reason}); `uptrain resume {path.parent}` writes it again.") from error
+        resume = f"`uptrain resume {shlex.quote(str(path.parent))}`"
+        raise InputError(f"{path} is damaged ({reason}); {resume} writes it again.") from error
     return state

@@ -1,5 +1,6 @@
 """Check that data, models and world size are compatible; errors name the option to change."""
 
+import shlex
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
     recorded = cache.manifest.tokenizer_sha256
     if recorded and tokenizer_sha256(folder) != recorded:
         raise InputError(
-            f"{path} was made with another tokenizer than that of {folder}; prepare it with --tokenizer {folder}."
+            f"{path} was made with another tokenizer than that of {folder}; prepare it with "
+            f"--tokenizer {shlex.quote(str(folder))}."
         )
 
 

@@ -1,6 +1,7 @@
 """Choose the micro-batch whose estimated memory fits the device, or refuse the run before weights are read."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
     cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.trainable) :], free, devices)
     of_plan = f"{max(free // 10_000 / 100, 0.01):g}MB" if free < 10**9 else f"{free // 10**7 / 100:g}GB"  # rounded down
     advice = (
-        f"this fits: {run_command(cheaper, str(model), teacher, devices)} …"
+        f"this fits: {run_command(cheaper, str(model), teacher, models.optimizer, devices)} …"
         if cheaper
-        else f"nothing fits; `uptrain plan {model} --memory {of_plan} …` shows what more devices take"
+        else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {of_plan} …` shows what more devices take"
     )
     raise InputError(
         f"{way.options} needs an estimated {size(needed)} for one window of {models.seq_len} tokens, but the device "

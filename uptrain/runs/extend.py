@@ -9,9 +9,10 @@ from uptrain.budget.budget import BudgetOptions, make_budget
 from uptrain.budget.learning_rate import decay_start
 from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, read_manifest
 from uptrain.data.run_data import find_data
+from uptrain.runs.fingerprints import check_same
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.metrics_log import read_metrics, write_metrics
-from uptrain.runs.run import make_folder
+from uptrain.runs.run import check_same_data, make_folder, refuse_existing
 
 
 def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
@@ -28,15 +29,23 @@ def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int
 
 
 def extend(folder: Path, out: Path, steps: int) -> None:
-    """Make the folder of a longer run, with the checkpoint that it resumes at and the metrics up to there."""
+    """Make the folder of a longer run, with the checkpoint that it resumes at and the metrics up to there.
+
+    Raises InputError if data, teacher or frozen tensors are not those that the run began with.
+    """
     run = Run.read(folder)
-    longer = replace(run.settings, steps=steps)
+    refuse_existing(out)
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"{out} lies in the run that it would extend; choose another --out.")
     branch = branch_step(folder, run)
-    first_decay = decay_start(longer.learning_rates)
-    assert first_decay is None or first_decay >= branch
     source = list_checkpoints(folder / CHECKPOINTS)[branch]
     if problem := find_damage(source):
         raise InputError(f"the checkpoint to continue from is damaged: {problem}.")
+    longer = find_data(replace(run.settings, steps=steps), folder)
+    first_decay = decay_start(longer.learning_rates)
+    assert first_decay is None or first_decay >= branch
+    check_same_data(longer.data, run.cache_sha256)
+    check_same(longer, run.identities, with_model=False)
     parent = {"run": str(folder.resolve()), "step": branch}
     tokens = steps * run.budget.global_batch_tokens
     alpha = tokens / run.budget.original_tokens if run.budget.original_tokens else None
@@ -48,7 +57,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
         records = [record for record in read_metrics(folder / METRICS) if record["step"] <= branch]
         write_metrics(unfinished / METRICS, records)
 
-    make_folder(find_data(longer, folder), budget, run.identities, folder / MODEL, out, parent, fill)
+    make_folder(longer, budget, run.identities, folder / MODEL, out, parent, fill)
 
 
 def branch_step(folder: Path, run: Run) -> int:

@@ -1,6 +1,7 @@
 """Read and lock a run's folder: its file names and the content of `run.json`. Needs no torch."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -99,5 +100,6 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             lock.enter_context(FileLock(folder / LOCK))
         except LockedError as error:
-            raise InputError(f"{folder} is being trained by {error}; see `uptrain status {folder}`.") from error
+            see = f"`uptrain status {shlex.quote(str(folder))}`"
+            raise InputError(f"{folder} is being trained by {error}; see {see}.") from error
         yield

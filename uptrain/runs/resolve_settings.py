@@ -33,6 +33,8 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
     if loss == WITHOUT_TEACHER and options.teacher_logits:
         raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
+    if options.eval_every and not options.eval_data:
+        raise InputError("--eval-every needs held-out data to evaluate on; name them with --eval-data.")
     config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
     trainable = options.trainable or (default_trainable(folder, config) if options.model else "all")
     if options.lora_rank and trainable != "lora":

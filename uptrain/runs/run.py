@@ -8,6 +8,7 @@ RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "hal
 """
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
 from model.decoder.devices import faster_products
 from uptrain.budget.budget import Budget
+from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.data.run_data import find_data
 from uptrain.data.teacher_logits import TeacherLogits
@@ -167,7 +169,9 @@ def refuse_existing(out: Path) -> None:
     """Raise InputError if `out` exists or cannot be created."""
     check_out(out)
     if out.exists():
-        hint = f"`uptrain resume {out}` continues it" if (out / RUN).exists() else "choose another --out"
+        hint = (
+            f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else "choose another --out"
+        )
         raise InputError(f"{out} exists already; {hint}.")
 
 
@@ -215,7 +219,9 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     An error that all ranks share, such as a failed save, becomes a RunError, which the main process reports. An error
     of one rank becomes a RankError.
     """
-    hint = f"`uptrain resume {folder}` continues from the newest checkpoint"
+    saved = bool(list_checkpoints(folder / CHECKPOINTS))
+    place = "from the newest checkpoint" if saved else "at step 0, for want of a checkpoint"
+    hint = f"`uptrain resume {shlex.quote(str(folder))}` continues {place}"
     if isinstance(error, SaveError):
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
     if is_lack_of_memory(error):

@@ -20,6 +20,9 @@ from model.common.errors import CheckpointError
 # Entries of the training state, which are saved with the model.
 OTHERS = re.compile(r"(?:^|\.)(?:optim|optimizers?|(?:lr_)?schedulers?|data_?loader|train_state|rng|rng_state)\.")
 
+PART_OF_STUDENT = "model.student."
+"""Begins the names of tensors in the checkpoints of `uptrain run`."""
+
 FUSED = tuple(LAYER[part][0] for part in FUSED_PARTS)
 
 
@@ -113,6 +116,11 @@ def find_naming(path: Path, names: Iterable[str]) -> tuple[Naming | None, str]:
     for naming in NAMINGS:
         embedding, norm = naming.landmarks
         candidates += [(naming, prefix) for prefix in _prefixes(names, embedding) if prefix + norm in names]
+    if not candidates and any(name.startswith(PART_OF_STUDENT) for name in names):
+        raise CheckpointError(
+            f"{path} holds only the tensors that a run of `uptrain` has trained; `uptrain export RUN OUT` writes the "
+            "whole model."
+        )
     if len(candidates) != 1:
         prefixes = [repr(prefix) for _, prefix in candidates]
         listing = ", ".join(prefixes) if prefixes else f"names like {', '.join(sorted(names)[:3])}"
