@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text, list_files
+from model.common.console import warn
 from model.common.errors import InputError, RankError, RunError, is_lack_of_memory
 from model.common.files import copy_file, replace_file, sync_tree, write_file
 from model.common.read_files import CONVERSION_RECORD
@@ -208,9 +209,17 @@ def train_run(
     if accelerator.is_main_process:
         training.metrics.flush()
         _write_state(folder, status, state.step, reason)
-    for tracker in accelerator.trackers:
-        tracker.finish()
+    _finish_trackers(training)
     return status
+
+
+def _finish_trackers(training: Training) -> None:
+    """Let the trackers write what they still hold. The run has ended well by now, so their errors are warnings."""
+    for tracker in training.accelerator.trackers:
+        try:
+            tracker.finish()
+        except Exception as error:  # each tracker's package has its own
+            warn(f"{tracker.name} did not finish: {' '.join(str(error).split())}")
 
 
 def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator) -> Exception:

@@ -250,7 +250,7 @@ def _record(
         **({"skipped": True} if skip else {}),
     }
     _note(training, record)
-    training.accelerator.log({k: v for k, v in record.items() if k not in ("step", "windows")}, step=state.step)
+    _track(training, {k: v for k, v in record.items() if k not in ("step", "windows")}, state.step)
 
 
 def _n_tokens(cache: Cache, windows: Integers) -> int:
@@ -318,7 +318,7 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
         return _reason(training)
     means = result.to_dict()
     _note(training, {"step": step, "evaluation": means})
-    training.accelerator.log({f"held-out/{name}": value for name, value in means.items()}, step=step)
+    _track(training, {f"held-out/{name}": value for name, value in means.items()}, step)
     return None
 
 
@@ -357,6 +357,15 @@ def _try_to_save(training: Training, state: RunState) -> None:
         _save(training, state)
     except SaveError as error:
         _note(training, {"step": state.step, "event": "not saved", "why": str(error)})
+
+
+def _track(training: Training, values: dict[str, Any], step: int) -> None:
+    """Send numbers to the trackers. If one fails, as on a full disk, note it once and train on without them."""
+    try:
+        training.accelerator.log(values, step=step)
+    except Exception as error:  # each tracker's package has its own
+        training.accelerator.trackers = []
+        _note(training, {"step": step, "event": "not tracked from here", "why": " ".join(str(error).split())})
 
 
 def _note(training: Training, record: dict[str, Any]) -> None:
