@@ -71,6 +71,17 @@ def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
     uptrain("evaluate", falcon, *data).refused("'falcon'", "ALiBi")
 
 
+def test_texts_on_several_machines(uptrain, inputs, tmp_path, monkeypatch):
+    """The cache of texts is in a temporary folder of one of them."""
+    text = tmp_path / "texts/a.txt"
+    text.parent.mkdir()
+    text.write_text("text")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    result = uptrain("evaluate", inputs["model"], "--data", text.parent)
+    result.refused("tokenised on one machine only", f"uptrain prepare --data {text.parent} --tokenizer", "--out CACHE")
+
+
 @pytest.mark.parametrize(("factor", "loss"), [(1e4, float), (float("nan"), type(None))])
 def test_numbers_that_json_does_not_know_are_null(uptrain, inputs, tmp_path, factor, loss):
     model = tiny.build(vocab_size=real_runs.VOCAB)

@@ -1,5 +1,7 @@
 """Evaluate a model on held-out windows: each target counts once, for any world size."""
 
+import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +16,7 @@ from model.common import console
 from model.common.errors import InputError
 from model.decoder.devices import faster_products, float64_device
 from uptrain.data.batch import Batch, micro_batches
-from uptrain.data.run_data import cache_of, seq_len_of
+from uptrain.data.run_data import cache_of, is_cache, seq_len_of
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import choose_device, make_accelerator
 from uptrain.distributed.collectives import all_reduce_sum, destroy_process_group, on_main
@@ -75,6 +77,11 @@ def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterat
         yield Batch.ignored(cache.seq_len, accelerator.device)
 
 
+def _on_several_machines() -> bool:
+    n_processes = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", n_processes) != n_processes
+
+
 def evaluate_folder(model: Path, **options: Any) -> dict[str, Any]:
     """Evaluate a checkpoint folder on a token cache or texts; return the `EvalResult` and perplexity, ready for JSON.
 
@@ -102,6 +109,12 @@ def _evaluate_folder(
     chosen = choose_device(device)
     if teacher is not None:
         check_teachers_tokenizer(model, teacher)
+    if not is_cache([data]) and _on_several_machines():
+        raise InputError(
+            f"{data} is tokenised on one machine only; for several, write a token cache to a shared disk first: "
+            f"uptrain prepare --data {shlex.quote(data)} --tokenizer {shlex.quote(str(model))} --seq-len {seq_len} "
+            "--out CACHE"
+        )
     precision = precision or ("fp32" if chosen.type in ("cpu", "mps") else "bf16")
     accelerator = make_accelerator(precision, block_names(model), device=chosen)
     if is_sharded(accelerator):
