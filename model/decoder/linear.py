@@ -42,16 +42,16 @@ def can_prepack(weight_OI: Tensor) -> bool:
     """Return whether this torch and this processor multiply prepacked weights of the weight's dtype."""
     if not weight_OI.is_cpu or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    ops = torch.ops.mkldnn
-    try:  # these operators are not public, so another torch may lack them
-        _ = ops._reorder_linear_weight, ops._linear_pointwise
-        if weight_OI.dtype == torch.bfloat16:
-            return bool(ops._is_mkldnn_bf16_supported())
-        if weight_OI.dtype == torch.float16:
-            return bool(ops._is_mkldnn_fp16_supported())
-    except AttributeError:
+    ops, dtype = torch.ops.mkldnn, weight_OI.dtype
+    try:  # these operators are not public: another torch may lack them, and another processor may not run them
+        if dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
+            return False
+        if dtype == torch.float16 and not ops._is_mkldnn_fp16_supported():
+            return False
+        x_11I, identity_II = torch.arange(16, dtype=dtype).view(1, 1, 16), torch.eye(16, dtype=dtype)
+        return torch.equal(PrepackedLinear(identity_II, None)(x_11I), x_11I)
+    except (AttributeError, RuntimeError):
         return False
-    return weight_OI.dtype == torch.float32
 
 
 def prepack_linears(module: nn.Module, skip: str) -> None:

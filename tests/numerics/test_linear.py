@@ -90,3 +90,17 @@ def test_where_torch_cannot_prepack_the_model_stays(tmp_path, monkeypatch):
     assert ours.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     assert not [module for module in ours.modules() if isinstance(module, PrepackedLinear)]
     assert not can_prepack(torch.ones(1, device="meta"))
+
+
+@needs_prepacking
+def test_where_the_operators_cannot_run_the_model_stays(tmp_path, monkeypatch):
+    """As on a processor whose oneDNN has no such layout."""
+    _, ours = pair(tmp_path, "llama")
+
+    def fails(self, x):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr(PrepackedLinear, "forward", fails)
+    ours.prepack()
+    assert not any(isinstance(module, PrepackedLinear) for module in ours.modules())
+    assert not can_prepack(torch.ones(1))
