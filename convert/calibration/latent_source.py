@@ -8,28 +8,14 @@ from typing import Any
 
 import torch
 
-from convert.latent import LATENT_SOURCES
 from convert.latent.rotation import SourceRope
-from model.checkpoint import FLOAT_DTYPES, Checkpoint
-from model.checkpoint.tied import EMBEDDING, HEAD
-from model.common.errors import CheckpointError
-from model.decoder.config import LlamaConfig, read_llama_config
+from convert.planning.check_latent_source import check_latent_source
+from model.checkpoint import Checkpoint
+from model.decoder.config import LlamaConfig
 from model.decoder.llama import Block
 from model.decoder.loading import check_no_others
 from model.decoder.rope import inverse_frequencies
-from model.families import Family, find_family
 from model.geometry import Geometry, read_geometry
-
-_TARGET = "the class of latent attention (DeepSeek-V3)"
-_REASONS = {
-    "qwen2": f"its queries have biases, and {_TARGET} has none there",
-    "gemma": "its norms add 1 to their weights, and its activation is not SwiGLU",
-    "gemma2": "its logits are capped",
-    "cohere": "its attention and MLP are parallel",
-    "granite": "its multipliers have no place there",
-    "phi3": "its projections are fused, which is not implemented",
-    "smollm3": "some of its layers have no rotary embedding",
-}
 
 
 @dataclass(frozen=True)
@@ -50,92 +36,19 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
 
     Raises CheckpointError for a source that latent attention cannot compute, with the reason.
     """
-    match = find_family(checkpoint.config)
-    if match.text_config is not None or match.model_type not in LATENT_SOURCES:
-        raise CheckpointError(
-            f"model_type {match.model_type!r} cannot be converted to latent attention: {_reason(match.family)}. "
-            f"Implemented are {' and '.join(LATENT_SOURCES)}; mha-to-gqa merges the heads of this one."
-        )
-    for architecture in checkpoint.config.get("architectures") or ():
-        if not str(architecture).endswith("ForCausalLM"):
-            raise CheckpointError(
-                f"config.json names {architecture}; only causal language models can be converted to latent attention."
-            )
+    config = check_latent_source(checkpoint)
     geometry = read_geometry(checkpoint)
-    config = read_llama_config(checkpoint.config)
-    _check_settings(config)
-    _check_tensors(checkpoint, config)
+    with torch.device("meta"):
+        parameters = [name for name, _ in Block(config).named_parameters()]
+    for index in range(config.n_layers):
+        prefix = f"model.layers.{index}."
+        check_no_others(checkpoint, prefix, {f"{prefix}{name}" for name in parameters})
     frequencies, scale = inverse_frequencies(config.rope)
     rope = SourceRope(
         tuple(frequencies.double().tolist()), scale, config.rope.theta, config.rope.kind == "default",
         config.rope.max_positions,
     )  # fmt: skip
     return LatentSource(geometry, config, rope)
-
-
-def _reason(family: Family) -> str:
-    if family.model_type in _REASONS:
-        return _REASONS[family.model_type]
-    if family.rotary_fraction != 1.0 or family.alibi:
-        return "its positions do not enter by rotating whole heads"
-    if family.head_norms is not None:
-        return f"it normalises queries and keys after their projections, and {_TARGET} does not"
-    return f"{_TARGET} computes Llama's decoder, and its decoder differs"
-
-
-def _check_settings(config: LlamaConfig) -> None:
-    if config.qkv_bias or config.o_bias:
-        raise CheckpointError(
-            f"config.json has attention_bias = true, but {_TARGET} has no bias for queries and values; latent "
-            "attention cannot compute this model."
-        )
-    if config.mlp_bias:
-        raise CheckpointError(f"config.json has mlp_bias = true, but {_TARGET} has no such biases.")
-    if any(window is not None for window in config.windows):
-        raise CheckpointError(
-            f"config.json has a sliding window of {config.windows[0]} tokens, but {_TARGET} has none. If the window "
-            "may go (the model was trained on longer texts without it), set sliding_window to null."
-        )
-    if config.rope.needs_lengths:
-        raise CheckpointError(
-            "config.json has RoPE of type dynamic, whose frequencies depend on the length of the text; latent "
-            "attention needs fixed ones: remove the scaling if your texts are no longer than max_position_embeddings."
-        )
-    if config.rms_norm_eps <= 0:
-        raise CheckpointError("config.json has rms_norm_eps = 0, which cannot be made equal to the latent norm's 1e-6.")
-
-
-def _check_tensors(checkpoint: Checkpoint, config: LlamaConfig) -> None:
-    if EMBEDDING not in checkpoint.tensors:
-        raise CheckpointError(
-            f"{checkpoint.path} lacks the tensor {EMBEDDING}: a base model saved without its head cannot be converted; "
-            "save it as a causal language model."
-        )
-    if not config.tied and HEAD not in checkpoint.tensors:
-        raise CheckpointError(f"{checkpoint.path} lacks the tensor {HEAD}, and config.json does not tie it.")
-    vocab_size = checkpoint.tensors[EMBEDDING].shape[0]
-    if vocab_size != config.vocab_size:
-        raise CheckpointError(
-            f"config.json has vocab_size = {config.vocab_size}, but {EMBEDDING} has {vocab_size} rows; make them equal."
-        )
-    with torch.device("meta"):
-        parameters = [name for name, _ in Block(config).named_parameters()]
-    for index in range(config.n_layers):
-        prefix = f"model.layers.{index}."
-        check_no_others(checkpoint, prefix, {f"{prefix}{name}" for name in parameters})
-    others = checkpoint.tensors.keys() - {EMBEDDING, HEAD, "model.norm.weight"}
-    for name in sorted(others):
-        if not name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
-            raise CheckpointError(
-                f"{checkpoint.path} holds the tensor {name}, which {_TARGET} does not have; only causal language "
-                "models can be converted to latent attention."
-            )
-    for name, tensor in checkpoint.tensors.items():
-        if not name.endswith("rotary_emb.inv_freq") and tensor.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(
-                f"the tensor {name} is {tensor.dtype}; latent attention is computed from weights in "
-                f"{', '.join(FLOAT_DTYPES)}."
-            )
 
 
 def token_settings(config: dict[str, Any]) -> dict[str, Any]:

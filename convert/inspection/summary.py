@@ -3,10 +3,11 @@
 from collections import Counter
 from typing import Any
 
-from convert.latent import LATENT_SOURCES
 from convert.latent.sizes import ENGINE_SIZES, LatentSizes, suggested_sizes
+from convert.planning.check_latent_source import check_latent_source
 from convert.planning.notices import find_notes
 from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
 from model.geometry import Geometry, read_geometry
 
 # Common sizes: powers of two. vLLM and similar servers require that they divide the query heads (vLLM, `ModelConfig`,
@@ -20,7 +21,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
     dtypes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         dtypes[tensor.dtype] += tensor.nbytes
-    latent_sizes = suggested_sizes(geometry) if geometry.model_type in LATENT_SOURCES else []
+    latent_sizes = suggested_sizes(geometry) if _can_be_latent(checkpoint) else []
     return {
         "source": str(checkpoint.path),
         "format": checkpoint.format,
@@ -43,6 +44,14 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "latent": [_latent_row(geometry, sizes) for sizes in latent_sizes],
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }
+
+
+def _can_be_latent(checkpoint: Checkpoint) -> bool:
+    try:
+        check_latent_source(checkpoint)
+    except CheckpointError:
+        return False
+    return True
 
 
 def attention_kind(n_heads: int, n_kv_heads: int) -> str:

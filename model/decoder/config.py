@@ -1,4 +1,7 @@
-"""Read the native decoder's settings from `config.json`. Settings that it does not implement are refused."""
+"""Read the native decoder's settings from `config.json`. Settings that it does not implement are refused.
+
+Needs no torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +10,7 @@ from typing import Any
 from model.checkpoint.latent_norm import LatentNorm, read_latent_norm
 from model.common import checks
 from model.common.errors import CheckpointError
-from model.decoder.rope import Rope, read_rope
+from model.decoder.rope_settings import Rope, read_rope
 from model.families import FAMILIES, NATIVE_FAMILIES
 from model.families.family import Family
 

@@ -1,0 +1,147 @@
+"""Read a checkpoint's rotary embedding from `config.json`: every scaling of Llama 1, 2 and 3. Needs no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from model.common import checks
+from model.common.errors import CheckpointError
+
+Check = Callable[[object, str], Any]
+_above_0: Check = partial(checks.number, above=0.0)
+
+SCALINGS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
+    "default": ({}, {}),
+    "linear": ({"factor": _above_0}, {}),
+    "dynamic": ({"factor": _above_0}, {}),
+    "yarn": (
+        {"factor": _above_0},
+        {
+            "original_max_position_embeddings": checks.whole_number, "attention_factor": checks.number,
+            "beta_fast": _above_0, "beta_slow": _above_0, "mscale": checks.number, "mscale_all_dim": checks.number,
+            "truncate": checks.flag,
+        },
+    ),
+    "llama3": (
+        {
+            "factor": _above_0, "low_freq_factor": _above_0, "high_freq_factor": _above_0,
+            "original_max_position_embeddings": checks.whole_number,
+        },
+        {},
+    ),
+    "longrope": (
+        {"short_factor": checks.numbers, "long_factor": checks.numbers, "attention_factor": checks.number},
+        {"original_max_position_embeddings": checks.whole_number},
+    ),
+}  # fmt: skip
+"""Implemented type → its required and its optional parameters, each with its check."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A checkpoint's rotary embedding: its type, its base θ and the parameters of its scaling."""
+
+    kind: str
+    theta: float
+    head_dim: int
+    max_positions: int
+    """`max_position_embeddings`: the length from which dynamic scaling applies."""
+    scaling: Mapping[str, Any]
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the angles depend on the length of the text besides the position."""
+        return self.kind == "dynamic"
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
+    """Read the rotary embedding from `config.json`, in the spelling of transformers 4 or 5.
+
+    Version 4: `rope_theta`, and `rope_scaling` with `rope_type` (older: `type`); version 5: all in `rope_parameters`.
+    Raises CheckpointError for a type or a partial rotation that is not implemented, and for an impossible value.
+    """
+    new, old = (checks.table(config.get(key), f"config.json has {key}") for key in ("rope_parameters", "rope_scaling"))
+    if new and old and _contradict(new, old):
+        raise CheckpointError(
+            f"config.json has both rope_parameters ({new}) and rope_scaling ({old}), and programs differ in which they "
+            "use; make them equal, or remove one."
+        )
+    scaling = new or old
+    bases = [each for each in (scaling.get("rope_theta"), config.get("rope_theta")) if each is not None]
+    if len(bases) == 2 and bases[0] != bases[1]:
+        raise CheckpointError(
+            f"config.json has rope_theta = {checks.show(config['rope_theta'])}, and another in its rope_parameters "
+            f"({checks.show(scaling['rope_theta'])}), and programs differ in which they use; make them equal."
+        )
+    kind = _kind(scaling)
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise CheckpointError(
+            f"the RoPE type {checks.show(kind)} is not implemented; implemented are: {', '.join(SCALINGS)}."
+        )
+    partial = _first(scaling.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
+    if partial != 1.0:
+        raise CheckpointError(
+            f"partial_rotary_factor = {checks.show(partial)} is not implemented; only a full rotation is."
+        )
+    theta = _first(scaling.get("rope_theta"), config.get("rope_theta"), 10000.0)
+    rope = Rope(
+        kind,
+        checks.number(theta, "config.json has rope_theta", above=1.0),
+        head_dim,
+        checks.whole_number(config["max_position_embeddings"], "config.json has max_position_embeddings"),
+        _parameters(kind, scaling),
+    )
+    _check(rope)
+    return rope
+
+
+def _parameters(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checked parameters of a type of scaling. Null means absent."""
+    needed, optional = SCALINGS[kind]
+    for key in needed:
+        if scaling.get(key) is None:
+            raise CheckpointError(f"config.json asks for RoPE of type {kind}, but gives no {key}.")
+    return {
+        key: check(scaling[key], f"config.json has RoPE of type {kind} with {key}")
+        for key, check in {**needed, **optional}.items()
+        if scaling.get(key) is not None
+    }
+
+
+def _check(rope: Rope) -> None:
+    """Raise CheckpointError for values for which a formula divides by zero, or a head has no whole pairs."""
+    least = 4 if rope.kind == "dynamic" else 2
+    if rope.head_dim % 2 or rope.head_dim < least:
+        raise CheckpointError(
+            f"config.json means heads of {rope.head_dim} numbers; RoPE of type {rope.kind} rotates pairs, and needs an "
+            f"even number of at least {least}."
+        )
+    if rope.kind == "longrope":
+        short, long = rope.scaling["short_factor"], rope.scaling["long_factor"]
+        if short != long or len(short) != rope.head_dim // 2:
+            raise CheckpointError(
+                f"config.json has RoPE of type longrope; it is implemented with equal short_factor and long_factor of "
+                f"{rope.head_dim // 2} numbers only."
+            )
+    if rope.kind == "llama3" and rope.scaling["high_freq_factor"] <= rope.scaling["low_freq_factor"]:
+        raise CheckpointError(
+            f"config.json has high_freq_factor = {rope.scaling['high_freq_factor']:g}, which must be above "
+            f"low_freq_factor = {rope.scaling['low_freq_factor']:g}."
+        )
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not null."""
+    return next(value for value in values if value is not None)
+
+
+def _kind(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _contradict(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Return whether the two spellings disagree. (The old one has base and partial rotation under other keys.)"""
+    elsewhere = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    rest_of_new, rest_of_old = ({key: each[key] for key in each.keys() - elsewhere} for each in (new, old))
+    return bool(_kind(new) != _kind(old) or rest_of_new != rest_of_old)
