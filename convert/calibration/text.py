@@ -18,6 +18,7 @@ from convert.planning.recipe import MAX_TOKENS, NONE, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.common import checks
+from model.common.console import INSTALL_EXTRA
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
 from model.families import find_family
@@ -268,10 +269,7 @@ def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: 
     return ids
 
 
-NO_TORCH = (
-    "calibrating runs the model, which needs torch, transformers, accelerate and tokenizers: pip install "
-    "'groupwise[torch]'."
-)
+NO_TORCH = f"calibrating runs the model, which needs torch, transformers, accelerate and tokenizers; {INSTALL_EXTRA}."
 
 
 def _documents(name: str) -> Iterator[str | NDArray[np.int64]]:

@@ -70,7 +70,7 @@ def _compare_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -
 def _check_figure(path: Path) -> None:
     """Raise InputError if no figure can be drawn and written to `path`."""
     if find_spec("matplotlib") is None:
-        raise InputError("--figure needs matplotlib: pip install 'groupwise[torch]'; or leave --figure out.")
+        raise InputError("--figure needs matplotlib: pip install matplotlib; or leave --figure out.")
     if path.suffix.lower() != ".png" or path.is_dir():
         raise InputError(f"--figure {path}: the name must end in .png.")
     if not path.parent.is_dir():

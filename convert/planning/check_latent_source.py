@@ -6,6 +6,7 @@ The target is transformers' DeepseekV3ForCausalLM with dense layers: Llama's dec
 from convert.latent import LATENT_SOURCES
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
+from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.config import LlamaConfig, read_llama_config
 from model.families import Family, find_family
@@ -30,10 +31,12 @@ def check_latent_source(checkpoint: Checkpoint) -> LlamaConfig:
             f"model_type {match.model_type!r} cannot be converted to latent attention: {_reason(match.family)}. "
             f"Implemented are {' and '.join(LATENT_SOURCES)}; mha-to-gqa merges the heads of this one."
         )
-    for architecture in checkpoint.config.get("architectures") or ():
+    architectures = checkpoint.config.get("architectures") or []
+    for architecture in architectures if isinstance(architectures, list) else [architectures]:
         if not str(architecture).endswith("ForCausalLM"):
             raise CheckpointError(
-                f"config.json names {architecture}; only causal language models can be converted to latent attention."
+                f"config.json has the architecture {checks.show(architecture)}; only causal language models can be "
+                "converted to latent attention."
             )
     config = read_llama_config(checkpoint.config)
     _check_settings(config)

@@ -51,7 +51,8 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     """Return `config.json` as bytes and parsed. Raises CheckpointError unless it is a JSON object in UTF-8."""
     path = folder / "config.json"
     if not path.is_file():
-        if folder.suffix == ".gguf" or any(folder.glob("consolidated.*.pth")):
+        is_gguf = folder.suffix == ".gguf" and folder.is_file()
+        if is_gguf or any(folder.glob("consolidated.*.pth")):
             raise CheckpointError(
                 f"{folder} is not a Hugging Face folder; make one of it first: "
                 f"convert to-hf {shlex.quote(str(folder))} OUT"

@@ -33,7 +33,8 @@ from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
 EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib")
-"""The packages of `pip install 'groupwise[torch]'`, by their import names."""
+"""The packages of INSTALL_EXTRA, by their import names."""
+INSTALL_EXTRA = "in the folder of Groupwise, run pip install '.[torch]'"
 
 
 class OrderedGroup(click.Group):
@@ -80,7 +81,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if is_lack_of_memory(error):
         return f"not enough memory ({one_line(str(error)).partition('. ')[0]}).", FAILED
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:
-        return f"this needs {package}, which is not installed; install it: pip install 'groupwise[torch]'.", BAD_INPUT
+        return f"this needs {package}, which is not installed; {INSTALL_EXTRA}.", BAD_INPUT
     raise error
 
 

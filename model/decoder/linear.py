@@ -48,7 +48,8 @@ def can_prepack(weight_OI: Tensor) -> bool:
             return False
         if dtype == torch.float16 and not ops._is_mkldnn_fp16_supported():
             return False
-        x_11I, identity_II = torch.arange(16, dtype=dtype).view(1, 1, 16), torch.eye(16, dtype=dtype)
+        x_11I = torch.arange(16, dtype=dtype, device="cpu").view(1, 1, 16)
+        identity_II = torch.eye(16, dtype=dtype, device="cpu")
         return torch.equal(PrepackedLinear(identity_II, None)(x_11I), x_11I)
     except (AttributeError, RuntimeError):
         return False

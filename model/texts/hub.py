@@ -16,7 +16,7 @@ def hub_files(text: str) -> tuple[str, ...]:
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise InputError("datasets of the hub need the library datasets: pip install 'groupwise[torch]'.") from error
+        raise InputError("datasets of the hub need the library datasets: pip install datasets.") from error
     name, *rest = text.removeprefix(HUB).split(":")
     if len(rest) > 2 or not name:
         raise InputError(f"{text} is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")

@@ -104,6 +104,8 @@ def test_models_that_are_not_causal(refused, source, tmp_path):
     """By the name of the class, and by tensors, which a class without a name may have."""
     tiny.edit_config(source, architectures=["LlamaForSequenceClassification"])
     refused("LlamaForSequenceClassification", "only causal language models")
+    tiny.edit_config(source, architectures=5)
+    refused("architecture 5", "only causal language models")
     other = tiny.save(latent.make_model(), tmp_path / "other")
     tiny.edit_config(other, architectures=...)
     weights = load_file(other / "model.safetensors")

@@ -192,3 +192,34 @@ def test_one_process_that_cannot_read_says_so(runs, tmp_path, rank, sharded):
     assert status(out) == ("failed", 5)
     succeed(("resume", out), tmp_path, 2, sharded=sharded)
     assert status(out) == ("finished", 12)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from uptrain.checkpoints.save_load import SaveError, _write_tensors
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+module = nn.Linear(300, 300)
+try:
+    _write_tensors(Path(sys.argv[1]), module, torch.optim.AdamW(module.parameters()))
+except SaveError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_the_cause_reaches_all_ranks(tmp_path):
+    """Between ranks, torch sends an error without its cause."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FULL, str(tmp_path)],
+        env=real_runs.environment(), capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert result.stdout == "[Errno 27] File too large\n"

@@ -12,6 +12,7 @@ import tiny
 import torch
 
 from model import generate, load_model
+from model.common.console import INSTALL_EXTRA
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_a_package_of_the_extra_that_is_missing(tmp_path, command, package):
     code = f"import sys; sys.modules[{package!r}] = None; from uptrain.cli import main; main()"
     words = [sys.executable, "-c", code, command, *map(str, arguments[command])]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
-    expected = f"Error: this needs {package}, which is not installed; install it: pip install 'groupwise[torch]'.\n"
+    expected = f"Error: this needs {package}, which is not installed; {INSTALL_EXTRA}.\n"
     assert (result.returncode, result.stderr) == (2, expected)
 
 

@@ -1,6 +1,7 @@
 """How much anonymous memory converting takes, whatever the format of the source."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -103,7 +104,16 @@ def test_memory_where_the_kernel_does_not_copy(place):
     if not memory.is_dir() or memory.stat().st_dev == place.stat().st_dev or shutil.disk_usage(memory).free < 1e9:
         pytest.skip("needs a second file system with 1 GB free at /dev/shm")
     with tempfile.TemporaryDirectory(dir=memory) as folder:
+        check_that_the_kernel_does_not_copy(place, Path(folder))
         check_memory(write("safetensors", place / "source", *large_model(0.5)), Path(folder) / "out")
+
+
+def check_that_the_kernel_does_not_copy(folder, other):
+    with (folder / "from").open("wb+") as source, (other / "to").open("wb") as target:
+        source.write(b"bytes")
+        source.flush()
+        with pytest.raises(OSError, match="cross-device"):
+            os.copy_file_range(source.fileno(), target.fileno(), 5, 0)
 
 
 def check_memory(source, out):

@@ -163,7 +163,7 @@ def test_the_card_of_a_run_under_way_says_how_much_of_it_is_done(tmp_path, uptra
 def test_a_stopped_export_leaves_nothing(tmp_path, uptrain, monkeypatch):
     """A scheduler sends SIGTERM."""
     _, run = trained(tmp_path)
-    monkeypatch.setattr(export, "make_record", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(export, "_write_files", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
     before = {path.name for path in tmp_path.iterdir()}
     assert uptrain("export", run, tmp_path / "out").code == 1
     assert {path.name for path in tmp_path.iterdir()} == before

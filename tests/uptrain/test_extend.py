@@ -89,6 +89,8 @@ def test_a_moved_run_that_is_the_present_folder(uptrain, inputs, tmp_path, monke
     for path in (cache, run):
         path.rename(path.with_name(path.name.replace("one", "two")))
     monkeypatch.chdir(tmp_path / "two")
-    assert uptrain("resume", place).code == 0
+    resumed = uptrain("resume", place)
+    assert resumed.code == 0
+    assert f"uptrain export {tmp_path}/two FOLDER" in resumed.out
     assert uptrain("extend", place, "--out", tmp_path / "longer", "--steps", 14, "--max-minutes", 0).code == 0
     assert json.loads((tmp_path / "longer/run.json").read_text())["settings"]["data"] == str(tmp_path / "two.data")

@@ -128,6 +128,6 @@ def test_adafactor_trains_shards_as_one_process_does(inputs, tmp_path):
 def test_without_its_library_it_is_refused(inputs, tmp_path, uptrain, monkeypatch):
     monkeypatch.setattr("uptrain.training.optimizer.find_spec", lambda name: None)
     uptrain(*arguments(inputs, tmp_path / "run", "--optimizer", "adamw8bit")).refused(
-        "--optimizer adamw8bit needs torchao; install groupwise[torchao], or choose adamw"
+        "--optimizer adamw8bit needs torchao: pip install torchao; or choose adamw"
     )
     assert not (tmp_path / "run").exists()

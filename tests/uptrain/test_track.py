@@ -1,9 +1,13 @@
 """`--track`: numbers go to a tracker too, or it is said that they cannot."""
 
+from types import SimpleNamespace
+
 import accelerate.tracking
 import pytest
 import real_runs
 from accelerate.utils import LoggerType
+
+from uptrain.training.trackers import finish_trackers, log_to_trackers
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +70,8 @@ def test_a_tracker_that_fails_does_not_end_the_training(uptrain, inputs, tmp_pat
     result = uptrain(*real_runs.arguments(inputs, out, *more))
     assert result.code == 0
     (event,) = real_runs.events(out, "not tracked from here")
-    assert (event["step"], event["why"]) == (3, "[Errno 28] No space left on device")
-    assert "step 3: not tracked from here: [Errno 28] No space left on device" in result.err
+    assert (event["step"], event["why"]) == (3, "tensorboard: [Errno 28] No space left on device")
+    assert "step 3: not tracked from here: tensorboard: [Errno 28] No space left on device" in result.err
     assert Failing.last.logged == [0, 1, 2]
     assert [step for (step,) in real_runs.steps(out)] == [*range(1, 13)]
 
@@ -76,4 +80,27 @@ def test_a_tracker_that_cannot_finish(uptrain, inputs, tmp_path, failing, monkey
     monkeypatch.setattr(Failing, "full_from", 99)
     result = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--track", "tensorboard", steps=4))
     assert result.code == 0, result.err
-    assert "Warning: tensorboard did not finish: [Errno 28] No space left on device" in result.err
+    assert "the run did: tensorboard: [Errno 28] No space left on device" in result.err
+
+
+def test_a_tracker_that_cannot_start(uptrain, inputs, tmp_path, failing, monkeypatch):
+    def fails(self):
+        raise RuntimeError("not logged in")
+
+    monkeypatch.setattr(Failing, "start", fails)
+    out = tmp_path / "run"
+    assert uptrain(*real_runs.arguments(inputs, out, "--track", "tensorboard", steps=4)).code == 0
+    assert [(event["step"], event["why"]) for event in real_runs.events(out, "not tracked from here")] == [
+        (0, "not logged in")
+    ]
+
+
+def test_one_of_two_trackers_fails(monkeypatch):
+    healthy, full = Failing(), Failing()
+    monkeypatch.setattr(healthy, "full_from", 99, raising=False)
+    monkeypatch.setattr(healthy, "finish", lambda: healthy.logged.append("finished"))
+    accelerator = SimpleNamespace(trackers=[full, healthy], is_main_process=True)
+    failures = [log_to_trackers(accelerator, {}, step) for step in (2, 3, 4)]
+    assert failures == [[], ["tensorboard: [Errno 28] No space left on device"], []]
+    assert finish_trackers(accelerator) == []
+    assert (full.logged, healthy.logged) == ([2], [2, 3, 4, "finished"])

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -48,6 +48,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from model.checkpoint.formats.dcp.metadata import METADATA, Place, read_metadata
 from model.common.errors import InputError
@@ -267,19 +269,22 @@ def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.
     try:
         with _quiet(), _without_zip_checksums():
             # One thread: errors of further ones, such as a full disk, would be lost (torch 2.13).
-            save_tensors(
-                tensors, storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=not dist.is_initialized()
-            )
+            save_tensors(tensors, storage_writer=_Writer(folder, sync_files=False), no_dist=not dist.is_initialized())
     except CheckpointException as error:  # a BaseException
-        raise SaveError("; ".join(str(_cause(failure)) for failure, _ in error.failures.values())) from error
+        raise SaveError("; ".join(str(failure) for failure, _ in error.failures.values())) from error
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Return the OSError that an error began with, such as a full disk, which torch's own message does not name."""
-    first = error
-    while (before := first.__cause__ or first.__context__) is not None:
-        first = before
-    return first if isinstance(first, OSError) else error
+class _Writer(FileSystemWriter):
+    """Raises the OSError that made torch's own error, such as a full disk. Between ranks, torch would lose it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from error
 
 
 def _trained_tensors(loss_module: nn.Module) -> State:

@@ -35,7 +35,6 @@ def cache_folder(data: Sequence[str], beside: Path) -> Path:
 
 def beside(run: Path, what: str) -> Path:
     """Return the folder of the token cache of a run's texts; `what` is `data` or `eval_data`."""
-    run = run.resolve() if run.name in ("", "..") else run  # the present folder, or its parent
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
 
 

@@ -88,17 +88,23 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainab
 
 def launch_resumed(run: Path, max_minutes: float | None) -> None:
     """Resume a run."""
-    _resume(run, max_minutes, [])
+    _resume(_with_name(run), max_minutes, [])
 
 
 def launch_extended(
     run: Path, out: Path, alpha: float | None, tokens: int | None, steps: int | None, max_minutes: float | None
 ) -> None:
     """Make a longer run from an existing one, and resume it."""
+    run = _with_name(run)
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
     main_process_first(lambda: extend(run, out, total), out / RUN)
     _resume(out, max_minutes, warnings_of(find_data(Run.read(out).settings, out)))
+
+
+def _with_name(run: Path) -> Path:
+    """Return the path of a run with its name, which `.` and `..` lack: data beside it and trackers have this name."""
+    return run.resolve() if run.name in ("", "..") else run
 
 
 def _resume(run: Path, max_minutes: float | None, warnings: list[str]) -> None:

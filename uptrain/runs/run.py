@@ -52,7 +52,7 @@ from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.settings import Settings
 from uptrain.runs.signals import stop_request
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, train
+from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, note_trackers, train
 from uptrain.training.lora import initialise_adapters
 from uptrain.training.models import (
     block_names,
@@ -69,6 +69,7 @@ from uptrain.training.models import (
 from uptrain.training.module import STUDENT, LossModule, blocks, has_finite_weights
 from uptrain.training.optimizer import make_optimizer
 from uptrain.training.sharing import Lenders, equal_tensors, lending_layers, share, shareable
+from uptrain.training.trackers import finish_trackers, start_trackers
 
 
 def start(
@@ -185,11 +186,12 @@ def train_run(
     """
     accelerator = training.accelerator
     training.checkpoints.clean_up()
-    if settings.track:
-        accelerator.init_trackers(folder.name, config={k: v for k, v in asdict(settings).items() if k != "track"})
     if accelerator.is_main_process:
         _log_start(training, state, checkpoint)
         _write_state(folder, "running", state.step)
+    if settings.track:
+        numbers = {name: value for name, value in asdict(settings).items() if name != "track"}
+        note_trackers(training, state.step, start_trackers(accelerator, folder.name, numbers))
     try:
         with faster_products(accelerator.device.type):
             reason = train(training, state)
@@ -209,17 +211,9 @@ def train_run(
     if accelerator.is_main_process:
         training.metrics.flush()
         _write_state(folder, status, state.step, reason)
-    _finish_trackers(training)
+    for problem in finish_trackers(accelerator):
+        warn(f"the tracker did not finish, but the run did: {problem}")
     return status
-
-
-def _finish_trackers(training: Training) -> None:
-    """Let the trackers write what they still hold. The run has ended well by now, so their errors are warnings."""
-    for tracker in training.accelerator.trackers:
-        try:
-            tracker.finish()
-        except Exception as error:  # each tracker's package has its own
-            warn(f"{tracker.name} did not finish: {' '.join(str(error).split())}")
 
 
 def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator) -> Exception:
@@ -228,9 +222,7 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     An error that all ranks share, such as a failed save, becomes a RunError, which the main process reports. An error
     of one rank becomes a RankError.
     """
-    saved = bool(list_checkpoints(folder / CHECKPOINTS))
-    place = "from the newest checkpoint" if saved else "at step 0, for want of a checkpoint"
-    hint = f"`uptrain resume {shlex.quote(str(folder))}` continues {place}"
+    hint = f"`uptrain resume {shlex.quote(str(folder))}` continues {_resumed_at(folder)}"
     if isinstance(error, SaveError):
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
     if is_lack_of_memory(error):
@@ -247,6 +239,14 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     if accelerator.num_processes > 1 and isinstance(error, (InputError, OSError)):
         return RankError(f"process {accelerator.process_index}, after step {step}: {error}. Fix that, then {hint}.")
     return error
+
+
+def _resumed_at(folder: Path) -> str:
+    try:
+        is_saved = bool(list_checkpoints(folder / CHECKPOINTS))
+    except OSError:  # it must not hide the error to explain
+        is_saved = True
+    return "from the newest checkpoint" if is_saved else "at step 0, for want of a checkpoint"
 
 
 def build_first(

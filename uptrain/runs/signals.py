@@ -56,7 +56,7 @@ def interruptible() -> Iterator[None]:
             first = time.monotonic()
             raise KeyboardInterrupt
         if time.monotonic() - first > _SAME_REQUEST_SECONDS:
-            os.write(2, b"stopped by a second signal; the same command continues where this one stopped.\n")
+            os.write(2, b"stopped by a second signal; the same command continues, or starts again.\n")
             os._exit(KILLED)
 
     if stop_request.reason:

@@ -36,6 +36,7 @@ from uptrain.runs.signals import StopRequest
 from uptrain.training.evaluate import EvaluationStopped, evaluate
 from uptrain.training.module import has_finite_weights
 from uptrain.training.optimizer import can_skip_on_device, set_learning_rate, step_unless
+from uptrain.training.trackers import log_to_trackers
 
 CLIP = 1.0
 HALT_COUNT, HALT_WINDOW = 3, 100
@@ -249,8 +250,9 @@ def _record(
         "tokens_per_s": n_tokens / seconds,
         **({"skipped": True} if skip else {}),
     }
-    _note(training, record)
-    _track(training, {k: v for k, v in record.items() if k not in ("step", "windows")}, state.step)
+    note(training, record)
+    numbers = {k: v for k, v in record.items() if k not in ("step", "windows")}
+    note_trackers(training, state.step, log_to_trackers(training.accelerator, numbers, state.step))
 
 
 def _n_tokens(cache: Cache, windows: Integers) -> int:
@@ -317,8 +319,9 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
     except EvaluationStopped:
         return _reason(training)
     means = result.to_dict()
-    _note(training, {"step": step, "evaluation": means})
-    _track(training, {f"held-out/{name}": value for name, value in means.items()}, step)
+    note(training, {"step": step, "evaluation": means})
+    numbers = {f"held-out/{name}": value for name, value in means.items()}
+    note_trackers(training, step, log_to_trackers(training.accelerator, numbers, step))
     return None
 
 
@@ -347,7 +350,7 @@ def _save(training: Training, state: RunState) -> None:
 def _rotate_if_due(training: Training) -> None:
     """Remove old checkpoints; called once the weights of the newest one are confirmed."""
     if training.rotation_is_due and (problem := training.checkpoints.rotate(training.saved_step)):
-        _note(training, {"step": training.saved_step, "event": "old checkpoint not removed", "why": problem})
+        note(training, {"step": training.saved_step, "event": "old checkpoint not removed", "why": problem})
     training.rotation_is_due = False
 
 
@@ -356,19 +359,16 @@ def _try_to_save(training: Training, state: RunState) -> None:
     try:
         _save(training, state)
     except SaveError as error:
-        _note(training, {"step": state.step, "event": "not saved", "why": str(error)})
+        note(training, {"step": state.step, "event": "not saved", "why": str(error)})
 
 
-def _track(training: Training, values: dict[str, Any], step: int) -> None:
-    """Send numbers to the trackers. If one fails, as on a full disk, note it once and train on without them."""
-    try:
-        training.accelerator.log(values, step=step)
-    except Exception as error:  # each tracker's package has its own
-        training.accelerator.trackers = []
-        _note(training, {"step": step, "event": "not tracked from here", "why": " ".join(str(error).split())})
+def note_trackers(training: Training, step: int, failures: list[str]) -> None:
+    """Log that trackers failed."""
+    for failure in failures:
+        note(training, {"step": step, "event": "not tracked from here", "why": failure})
 
 
-def _note(training: Training, record: dict[str, Any]) -> None:
+def note(training: Training, record: dict[str, Any]) -> None:
     """Log a record and show it, on the main process."""
     if training.accelerator.is_main_process:
         if problem := training.metrics.write(record):

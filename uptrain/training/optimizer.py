@@ -12,7 +12,7 @@ from uptrain.training.adafactor import Adafactor
 def check_optimizer(name: str) -> None:
     """Raise InputError if the optimizer's library is not installed."""
     if name == "adamw8bit" and find_spec("torchao") is None:
-        raise InputError("--optimizer adamw8bit needs torchao; install groupwise[torchao], or choose adamw.")
+        raise InputError("--optimizer adamw8bit needs torchao: pip install torchao; or choose adamw.")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,0 +1,45 @@
+"""Send the numbers of a run to its trackers (`--track`), on the main process.
+
+What fails there, as on a full disk or without a login, must not end the training. So each function returns what failed,
+and leaves the tracker out from then on.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+
+
+def start_trackers(accelerator: Accelerator, name: str, settings: dict[str, Any]) -> list[str]:
+    """Start the trackers that the accelerator was made with, for a run of this name."""
+    try:
+        accelerator.init_trackers(name, config=settings)
+    except Exception as error:  # each tracker's package has its own
+        accelerator.trackers = []
+        return [_one_line(error)]
+    return []
+
+
+def log_to_trackers(accelerator: Accelerator, values: dict[str, Any], step: int) -> list[str]:
+    """Send numbers to each tracker."""
+    return _of_each(accelerator, lambda tracker: tracker.log(values, step=step))
+
+
+def finish_trackers(accelerator: Accelerator) -> list[str]:
+    """Let each tracker write what it still holds."""
+    return _of_each(accelerator, lambda tracker: tracker.finish())
+
+
+def _of_each(accelerator: Accelerator, call: Callable[[Any], None]) -> list[str]:
+    failures = []
+    for tracker in list(accelerator.trackers) if accelerator.is_main_process else ():
+        try:
+            call(tracker)
+        except Exception as error:  # each tracker's package has its own
+            accelerator.trackers.remove(tracker)
+            failures.append(f"{tracker.name}: {_one_line(error)}")
+    return failures
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
