@@ -52,7 +52,8 @@ def open_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
         raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.")
     if out.exists() and not _is_replaceable(out):
         raise CheckpointError(
-            f"OUT ({out}) is not a checkpoint folder, or holds more (such as .git), so --overwrite will not replace it."
+            f"OUT ({out}) is not a checkpoint folder, or holds more (such as .git or a training run), so "
+            "--overwrite will not replace it."
         )
     folder = _nearest_folder(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -70,6 +71,7 @@ def _is_replaceable(out: Path) -> bool:
     if not out.is_dir():
         return False
     foreign = any(fnmatch(path.name, pattern) for path in out.iterdir() for pattern in SKIPPED_FOLDERS)
+    foreign = foreign or any(out.rglob("run.json"))  # of `uptrain run`, with its checkpoints
     is_checkpoint = (out / "config.json").is_file() and any(out.glob("*.safetensors"))
     return not any(out.iterdir()) or (is_checkpoint and not foreign)
 

@@ -316,10 +316,10 @@ def check_class_settings(config: Mapping[str, Any], family: Family) -> None:
 def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) -> None:
     advice = "packed numbers cannot be merged; start from the original, unquantised model."
     for config in (checkpoint.config, text_config):
-        if config.get("quantization_config"):
-            method = config["quantization_config"]
-            name = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
-            raise CheckpointError(f"config.json has a quantization_config ({name}): {advice}")
+        for key in ("quantization_config", "compression_config"):  # compressed-tensors began with the latter
+            if method := config.get(key):
+                name = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
+                raise CheckpointError(f"config.json has a {key} ({name}): {advice}")
     for name in checkpoint.tensors:
         if PACKED.search(name):
             raise CheckpointError(f"the tensor {name} belongs to quantised weights: {advice}")

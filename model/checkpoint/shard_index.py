@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from model.checkpoint.hf_folder import INDEX, SINGLE
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
 from model.common.read_files import CONFIG_BYTES, check_regular, read_bytes_up_to
+
+SHARD = re.compile(r"(?P<begin>.+)-\d+-of-(?P<of>\d+)\.(?P<suffix>\w+)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,25 @@ def weight_file_names(folder: Path, naming: Naming) -> tuple[list[str], dict[str
         refuse_dangling(folder / name)
         if not (folder / name).is_file():
             raise CheckpointError(f"{index} names the shard {name}, which is missing; download it again.")
+    _refuse_unnamed_shards(index, names)
     return names, table
+
+
+def _refuse_unnamed_shards(index: Path, names: list[str]) -> None:
+    """Raise CheckpointError if the folder has a shard of the same set, as its name says, that the index lacks."""
+    of_set = {_shard_set(name): name for name in names if _shard_set(name)}
+    for path in sorted(index.parent.iterdir()):
+        if path.name not in names and (named := of_set.get(_shard_set(path.name))):
+            raise CheckpointError(
+                f"{index} names {named} but not {path.name}, which is of the same set by its name. Download the index "
+                "again, or move the file away if it is left over from another model."
+            )
+
+
+def _shard_set(name: str) -> tuple[str, ...]:
+    """Return what the names of all shards of a model share: for a-00001-of-00003.bin, "a", "00003" and "bin"."""
+    match = SHARD.fullmatch(name)
+    return match.group("begin", "of", "suffix") if match else ()
 
 
 def refuse_dangling(path: Path) -> None:

@@ -100,14 +100,16 @@ def stream(
 
 def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
     """Return each row's next token, [B]."""
-    if temperature == 0:
+    if temperature < torch.finfo(logits_BV.dtype).tiny:  # 0, or what is 0 in the dtype of the logits
         return logits_BV.argmax(dim=-1)
-    p_BV = (logits_BV / temperature).softmax(dim=-1)
+    p_BV = ((logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     if top_p == 1:
         return torch.multinomial(p_BV, 1, generator=generator)[:, 0]
     p_BV, order_BV = p_BV.sort(dim=-1, descending=True)
     before_BV = p_BV.cumsum(dim=-1) - p_BV
-    p_BV = p_BV.masked_fill(before_BV >= top_p, 0.0)
+    is_outside_BV = before_BV >= top_p
+    is_outside_BV[:, 0] = False  # where top_p is 0 in the dtype of the logits
+    p_BV = p_BV.masked_fill(is_outside_BV, 0.0)
     choice_B1 = torch.multinomial(p_BV, 1, generator=generator)
     return order_BV.gather(1, choice_B1)[:, 0]
 
@@ -116,6 +118,8 @@ def show(
     folder: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int, device: str
 ) -> None:  # fmt: skip
     """Print the continuation of a prompt while it is generated, then the speeds and the size of the KV cache."""
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python reads other bytes
+        raise CheckpointError("the prompt is not valid UTF-8; give it in the encoding of the terminal.")
     model, tokenizer = load_model(folder, device=str(find_device(device))), open_tokenizer(folder)
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")

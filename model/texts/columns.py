@@ -24,12 +24,15 @@ def refusing_damage(path: str) -> Iterator[None]:
 
 def choose(schema: Any, text_column: str, path: str) -> str:
     """Return the name of the text column, or of the column of token ids. Raises InputError if neither is usable."""
+    for name in (text_column, TOKEN_IDS):
+        if schema.names.count(name) > 1:
+            raise InputError(f"{path} has {schema.names.count(name)} columns {name!r}; rename all but one.")
     if text_column in schema.names:
         type_ = schema.field(text_column).type
         if not _is_text(type_):
             raise InputError(
-                f"{path}: column {text_column!r} is {type_}, not text; rename the column of the text to "
-                f"{text_column!r} (`uptrain prepare` takes --text-column)."
+                f"{path}: column {text_column!r} is {type_}, not text; save it as strings, or name another "
+                "column (`uptrain prepare` takes --text-column)."
             )
         return text_column
     if TOKEN_IDS not in schema.names:
@@ -91,4 +94,6 @@ def _token_ids(value: Any) -> Document:
     if value.values.null_count:
         return Problem(f"nulls among the numbers of {TOKEN_IDS!r}")
     ids = value.values.to_numpy(zero_copy_only=False)
+    if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
+        return Problem(f"the number {ids.max()} in {TOKEN_IDS!r}, which is no token id")
     return ids.astype(np.int64, copy=False) if ids.size else EMPTY

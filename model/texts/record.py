@@ -85,7 +85,7 @@ def token_ids(value: Any) -> Document:
         ids = None
     if ids is not None and ids.size == 0:
         return EMPTY
-    if ids is None or ids.ndim != 1 or ids.dtype.kind != "i":
+    if ids is None or ids.ndim != 1 or ids.dtype.kind != "i" or any(type(number) is bool for number in value):
         return Problem(f"field {TOKEN_IDS!r} is not a list of whole numbers")
     return ids.astype(np.int64, copy=False)
 

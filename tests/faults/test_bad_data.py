@@ -227,9 +227,13 @@ def test_too_few_tokens(prepare, tmp_path):
 
 def test_no_tokens_at_all(prepare, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n')
-    prepare(tmp_path / "a.jsonl").refused("no tokens in it; every record was dropped")
+    prepare(tmp_path / "a.jsonl").refused("no tokens; none of 1 records gave a document (1 null)")
     (tmp_path / "a.jsonl").write_bytes(b"")
-    prepare(tmp_path / "a.jsonl").refused("no tokens in it")
+    prepare(tmp_path / "a.jsonl").refused("no tokens; there are no records")
+    (tmp_path / "a.jsonl").write_bytes(b"{\n{\n")
+    result = prepare(tmp_path / "a.jsonl", options=("--on-bad-record", "skip"))
+    result.refused("none of 2 records gave a document (2 bad; the first bad one is ", "a.jsonl:1")
+    assert not list(tmp_path.glob(".out*"))
 
 
 # Options

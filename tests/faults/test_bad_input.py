@@ -223,6 +223,16 @@ def test_linked_weights_in_out(convert, source, tmp_path):
     assert (store / "model.safetensors").exists()
 
 
+def test_overwrite_keeps_a_training_run(convert, source, tmp_path):
+    """`uptrain run converted --out converted/run` is easily written."""
+    out = tmp_path / "converted"
+    assert convert("mha-to-mqa", "--method", "mean", source, out).code == 0
+    (out / "trained/run").mkdir(parents=True)
+    (out / "trained/run/run.json").write_text("{}")
+    convert("mha-to-mqa", "--method", "mean", source, out, "--overwrite").refused("a training run", "will not replace")
+    assert (out / "trained/run/run.json").exists()
+
+
 def test_overwrite_onto_something_else(convert, source, tmp_path):
     folder, file = tmp_path / "diary", tmp_path / "file.txt"
     folder.mkdir()

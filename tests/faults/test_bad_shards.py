@@ -34,6 +34,18 @@ def test_shard_holds_an_unnamed_tensor(refuse, source):
     refuse("model.norm.weight", "does not name")
 
 
+def test_index_lacks_a_shard(refuse, source):
+    """Left over from another number of shards, a file does no harm."""
+    *_, last = sorted(source.glob("*.safetensors"))
+
+    def forget(index):
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last.name}
+
+    (source / "model-00001-of-00009.safetensors").write_bytes(b"left over")
+    edit_index(source, forget)
+    refuse("names", f"but not {last.name}", "of the same set")
+
+
 def test_tensor_in_two_shards(refuse, source):
     first, second = sorted(source.glob("*.safetensors"))[:2]
     both = load_file(second)

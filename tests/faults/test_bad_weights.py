@@ -19,6 +19,8 @@ def refuse(convert, source, tmp_path, nothing_left_behind):
 def test_quantised_config(refuse, source):
     tiny.edit_config(source, quantization_config={"quant_method": "gptq"})
     refuse("quantization_config (gptq)", "unquantised")
+    tiny.edit_config(source, quantization_config=None, compression_config={"quant_method": "compressed-tensors"})
+    refuse("compression_config (compressed-tensors)", "unquantised")
 
 
 PACKED = ("qweight", "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_packed", "weight.absmax")

@@ -284,3 +284,8 @@ def test_the_model_s_context(convert, uptrain, model, tmp_path, value):
     tiny.edit_config(model, max_position_embeddings=value)
     uptrain("plan", model, "--steps", 9, "--lr", 1, "--global-batch-tokens", 64).refused("max_position_embeddings = ")
     convert("mha-to-gqa", model, tmp_path / "out", "--groups", 2, "--method", "fit").refused("max_position_embeddings")
+
+
+def test_a_prompt_in_another_encoding(generation, tmp_path):
+    """Python reads bytes that are not UTF-8 as half characters."""
+    generation(tmp_path, "--prompt", "caf\udce9").refused("the prompt is not valid UTF-8")

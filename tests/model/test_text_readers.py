@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from model.common.errors import InputError
 from model.texts import READERS, Problem, find_reader, format_of
 from model.texts.jsonl import parse
-from model.texts.record import BLANK, EMPTY, NULL
+from model.texts.record import BLANK, EMPTY, NULL, token_ids
 
 TEXTS = ["one", "two\r\nlines", "", "drei 🙂", "x" * 5000, "\u2028 \x85 \x0b", "end"]
 
@@ -261,7 +261,7 @@ def test_columns_with_bad_values(tmp_path, name):
         (
             "text",
             [1, 2],
-            "column 'text' is int64, not text; rename the column of the text to 'text'",
+            "column 'text' is int64, not text; save it as strings, or name another column",
         ),
         (
             "content",
@@ -276,6 +276,24 @@ def test_columns_of_other_types(tmp_path, name, column, values, message):
     path = columns_of(tmp_path / f"a.{name}", [pa.table({column: values})], name)
     with pytest.raises(InputError, match=message):
         read_all(name, path)
+
+
+@pytest.mark.parametrize("column", ["text", "input_ids"])
+def test_two_columns_of_one_name(tmp_path, column):
+    values = pa.array([[1]] if column == "input_ids" else ["a"])
+    table = pa.Table.from_arrays([values, values], names=[column, column])
+    path = columns_of(tmp_path / "a.arrow", [table], "arrow")
+    with pytest.raises(InputError, match=f"2 columns '{column}'; rename all but one"):
+        read_all("arrow", path)
+
+
+def test_numbers_that_are_no_token_ids(tmp_path):
+    """Beyond 64 bits with a sign, and truth values, which numpy takes for numbers."""
+    ids = pa.array([[1, 2**63]], pa.list_(pa.uint64()))
+    path = columns_of(tmp_path / "a.arrow", [pa.table({"input_ids": ids})], "arrow")
+    ((_, problem),) = read_all("arrow", path)
+    assert "the number 9223372036854775808" in problem.reason
+    assert token_ids([1, True, 3]).reason == "field 'input_ids' is not a list of whole numbers"
 
 
 @COLUMNAR

@@ -105,6 +105,15 @@ def test_sampling_is_seeded_and_keeps_to_the_nucleus(tmp_path):
     assert generate(ours, prompt, 30, stop_ids=[free[7]])[0] == list(itertools.takewhile(lambda t: t != free[7], free))
 
 
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-300}, {"temperature": 1e-45}, {"temperature": 1e-38},
+    {"temperature": 1.0, "top_p": 1e-300}])  # fmt: skip
+def test_extreme_values_are_greedy(tmp_path, extreme):
+    """In float32 they are 0, or divide to infinity."""
+    _, ours = pair(tmp_path)
+    prompt = random_ids(1, 5).tolist()
+    assert generate(ours, prompt, 10, **extreme) == generate(ours, prompt, 10)
+
+
 def test_sampling_follows_the_distribution():
     from model.decoder.generation import choose
 

@@ -10,6 +10,7 @@ import real_runs
 import tiny
 import torch
 from faulty_runs import succeed
+from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from uptrain.data.token_cache import Cache
@@ -69,6 +70,31 @@ def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
     uptrain("evaluate", narrow, *data).refused("rows of 32 tokens", "the last 16 tokens only", "--seq-len 16 at most")
     falcon = tiny.save(tiny.build("falcon", vocab_size=real_runs.VOCAB, alibi=True), tmp_path / "falcon")
     uptrain("evaluate", falcon, *data).refused("'falcon'", "ALiBi")
+
+
+def test_texts_are_tokenised_into_a_temporary_folder(uptrain, tmp_path):
+    """Messages do not name it, and --json prints none."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=302), tmp_path / "model"), 300)
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "some words"}\n')
+    result = uptrain("evaluate", model, "--data", text, "--seq-len", 16)
+    assert (result.code, "Tokenised: 1 documents" in result.err) == (0, True), result.err
+    assert uptrain("evaluate", model, "--data", text, "--seq-len", 16, "--json").err == ""
+    text.write_text('{"text": ""}\n')
+    refusal = uptrain("evaluate", model, "--data", text, "--seq-len", 16)
+    refusal.refused("no tokens; none of 1 records gave a document (1 empty)")
+    assert "kept" not in refusal.err and "groupwise-" not in refusal.err
+
+
+@pytest.mark.timeout(60)
+def test_a_short_text_in_a_long_window(uptrain, inputs, tmp_path):
+    """Padding to 200,000 tokens would take minutes and gigabytes."""
+    documents = [[[5, 6, 7, 8], [9, 10, 11]]]
+    losses = []
+    for seq_len in (8, 200_000):
+        cache = caches.write_cache(tmp_path / str(seq_len), documents, seq_len, real_runs.VOCAB)
+        losses.append(json.loads(uptrain("evaluate", inputs["model"], "--data", cache, "--json").out)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_texts_on_several_machines(uptrain, inputs, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiny
+import torch
 from caches import write_cache
 from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
 
@@ -223,3 +224,18 @@ def test_other_logits_on_resume_are_refused(inputs, teach, tmp_path, uptrain):
     record = json.loads((tmp_path / "out/uptraining.json").read_text())
     assert record["settings"]["teacher_logits"] == "logits"
     assert any("loss" in each for each in records(run))
+
+
+def test_a_model_that_computes_nan_is_refused(uptrain, inputs, tmp_path):
+    model = tiny.build(vocab_size=VOCAB)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    folder, out = tiny.save(model, tmp_path / "nan"), tmp_path / "logits"
+    uptrain("teach", folder, "--data", inputs["data"], "--out", out).refused("computes NaN", "damaged")
+    assert [path.name for path in tmp_path.iterdir()] == ["nan"]
+
+
+def test_another_folder_at_out(uptrain, inputs, tmp_path):
+    for out in (inputs["data"], inputs["model"]):
+        refused = uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", out)
+        refused.refused(f"{out} exists, and is no folder of teacher's logits", "choose another --out")

@@ -60,6 +60,16 @@ class Batch:
             labels_BT[row, : len(ids)] = ids.masked_fill(documents != documents.roll(1), IGNORED)
         return cls(_copy(ids_BT, device), _copy(labels_BT, device), _copy(documents_BT, device))
 
+    def without_padding(self) -> "Batch":
+        """Return the batch without the tokens after its longest row. Attention over them would take long."""
+        n_tokens = int((self.documents_BT >= 0).any(dim=0).sum())
+        return replace(
+            self,
+            ids_BT=self.ids_BT[:, :n_tokens],
+            labels_BT=self.labels_BT[:, :n_tokens],
+            documents_BT=self.documents_BT[:, :n_tokens],
+        )
+
     @classmethod
     def ignored(cls, seq_len: int, device: torch.device | str) -> "Batch":
         """Return one row without targets, for a process that has no window left."""

@@ -16,15 +16,22 @@ from uptrain.runs.settings import Settings, default_seq_len
 from uptrain.runs.signals import interruptible
 
 
-def cache_of(data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path, option: str = "--data") -> Path:
+def cache_of(
+    data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path, option: str = "--data",
+    temporary: bool = False, quiet: bool = False,
+) -> Path:  # fmt: skip
     """Return the token cache that `data` names; if `data` names texts, tokenise them into `beside` first.
 
     `data` are sources of `uptrain prepare`, `tokenizer` is the model's folder. `seq_len` defaults to the model's
-    context, at most 4096. `option` gave `data`. The main process builds the cache, and the others wait for it.
+    context, at most 4096. `option` gave `data`. `temporary`: the caller deletes the cache. The main process builds the
+    cache, and the others wait for it.
     """
     if not is_cache(data):
         length = seq_len_of(data, tokenizer, seq_len)
-        main_process_first(lambda: _build(data, tokenizer, length, beside, option), beside / MANIFEST)
+        options = PrepareOptions(
+            tuple(data), beside, length, tokenizer, workers=n_cores(), option=option, temporary=temporary
+        )
+        main_process_first(lambda: _build(options, quiet), beside / MANIFEST)
     return cache_folder(data, beside)
 
 
@@ -74,10 +81,11 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _build(data: Sequence[str], tokenizer: Path, seq_len: int, out: Path, option: str) -> None:
-    options = PrepareOptions(tuple(data), out, seq_len, tokenizer, workers=n_cores(), option=option)
+def _build(options: PrepareOptions, quiet: bool) -> None:
     with interruptible():
-        summary = prepare(options, quiet=False)
+        summary = prepare(options, quiet)
     if ignored := summary["ignored"]:
-        warn(f"{option}: {len(ignored):,} files of an unknown format are left out, such as {ignored[0]}.")
-    echo(f"Tokenised into {out}: {summary['documents']:,} documents, {summary['tokens']:,} tokens", err=True)
+        warn(f"{options.option}: {len(ignored):,} files of an unknown format are left out, such as {ignored[0]}.")
+    if not quiet:
+        where = "" if options.temporary else f" into {options.out}"
+        echo(f"Tokenised{where}: {summary['documents']:,} documents, {summary['tokens']:,} tokens", err=True)

@@ -72,7 +72,8 @@ def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterat
     rank, world_size = accelerator.process_index, accelerator.num_processes
     n_batches = -(-cache.n_windows // (micro_batch * world_size))
     own_windows = np.arange(rank, cache.n_windows, world_size)
-    yield from micro_batches(cache, own_windows, micro_batch, accelerator.device)
+    for batch in micro_batches(cache, own_windows, micro_batch, accelerator.device):
+        yield batch.without_padding()
     for _ in range(n_batches - -(-len(own_windows) // micro_batch)):
         yield Batch.ignored(cache.seq_len, accelerator.device)
 
@@ -119,7 +120,9 @@ def _evaluate_folder(
     accelerator = make_accelerator(precision, block_names(model), device=chosen)
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
-    path = on_main(accelerator, lambda: cache_of([data], model, seq_len, scratch / "tokens"))
+    path = on_main(
+        accelerator, lambda: cache_of([data], model, seq_len, scratch / "tokens", temporary=True, quiet=quiet)
+    )
     cache = Cache.open(path)
     check_tokenizer(cache, path, model)
     student = load_student(model)

@@ -132,7 +132,13 @@ def _describe(options: TeachOptions, cache: Cache) -> LogitsManifest:
 
 def _already_complete(out: Path, wanted: LogitsManifest) -> LogitsManifest:
     """Return the manifest of OUT if it is that of `wanted`. Raises InputError if not."""
-    manifest = LogitsManifest.parse(out)
+    try:
+        manifest = LogitsManifest.parse(out)
+    except InputError as error:
+        raise InputError(
+            f"{out} exists, and is no folder of teacher's logits, or a damaged one; choose another --out, or remove it "
+            f"({str(error).rstrip('.')})."
+        ) from error
     for name, what in (
         ("top_k", "--top-k"), ("cache_sha256", "token cache"), ("teacher_sha256", "model"),
     ):  # fmt: skip
@@ -231,6 +237,8 @@ def _logits_of(
     parts = [top_k_of(logits_CV, top_k) for logits_CV in chunks]
     values_NL, ids_NK = (torch.cat(tensors).where(is_text_N[:, None], 0) for tensors in zip(*parts, strict=True))
     advance(len(windows))
+    if values_NL.isnan().any():  # an infinite one may be the rest's mass
+        raise InputError("the model computes NaN for the data: its weights are damaged, or too large for its dtype.")
     shape = (len(windows), cache.seq_len - 1, -1)
     return values_NL.view(shape).cpu().numpy(), ids_NK.view(shape).cpu().numpy()
 

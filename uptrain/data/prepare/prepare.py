@@ -49,6 +49,8 @@ class PrepareOptions:
     """Tokenise only this machine shard; a later call without it joins all machine shards."""
     option: str = "--data"
     """The option that gave `data`, for messages."""
+    temporary: bool = False
+    """Whether the caller deletes the cache, and finished units with it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
         options.seq_len, "uint16" if vocab_size <= UINT16_IDS else "uint32", vocab_size,
         tokenizer.sha256 if tokenizer else "",
     )  # fmt: skip
-    with journal.open_staging(journal.target(options.out, options.machine_shard), plan.fingerprint) as staging:
+    target = journal.target(options.out, options.machine_shard)
+    with journal.open_staging(target, plan.fingerprint, options.temporary) as staging:
         job = Job(staging.folder, vocab_size, kind.dtype, options.text_column, options.skip_bad)
         with Pool(options.workers, job, tokenizer) as pool, ExitStack() as joined:
             if options.machine_shard is None:

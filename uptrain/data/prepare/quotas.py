@@ -1,6 +1,7 @@
 """Compute quotas: the number of tokens to take from all units in order, or from each source of a mixture."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -119,10 +120,21 @@ def _largest(source_quota: SourceQuota, records: Records) -> int:
     return math.floor(source_quota.n_finished(records) / source_quota.weight)
 
 
+def _why_empty(source_quota: SourceQuota, records: Records) -> str:
+    finished = [records[unit.number] for unit in source_quota.units if unit.number in records]
+    n_records = sum(record.n_records for record in finished)
+    reasons = Counter[str]()
+    for record in finished:
+        reasons.update({**record.dropped, "bad": record.skipped})
+    counts = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items() if n)
+    first = next((f"; the first bad one is {record.first_bad}" for record in finished if record.first_bad), "")
+    return f"none of {n_records:,} records gave a document ({counts}{first})" if counts else "there are no records"
+
+
 def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Records) -> None:
     available = source_quota.n_finished(records)
     if available == 0:
-        raise InputError(f"{source_quota.name}: no tokens in it; every record was dropped, or there were none.")
+        raise InputError(f"{source_quota.name}: no tokens; {_why_empty(source_quota, records)}.")
     if source_quota.quota is None or available >= source_quota.quota:
         return
     if source_quota.weight == 1:
