@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from model.common import console
+from model.common.command_options import PathType
 from model.common.errors import InputError
 from model.common.printable import printable
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 
 @click.command("inspect")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=PathType())
 @click.option("--heads", is_flag=True,
               help="Also show how similar the K/V heads of each layer are, and what merging them would lose. Reads "
               "all attention weights.")  # fmt: skip
-@click.option("--figure", type=click.Path(path_type=Path), metavar="FILE.png",
+@click.option("--figure", type=PathType(), metavar="FILE.png",
               help="Draw the result of --heads.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
 def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import click
 
 from convert.commands.options import OutputOptions, merge_options, output_options
-from model.common.command_options import pop_fields
+from model.common.command_options import PathType, pop_fields
 
 
 @click.command("mha-to-gqa")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("source", type=PathType())
+@click.argument("out", type=PathType())
 @click.option(
     "--groups", type=int, required=True, metavar="G",
     help="K/V heads in OUT: 8 makes GQA-8. Not the number of heads in a group.",

@@ -6,12 +6,12 @@ from typing import Any
 import click
 
 from convert.commands.options import OutputOptions, merge_options, output_options
-from model.common.command_options import pop_fields
+from model.common.command_options import PathType, pop_fields
 
 
 @click.command("mha-to-mqa")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("source", type=PathType())
+@click.argument("out", type=PathType())
 @merge_options
 @output_options
 def command(source: Path, out: Path, **options: Any) -> None:

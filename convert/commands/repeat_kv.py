@@ -6,12 +6,12 @@ from typing import Any
 import click
 
 from convert.commands.options import OutputOptions, output_options
-from model.common.command_options import RenamedOption, pop_fields
+from model.common.command_options import PathType, RenamedOption, pop_fields
 
 
 @click.command("repeat-kv")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("source", type=PathType())
+@click.argument("out", type=PathType())
 @click.option("--groups", "--kv-heads", cls=RenamedOption, type=int, required=True, metavar="G",
               help="K/V heads in OUT; each of SOURCE's is repeated.")  # fmt: skip
 @output_options

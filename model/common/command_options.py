@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,6 +13,22 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 AUTO_DEVICE = "auto"
 """Stands for the best device that torch finds (`model.decoder.devices.find_device`)."""
+
+
+class PathType(click.Path):
+    """The type of a path, whose value is a pathlib.Path.
+
+    Refuses an empty one, which is what an unset variable of the shell gives, and which pathlib takes for the working
+    directory.
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(path_type=Path, **attributes)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if value == "":
+            self.fail("The path is empty. Is a variable of the shell unset?", parameter, context)
+        return super().convert(value, parameter, context)
 
 
 def device_option(purpose: str) -> Callable[[Command], Command]:

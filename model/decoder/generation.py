@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.common import checks, console
-from model.common.command_options import device_option
+from model.common.command_options import PathType, device_option
 from model.common.console import echo
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
@@ -165,7 +165,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PathType())
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option(
     "--max-new-tokens",

@@ -35,6 +35,8 @@ def find_files(name: str, option: str) -> TextFiles:
     """Return the files of a text. Raises InputError, which names the option, for missing files and unknown formats."""
     if name.startswith(HUB):
         return TextFiles(name, ARROW, hub_files(name))
+    if not name:
+        raise InputError(f"{option}: the path is empty. Is a variable of the shell unset?")
     path = Path(name)
     check_name(path, option)
     if path.is_dir():

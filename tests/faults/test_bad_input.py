@@ -47,6 +47,19 @@ def test_source_is_a_file_of_another_kind(refuse, source):
     refuse("unknown kind", ".gguf", path=source / "config.json")
 
 
+def test_paths_of_unset_shell_variables(convert, uptrain, source, tmp_path, monkeypatch):
+    """An empty path means the working directory to pathlib; here it holds a checkpoint."""
+    shutil.copytree(source, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    words = "path is empty. Is a variable of the shell unset?"
+    convert("mha-to-mqa", "--method", "mean", source, "", "--overwrite").refused("OUT", words)
+    convert("inspect", "").refused("SOURCE", words)
+    uptrain("evaluate", "", "--data", source).refused("MODEL", words)
+    uptrain("evaluate", source, "--data", "").refused("--data", words)
+    uptrain("status", "").refused("RUN", words)
+    assert (tmp_path / "here/config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
 def test_damaged_record_of_an_earlier_conversion(refuse, source):
     (source / "groupwise.json").write_text("[" * 100_000)
     refuse("groupwise.json", "damaged", options=("--dry-run",))

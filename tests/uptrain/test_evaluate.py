@@ -108,11 +108,22 @@ def test_texts_on_several_machines(uptrain, inputs, tmp_path, monkeypatch):
     result.refused("tokenised on one machine only", f"uptrain prepare --data {text.parent} --tokenizer", "--out CACHE")
 
 
-@pytest.mark.parametrize(("factor", "loss"), [(1e4, float), (float("nan"), type(None))])
-def test_numbers_that_json_does_not_know_are_null(uptrain, inputs, tmp_path, factor, loss):
+def scaled_head(folder, factor):
+    """Return the folder of a model whose logits are those of another times a factor."""
     model = tiny.build(vocab_size=real_runs.VOCAB)
     with torch.no_grad():
         model.lm_head.weight *= factor
-    folder = tiny.save(model, tmp_path / "model")
-    printed = json.loads(uptrain("evaluate", folder, "--data", inputs["held_out"], "--json").out)
-    assert (type(printed["loss"]), printed["perplexity"]) == (loss, None)
+    return tiny.save(model, folder)
+
+
+def test_a_perplexity_beyond_float64_is_null_in_json(uptrain, inputs, tmp_path):
+    model = scaled_head(tmp_path / "model", 1e4)
+    printed = json.loads(uptrain("evaluate", model, "--data", inputs["held_out"], "--json").out)
+    assert (type(printed["loss"]), printed["perplexity"]) == (float, None)
+
+
+def test_losses_that_are_not_finite_are_refused(uptrain, inputs, tmp_path):
+    broken = scaled_head(tmp_path / "model", float("nan"))
+    words = f"{broken} computes a loss of nan on {inputs['held_out']}: its weights are damaged, or too large for fp32."
+    uptrain("evaluate", broken, "--data", inputs["held_out"], "--json").refused(words)
+    uptrain("evaluate", inputs["model"], "--teacher", broken, "--data", inputs["held_out"]).refused(words)

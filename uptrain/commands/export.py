@@ -5,9 +5,10 @@ from pathlib import Path
 import click
 
 from model.common import console
+from model.common.command_options import PathType
 from uptrain.runs.signals import interruptible
 
-FOLDER = click.Path(path_type=Path)
+FOLDER = PathType()
 
 
 @click.command("export")

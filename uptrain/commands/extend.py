@@ -5,15 +5,14 @@ from pathlib import Path
 import click
 
 from model.common.checks import FiniteFloat
+from model.common.command_options import PathType
 from uptrain.commands.options import count_option, max_minutes_option
 from uptrain.runs.signals import stop_request
 
 
 @click.command("extend")
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="RUN2", help="The folder of the longer run."
-)
+@click.argument("run", type=PathType())
+@click.option("--out", type=PathType(), required=True, metavar="RUN2", help="The folder of the longer run.")
 @click.option(
     "--alpha",
     type=FiniteFloat(),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from model.common.checks import LARGEST_SIZE, FiniteFloat
-from model.common.command_options import Command, add_options
+from model.common.command_options import Command, PathType, add_options
 from model.common.errors import InputError
 from uptrain.budget.counts import parse_count
 from uptrain.budget.learning_rate import SCHEDULES
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from uptrain.data.prepare.quotas import MachineShard
 
 
-class ModelFolder(click.Path):
+class ModelFolder(PathType):
     """A folder, or the name of a model in the Hugging Face cache, whose folder there is the value."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:

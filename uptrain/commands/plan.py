@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from model.common.checks import LARGEST_COUNT
-from model.common.command_options import pop_fields
+from model.common.command_options import PathType, pop_fields
 from model.common.console import echo_line, print_columns, print_json, print_key_values, size
 from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions
@@ -48,7 +48,7 @@ def _parse_size(context: click.Context, parameter: click.Parameter, value: str |
 @click.argument("model", type=ModelFolder())
 @budget_options
 @schedule_options
-@click.option("--data", type=click.Path(path_type=Path), metavar="CACHE", help="The token cache to train on.")
+@click.option("--data", type=PathType(), metavar="CACHE", help="The token cache to train on.")
 @count_option("--seq-len", "Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]")
 @click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(

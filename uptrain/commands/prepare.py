@@ -1,20 +1,20 @@
 """Run `uptrain prepare`: tokenise texts into a token cache."""
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from model.common import console
 from model.common.checks import LARGEST_SIZE
+from model.common.command_options import PathType
 from uptrain.commands.options import parse_machine_shard
 from uptrain.runs.signals import interruptible
 
 if TYPE_CHECKING:
     from uptrain.data.prepare.prepare import PrepareOptions
 
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FOLDER = PathType(exists=True, file_okay=False)
 
 
 @click.command("prepare")
@@ -39,9 +39,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option(
     "--tokens", default="all", show_default=True, metavar="N|all", help="Take the first N tokens, e.g. 50M or 1.5B."
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="CACHE", help="The token cache to write."
-)
+@click.option("--out", type=PathType(), required=True, metavar="CACHE", help="The token cache to write.")
 @click.option(
     "--text-column",
     default="text",

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import click
 
+from model.common.command_options import PathType
 from model.common.console import echo
 
-PATH = click.Path(path_type=Path)
+PATH = PathType()
 
 
 @click.command("report")

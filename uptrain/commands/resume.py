@@ -4,12 +4,13 @@ from pathlib import Path
 
 import click
 
+from model.common.command_options import PathType
 from uptrain.commands.options import max_minutes_option
 from uptrain.runs.signals import stop_request
 
 
 @click.command("resume")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PathType())
 @max_minutes_option("Save and stop again after M minutes.")
 def command(run: Path, max_minutes: float | None) -> None:
     """Resume RUN, and train it to its end.

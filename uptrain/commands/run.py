@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from model.common.checks import FiniteFloat, show
-from model.common.command_options import RenamedOption, pop_fields
+from model.common.command_options import PathType, RenamedOption, pop_fields
 from uptrain.budget.budget import BudgetOptions
 from uptrain.commands.options import (
     ModelFolder,
@@ -21,7 +21,7 @@ from uptrain.runs.settings import DEFAULT_RANK, PRECISIONS, TRACKERS, TRAINABLE,
 from uptrain.runs.signals import stop_request
 from uptrain.training.losses import LOSSES
 
-FOLDER = click.Path(path_type=Path)
+FOLDER = PathType()
 
 
 def _read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:

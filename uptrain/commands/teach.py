@@ -6,10 +6,11 @@ import click
 
 from model.common import console
 from model.common.checks import LARGEST_SIZE
+from model.common.command_options import PathType
 from uptrain.commands.options import ModelFolder, parse_machine_shard
 from uptrain.runs.signals import interruptible
 
-FOLDER = click.Path(path_type=Path)
+FOLDER = PathType()
 
 
 @click.command("teach")

@@ -190,8 +190,8 @@ def train_run(
         _log_start(training, state, checkpoint)
         _write_state(folder, "running", state.step)
     if settings.track:
-        numbers = {name: value for name, value in asdict(settings).items() if name != "track"}
-        note_trackers(training, state.step, start_trackers(accelerator, folder.name, numbers))
+        config = {name: value for name, value in asdict(settings).items() if name != "track"}
+        note_trackers(training, state.step, start_trackers(accelerator, folder.name, config))
     try:
         with faster_products(accelerator.device.type):
             reason = train(training, state)

@@ -1,5 +1,6 @@
 """Evaluate a model on held-out windows: each target counts once, for any world size."""
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterat
     for batch in micro_batches(cache, own_windows, micro_batch, accelerator.device):
         yield batch.without_padding()
     for _ in range(n_batches - -(-len(own_windows) // micro_batch)):
-        yield Batch.ignored(cache.seq_len, accelerator.device)
+        yield Batch.ignored(2, accelerator.device)  # only its collective operations count
 
 
 def _on_several_machines() -> bool:
@@ -141,4 +142,9 @@ def _evaluate_folder(
         result = evaluate(loss_module, cache, size, accelerator, teacher_model is not None, advance=advance)
     if not result.targets:
         raise InputError(f"{data} has nothing to predict: no document in it has two tokens.")
+    for folder, loss in ((model, result.loss), (teacher, result.teacher_loss)):
+        if loss is not None and not math.isfinite(loss):
+            raise InputError(
+                f"{folder} computes a loss of {loss} on {data}: its weights are damaged, or too large for {precision}."
+            )
     return result

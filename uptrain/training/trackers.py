@@ -10,10 +10,10 @@ from typing import Any
 from accelerate import Accelerator
 
 
-def start_trackers(accelerator: Accelerator, name: str, settings: dict[str, Any]) -> list[str]:
+def start_trackers(accelerator: Accelerator, name: str, config: dict[str, Any]) -> list[str]:
     """Start the trackers that the accelerator was made with, for a run of this name."""
     try:
-        accelerator.init_trackers(name, config=settings)
+        accelerator.init_trackers(name, config=config)
     except Exception as error:  # each tracker's package has its own
         accelerator.trackers = []
         return [_one_line(error)]

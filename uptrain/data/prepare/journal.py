@@ -18,23 +18,23 @@ START_BYTES = 8
 
 
 @contextmanager
-def open_staging(out: Path, fingerprint: str, keeps_nothing: bool = False) -> Iterator[Staging]:
+def open_staging(out: Path, fingerprint: str, temporary: bool = False) -> Iterator[Staging]:
     """Open the staging folder of `out`. After an InputError, remove it if no unit with tokens is finished.
 
-    `keeps_nothing`: the folder of OUT is temporary, so no work is kept in it.
+    `temporary`: OUT is in a folder that the caller deletes, so no work is kept in it.
     """
     with Staging(out.resolve()) as staging:
         try:
             staging.open(fingerprint)
             yield staging
         except InputError as error:
-            if keeps_nothing or not any(finished.get("n_tokens", 1) for finished in staging.finished.values()):
+            if temporary or not any(finished.get("n_tokens", 1) for finished in staging.finished.values()):
                 staging.discard()
                 raise
             hint = f"Finished work is kept in {staging.root}, and the corrected command continues from there."
             raise InputError(f"{error} ({hint})") from error
         except OSError as error:
-            if keeps_nothing:
+            if temporary:
                 raise
             hint = f"finished work is kept in {staging.root}, and the same command continues from there."
             raise OSError(f"{error}; {hint}") from error
