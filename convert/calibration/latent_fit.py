@@ -62,6 +62,7 @@ def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: 
             yield solve_queries(layer, before, closed, work.sizes, both, fitted)
 
     after = min(candidates(), key=lambda latent: squared_error(layer, latent_weights(latent, frequencies_F), windows))
+    after = work.balance(after)
     if work.recipe.refit:
         answers = outputs(layer, latent_weights(after, frequencies_F), range(layer.text.n_windows))
         after = refit_output(after, answers, layer.module.device)

@@ -4,7 +4,7 @@ Letters: T tokens, H query heads, N unrotated dimensions of a query head, R rota
 dimensions of a value head, X inputs (the hidden size), M outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,25 @@ class LatentAttention:
     k_HNL: Real
     v_HDL: Real
     o_HMD: Real
+
+    def balanced(self) -> "LatentAttention":
+        """Return the same function, with each of the latent's numbers scaled so that the weights on both sides match.
+
+        Their root mean squares are then equal. An optimizer like Adam moves all weights by the same amount, so small
+        ones beside large ones would be lost in training.
+        """
+        into_L = np.sqrt(np.mean(self.latent_LX**2, axis=1))
+        up_UL = np.concatenate([self.k_HNL, self.v_HDL], axis=1).reshape(-1, len(into_L))
+        used_UL = up_UL[np.any(up_UL, axis=1)]  # not what pads the keys
+        out_of_L = np.sqrt(np.mean(used_UL**2, axis=0)) if len(used_UL) else np.zeros_like(into_L)
+        both = (into_L > 0) & (out_of_L > 0)
+        scale_L = np.sqrt(np.where(both, out_of_L, 1.0) / np.where(both, into_L, 1.0))
+        return replace(
+            self,
+            latent_LX=self.latent_LX * scale_L[:, None],
+            k_HNL=self.k_HNL / scale_L,
+            v_HDL=self.v_HDL / scale_L,
+        )
 
 
 def attend(attention: LatentAttention, x_TX: Real, frequencies_F: Real) -> Real:

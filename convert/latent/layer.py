@@ -83,7 +83,12 @@ class LatentLayer:
         positions = self.recipe.positions
         assert positions is not None
         latent = solve(before, moments_from_norm(norm_X), self.sizes, self.rope, positions)
-        return self.finish(checkpoint, latent)
+        return self.finish(checkpoint, self.balance(latent))
+
+    def balance(self, latent: LatentAttention) -> LatentAttention:
+        """Return the same function with balanced weights, if the way to undo the norm allows it."""
+        # A bias outweighs a latent of unit variance. A balanced one may be longer.
+        return latent.balanced() if self.sizes.norm == "eps" else latent
 
     def read(self, checkpoint: "Checkpoint") -> LayerAttention:
         """Read the layer's attention from the source. Raises CheckpointError for NaN or infinity."""

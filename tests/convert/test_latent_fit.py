@@ -159,6 +159,36 @@ def test_what_runs_on_the_text_is_the_reference_of_float64(source, tmp_path):
         assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+def test_balancing_scales_the_latent_and_changes_no_output(source, tmp_path):
+    for checkpoint, layer, work, _ in _first_layer(source, tmp_path):
+        positions = work.recipe.positions
+        fitted = solve(work.read(checkpoint), moments_from_norm(np.ones(64)), work.sizes, work.rope, positions)
+        fitted.latent_LX[3] = 0.0  # one that nothing is read into
+        balanced = fitted.balanced()
+        x, frequencies = layer.inputs([0])[0].double().numpy(), frequencies_at(work.rope, positions)
+        expected = attend(fitted, x, frequencies)
+        assert np.abs(attend(balanced, x, frequencies) - expected).max() < 1e-12 * np.abs(expected).max()
+        used = [n for n in range(work.sizes.latent) if n != 3]
+        into = np.sqrt((balanced.latent_LX[used] ** 2).mean(axis=1))
+        up = np.concatenate([balanced.k_HNL[:, : work.sizes.head_dim], balanced.v_HDL], axis=1)[..., used]
+        assert np.allclose(into, np.sqrt((up**2).mean(axis=(0, 1))), rtol=1e-9)
+        assert np.array_equal(balanced.v_HDL[..., 3], fitted.v_HDL[..., 3])
+
+
+def test_what_is_written_with_the_default_norm_is_balanced(convert, source, tmp_path):
+    assert convert("mha-to-mla", source, tmp_path / "out", *QUICK, "--refine", 0).code == 0
+    tensors = {
+        name: tensor for file in (tmp_path / "out").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    config = latent.config(tmp_path / "out")
+    place, size = "model.layers.0.self_attn.", config["kv_lora_rank"]
+    rows = tensors[f"{place}kv_a_proj_with_mqa.weight"][:size].double() * 2.0**30
+    up = tensors[f"{place}kv_b_proj.weight"].double()
+    into, out_of = rows.square().mean(dim=1).sqrt(), up[up.any(dim=1)].square().mean(dim=0).sqrt()
+    gain = float(tensors[f"{place}kv_a_layernorm.weight"][0]) / 2.0**30 / 1e-3  # how γ was rounded
+    assert torch.allclose(into * gain, out_of, rtol=0.02)
+
+
 def test_the_moments_are_those_of_the_definition(source, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.calibration.input_moments.QUERIES", 1 << 20)  # all of them
     for checkpoint, layer, work, sums in _first_layer(source, tmp_path):
