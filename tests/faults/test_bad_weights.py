@@ -94,24 +94,28 @@ def test_config_and_shapes_disagree(refuse, source, changes, words):
         "mtp.layers.0.self_attn.k_proj.weight",
         "draft.model.layers.0.self_attn.k_proj.weight",
         "model.layers.0.self_attn.k_proj.lora_A.weight",
-        "base_model.model.model.layers.0.self_attn.k_proj.base_layer.weight",
-        "module.model.layers.0.self_attn.k_proj.weight",
-        "_orig_mod.model.layers.0.self_attn.k_proj.weight",
     ],
 )
 def test_unknown_attention_tensors(refuse, source, name):
-    """Of another tower, a draft head, cross-attention, an adapter, or a wrapper that training left around the model."""
+    """Of another tower, a draft head, cross-attention, or an adapter."""
     rewrite(source, lambda tensors: tensors.update({name: torch.zeros(4, 4)}))
     refuse(name, "does not have; refused")
 
 
-def test_a_whole_model_inside_a_wrapper_of_training(refuse, source):
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "base_model.model."])
+def test_a_model_inside_a_wrapper_of_training(refuse, source, wrapper):
     def wrap(tensors):
         for name in list(tensors):
-            tensors[f"module.{name}"] = tensors.pop(name)
+            tensors[f"{wrapper}{name}"] = tensors.pop(name)
 
     rewrite(source, wrap)
-    refuse("module.model.layers.", "does not have; refused")
+    refuse(f"tensor {wrapper}model.layers.", f"begins with '{wrapper}'", "save the model without the wrapper")
+
+
+def test_one_more_tensor_of_a_wrapper(refuse, source):
+    name = "base_model.model.model.layers.0.self_attn.k_proj.base_layer.weight"
+    rewrite(source, lambda tensors: tensors.update({name: torch.zeros(4, 4)}))
+    refuse(name, "begins with 'base_model.model.'", "save the model without the wrapper")
 
 
 def test_the_layer_of_a_draft_head_after_the_last(refuse, source):
