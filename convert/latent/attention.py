@@ -10,6 +10,9 @@ import numpy as np
 
 from convert.merging.weights import Real
 
+ROUNDS = 4
+"""Times that latent and heads are scaled in turn, since either changes what the other needs."""
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -29,23 +32,56 @@ class LatentAttention:
     o_HMD: Real
 
     def balanced(self) -> "LatentAttention":
-        """Return the same function, with each of the latent's numbers scaled so that the weights on both sides match.
+        """Return the same function with weights of like size on both sides of every product of two matrices.
 
-        Their root mean squares are then equal. An optimizer like Adam moves all weights by the same amount, so small
-        ones beside large ones would be lost in training.
+        The numbers between two matrices can be scaled up in one and down in the other. That is done here for the
+        latent, for each head's unrotated keys and values, and for the rotated pairs: it brings the root mean squares of
+        the weights on both sides within about a factor of two. An optimizer like Adam moves all weights by the same
+        amount, so small ones beside large ones would be lost in training. The factors are powers of two: nothing is
+        rounded.
         """
-        into_L = np.sqrt(np.mean(self.latent_LX**2, axis=1))
-        up_UL = np.concatenate([self.k_HNL, self.v_HDL], axis=1).reshape(-1, len(into_L))
+        balanced = self
+        for _ in range(ROUNDS):
+            balanced = balanced._with_scaled_latent()._with_scaled_heads()
+        return balanced
+
+    def _with_scaled_latent(self) -> "LatentAttention":
+        up_UL = np.concatenate([self.k_HNL, self.v_HDL], axis=1).reshape(-1, len(self.latent_LX))
         used_UL = up_UL[np.any(up_UL, axis=1)]  # not what pads the keys
-        out_of_L = np.sqrt(np.mean(used_UL**2, axis=0)) if len(used_UL) else np.zeros_like(into_L)
-        both = (into_L > 0) & (out_of_L > 0)
-        scale_L = np.sqrt(np.where(both, out_of_L, 1.0) / np.where(both, into_L, 1.0))
+        factor_L = _factor(_rms(self.latent_LX, 1), _rms(used_UL, 0) if len(used_UL) else np.zeros(len(self.latent_LX)))
         return replace(
             self,
-            latent_LX=self.latent_LX * scale_L[:, None],
-            k_HNL=self.k_HNL / scale_L,
-            v_HDL=self.v_HDL / scale_L,
+            latent_LX=self.latent_LX * factor_L[:, None],
+            k_HNL=self.k_HNL / factor_L,
+            v_HDL=self.v_HDL / factor_L,
         )
+
+    def _with_scaled_heads(self) -> "LatentAttention":
+        key_HN1 = _factor(_rms(self.k_HNL, 2), _rms(self.q_HNX, 2))[:, :, None]
+        value_HD1 = _factor(_rms(self.v_HDL, 2), _rms(self.o_HMD, 1))[:, :, None]
+        n_heads, n_rotated, n_inputs = self.q_HRX.shape
+        pairs = (2, n_rotated // 2, n_inputs)  # a rotation mixes both dimensions of a pair
+        pair_F = _factor(_rms(self.key_RX.reshape(pairs), (0, 2)), _rms(self.q_HRX.reshape(n_heads, *pairs), (0, 1, 3)))
+        rotated_R1 = np.tile(pair_F, 2)[:, None]
+        return replace(
+            self,
+            q_HNX=self.q_HNX / key_HN1,
+            k_HNL=self.k_HNL * key_HN1,
+            q_HRX=self.q_HRX / rotated_R1,
+            key_RX=self.key_RX * rotated_R1,
+            v_HDL=self.v_HDL * value_HD1,
+            o_HMD=self.o_HMD / value_HD1.transpose(0, 2, 1),
+        )
+
+
+def _rms(weights: Real, axes: int | tuple[int, ...]) -> Real:
+    return np.sqrt(np.mean(weights**2, axis=axes))
+
+
+def _factor(made: Real, read: Real) -> Real:
+    """Return the powers of two that bring `made` times them nearest to `read` divided by them; 1 where one is 0."""
+    both = (made > 0) & (read > 0)
+    return np.exp2(np.round(np.log2(np.where(both, read, 1.0) / np.where(both, made, 1.0)) / 2))
 
 
 def attend(attention: LatentAttention, x_TX: Real, frequencies_F: Real) -> Real:
