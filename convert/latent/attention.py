@@ -35,8 +35,9 @@ class LatentAttention:
         """Return the same function with weights of like size on both sides of every product of two matrices.
 
         The numbers between two matrices can be scaled up in one and down in the other. That is done here for the
-        latent, for each head's unrotated keys and values, and for the rotated pairs: it brings the root mean squares of
-        the weights on both sides within about a factor of two. An optimizer like Adam moves all weights by the same
+        latent, for each head's unrotated keys, and for the rotated pairs: it brings the root mean squares of the
+        weights on both sides within about a factor of two. (The values of the heads are of like size already, and the
+        output projection stays, so that a teacher can share it.) An optimizer like Adam moves all weights by the same
         amount, so small ones beside large ones would be lost in training. The factors are powers of two: nothing is
         rounded.
         """
@@ -58,7 +59,6 @@ class LatentAttention:
 
     def _with_scaled_heads(self) -> "LatentAttention":
         key_HN1 = _factor(_rms(self.k_HNL, 2), _rms(self.q_HNX, 2))[:, :, None]
-        value_HD1 = _factor(_rms(self.v_HDL, 2), _rms(self.o_HMD, 1))[:, :, None]
         n_heads, n_rotated, n_inputs = self.q_HRX.shape
         pairs = (2, n_rotated // 2, n_inputs)  # a rotation mixes both dimensions of a pair
         pair_F = _factor(_rms(self.key_RX.reshape(pairs), (0, 2)), _rms(self.q_HRX.reshape(n_heads, *pairs), (0, 1, 3)))
@@ -69,19 +69,18 @@ class LatentAttention:
             k_HNL=self.k_HNL * key_HN1,
             q_HRX=self.q_HRX / rotated_R1,
             key_RX=self.key_RX * rotated_R1,
-            v_HDL=self.v_HDL * value_HD1,
-            o_HMD=self.o_HMD / value_HD1.transpose(0, 2, 1),
         )
 
 
 def _rms(weights: Real, axes: int | tuple[int, ...]) -> Real:
-    return np.sqrt(np.mean(weights**2, axis=axes))
+    return np.asarray(np.sqrt(np.mean(weights**2, axis=axes)))
 
 
 def _factor(made: Real, read: Real) -> Real:
     """Return the powers of two that bring `made` times them nearest to `read` divided by them; 1 where one is 0."""
     both = (made > 0) & (read > 0)
-    return np.exp2(np.round(np.log2(np.where(both, read, 1.0) / np.where(both, made, 1.0)) / 2))
+    ratio = np.where(both, read, 1.0) / np.where(both, made, 1.0)
+    return np.asarray(np.exp2(np.round(np.log2(ratio) / 2)))
 
 
 def attend(attention: LatentAttention, x_TX: Real, frequencies_F: Real) -> Real:
