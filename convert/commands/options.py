@@ -8,7 +8,7 @@ from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_MET
 from convert.merging.methods import LAYER_METHODS, METHODS
 from convert.planning.recipe import MAX_TOKENS
 from model.common.checks import LARGEST_COUNT
-from model.common.command_options import Command, add_options, device_option
+from model.common.command_options import Command, SizeType, add_options, device_option
 
 WORKERS = 4
 
@@ -17,7 +17,7 @@ WORKERS = 4
 class OutputOptions:
     """Options for writing OUT and for printing."""
 
-    max_shard_size: str | None
+    max_shard_size: int | None
     workers: int
     dry_run: bool
     overwrite: bool
@@ -28,7 +28,7 @@ def output_options(command: Command) -> Command:
     """Add the options of OutputOptions to a command."""
     return add_options(
         command,
-        click.option("--max-shard-size", metavar="SIZE",
+        click.option("--max-shard-size", type=SizeType(), metavar="SIZE",
                      help="Largest weight file of OUT, e.g. 5GB.  [default: the shards of SOURCE; 5GB for GGUF, Meta's "
                      "format and training checkpoints]"),
         click.option("--workers", type=click.IntRange(min=1), default=WORKERS, show_default=True,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from convert import conversion, tables
-from convert.calibration.text import NO_TORCH
 from convert.commands.options import OutputOptions
 from convert.merging.methods import REPEAT
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
@@ -17,7 +16,6 @@ from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_merge import MergeOptions, resolve_merge
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
-from model.checkpoint.safetensors_writer import parse_size
 from model.common import console
 from model.common.errors import CheckpointError
 
@@ -39,7 +37,9 @@ def convert_to_latent(source: Path, out: Path, options: LatentOptions, output: O
 
     def planned(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
         if find_spec("torch") is None:
-            raise CheckpointError(NO_TORCH)
+            raise CheckpointError(
+                f"mha-to-mla needs torch, transformers, accelerate and tokenizers; {console.INSTALL_EXTRA}."
+            )
         return make_latent_plan(checkpoint, resolve_latent(checkpoint, options), shard_size)
 
     _convert(source, out, planned, output)
@@ -48,10 +48,9 @@ def convert_to_latent(source: Path, out: Path, options: LatentOptions, output: O
 def _convert(
     source: Path, out: Path, planned: Callable[[Checkpoint, int | None], Plan], output: OutputOptions
 ) -> None:  # fmt: skip
-    size = parse_size(output.max_shard_size) if output.max_shard_size is not None else None
     with open_checkpoint(source) as checkpoint:
         staging = conversion.open_target(checkpoint, out, output.overwrite)
-        plan = planned(checkpoint, size)
+        plan = planned(checkpoint, output.max_shard_size)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
             conversion.check_space(plan, checkpoint, staging)

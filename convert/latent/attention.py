@@ -1,6 +1,6 @@
-"""Hold one layer's latent attention without its norm, in float64, and compute it as a reference.
+"""Hold one layer's latent attention without its norm, in float64.
 
-Letters: T tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, L numbers of the latent, D
+Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, L numbers of the latent, D
 dimensions of a value head, X inputs (the hidden size), M outputs.
 """
 
@@ -81,27 +81,3 @@ def _factor(made: Real, read: Real) -> Real:
     both = (made > 0) & (read > 0)
     ratio = np.where(both, read, 1.0) / np.where(both, made, 1.0)
     return np.asarray(np.exp2(np.round(np.log2(ratio) / 2)))
-
-
-def attend(attention: LatentAttention, x_TX: Real, frequencies_F: Real) -> Real:
-    """Return the attention's output for one text, [T, M]. `frequencies_F`: of the R/2 rotated pairs."""
-    n_tokens, n_pairs = len(x_TX), len(frequencies_F)
-    angles_TF = np.outer(np.arange(n_tokens), frequencies_F)
-
-    def rotated(heads_TR: Real) -> Real:
-        a_TF, b_TF = heads_TR[..., :n_pairs], heads_TR[..., n_pairs:]
-        cos_TF, sin_TF = np.cos(angles_TF), np.sin(angles_TF)
-        return np.concatenate([a_TF * cos_TF - b_TF * sin_TF, b_TF * cos_TF + a_TF * sin_TF], axis=-1)
-
-    latent_TL, key_TR = x_TX @ attention.latent_LX.T, rotated(x_TX @ attention.key_RX.T)
-    out_TM = np.zeros((n_tokens, attention.o_HMD.shape[1]))
-    hidden_TT = np.triu(np.ones((n_tokens, n_tokens), dtype=bool), 1)
-    for q_NX, q_RX, k_NL, v_DL, o_MD in zip(
-        attention.q_HNX, attention.q_HRX, attention.k_HNL, attention.v_HDL, attention.o_HMD, strict=True
-    ):
-        logits_TT = (x_TX @ q_NX.T) @ (latent_TL @ k_NL.T).T + rotated(x_TX @ q_RX.T) @ key_TR.T
-        logits_TT = np.where(hidden_TT, -np.inf, logits_TT / np.sqrt(v_DL.shape[0]))
-        weights_TT = np.exp(logits_TT - logits_TT.max(axis=1, keepdims=True))
-        weights_TT /= weights_TT.sum(axis=1, keepdims=True)
-        out_TM += weights_TT @ (latent_TL @ v_DL.T) @ o_MD.T
-    return out_TM

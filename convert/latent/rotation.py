@@ -1,4 +1,4 @@
-"""Choose the frequencies of the shared rotated key, and say them in `config.json`.
+"""Choose the frequencies of the shared rotated key, and write them to `config.json`.
 
 A *plane* is a pair of dimensions of the source's heads; plane p rotates with frequency f_p. A *channel* is a pair of
 dimensions of the shared key. The position of a channel is its frequency in units of planes: 1.5 is the geometric mean
@@ -102,9 +102,9 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
     """Return `rope_parameters` of `config.json`: another base θ' if that gives the frequencies, else `longrope`.
 
     `longrope` divides the frequencies of a base by a list of numbers (transformers,
-    `modeling_rope_utils._compute_longrope_parameters`); with one list for short and long texts it can say any.
+    `modeling_rope_utils._compute_longrope_parameters`); with one list for short and long texts it can express any.
     transformers before 5.23 reads `factor`. vLLM's own code of DeepSeek-V3 would take this for YaRN, and compute other
-    frequencies without a word; it stops at a `beta_fast` of null, which transformers ignores.
+    frequencies silently; it stops at a `beta_fast` of null, which transformers ignores.
     """
     spacing, n_channels = spacing_of(positions), len(positions)
     if rope.is_plain and spacing is not None:

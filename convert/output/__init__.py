@@ -1,0 +1,1 @@
+"""Write the output: shards, `config.json`, `groupwise.json` and the model card."""

@@ -1,0 +1,1 @@
+"""Decide what a conversion will do, from the checkpoint's headers and the options."""

@@ -65,8 +65,8 @@ def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
     kinds = [kind for kind, value in rope.items() if isinstance(value, dict)] if isinstance(rope, dict) else []
     if kinds and "rope_theta" not in config:
         yield (
-            f"config.json says the rotary embeddings of {' and '.join(kinds)} as transformers 5 does alone; version 4 "
-            "would use its own defaults, which may differ."
+            f"config.json gives the rotary embeddings of {' and '.join(kinds)} only as transformers 5 writes them; "
+            "version 4 would use its own defaults, which may differ."
         )
 
 

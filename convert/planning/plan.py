@@ -91,7 +91,7 @@ class Plan:
         return [heads for regrouped in self.regrouped.values() for heads in regrouped.reported]
 
     def in_layer(self, name: str) -> bool:
-        """Say whether a tensor belongs to one of the layers."""
+        """Return whether a tensor belongs to one of the layers."""
         return f".{self.geometry.attention.family.layers}." in f".{name}"
 
     def workers(self, requested: int) -> int:

@@ -111,6 +111,5 @@ def compare_by_errors(
             findings.rounded |= dict.fromkeys(plan.works[index].tensors, excess)
         else:
             findings.differences.append(
-                f"layer {index} was refined; its held-out error is {actual:.4g}, "
-                f"where recomputing it gives {expected:.4g}"
+                f"layer {index} has a held-out error of {actual:.4g}; recomputing it gives {expected:.4g}"
             )

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: `open_checkpoint` chooses a reader for the format; `writer` writes safetensors."""
+"""Checkpoints on disk: `open_checkpoint` chooses a reader for the format; `safetensors_writer` writes safetensors."""
 
 from importlib import import_module
 from pathlib import Path

@@ -7,7 +7,6 @@ position inside the kernel, and computed tensors are written a few rows at a tim
 import errno
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import numpy as np
 from model.checkpoint.hf_folder import SINGLE, json_text
 from model.checkpoint.interface import Shard
 from model.checkpoint.tensor import Array, Span, Tensor
-from model.common.errors import CheckpointError
 
 # Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
@@ -139,15 +137,3 @@ def index_text(shards: Sequence[Shard], tensors: Mapping[str, Tensor]) -> bytes 
     total = sum(tensors[name].nbytes for name in weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json_text(index)
-
-
-def parse_size(text: str) -> int:
-    """Parse `5GB`, `500MB`, `2GiB` or a number of bytes. Raises CheckpointError on anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    size = 0
-    if match and len(text) < 30:
-        number, unit, binary = match.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-    if size <= 0:
-        raise CheckpointError(f"{text!r} is not a size; write for example 5GB, 500MB or 2GiB.")
-    return size

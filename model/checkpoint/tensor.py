@@ -46,8 +46,8 @@ class Tensor:
         return (prod(self.shape) * BITS[self.dtype] + 7) // 8
 
     def row_blocks(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of row ranges of about `nbytes` at most, but at least one row."""
-        n_rows = self.shape[0]
+        """Yield (start, stop) of row ranges of about `nbytes` at most, but at least one row. A scalar has one row."""
+        n_rows = self.shape[0] if self.shape else 1
         step = max(1, nbytes * n_rows // max(self.nbytes, 1))
         for start in range(0, n_rows, step):
             yield start, min(start + step, n_rows)

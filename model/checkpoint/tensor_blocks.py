@@ -56,7 +56,7 @@ def extent(blocks: Sequence[TensorBlock]) -> tuple[int, ...]:
 def whole_rows(blocks: Sequence[TensorBlock], start: int, stop: int) -> Array:
     """Return rows `start:stop` of the tensor that the blocks fill: a view of a single block, a copy of several."""
     if len(blocks) == 1:
-        return blocks[0].array[start:stop]
+        return np.atleast_1d(blocks[0].array)[start:stop]  # a scalar has no rows
     out = np.empty((stop - start, *extent(blocks)[1:]), blocks[0].array.dtype)
     for block in blocks:
         top = block.start[0]

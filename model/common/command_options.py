@@ -1,5 +1,6 @@
 """Add options to click commands, and collect their values in dataclasses. Define the options of several packages."""
 
+import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import fields
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from model.common.checks import LARGEST_COUNT, show
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -29,6 +32,24 @@ class PathType(click.Path):
         if value == "":
             self.fail("The path is empty. Is a variable of the shell unset?", parameter, context)
         return super().convert(value, parameter, context)
+
+
+class SizeType(click.ParamType[int]):
+    """The type of a number of bytes, such as `24GB`, `500MB`, `2GiB` or `4096`. Its value is a positive int."""
+
+    name = "size"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE | re.ASCII)
+        size = 0
+        if match:
+            number, unit, binary = match.groups()
+            size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+        if not 0 < size <= LARGEST_COUNT:
+            self.fail(f"{show(value)} is not a size; write for example 24GB, 500MB or 2GiB.", parameter, context)
+        return size
 
 
 def device_option(purpose: str) -> Callable[[Command], Command]:

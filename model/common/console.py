@@ -155,10 +155,14 @@ def size(n: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in seconds, minutes or hours."""
-    if seconds < 90:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+    """Return a duration in words: `2 days 3 h`, `1 h 5 min`, `3 min`, `12 s`."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
 class _Console(Console):

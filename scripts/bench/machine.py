@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from uptrain.data.run_data import n_cores
+from model.common.machine import n_cores
 
 
 def facts() -> dict[str, str | int]:

@@ -14,7 +14,6 @@ OUT.json grows with every cell; the same command resumes after a stop. At the en
 
 import itertools
 import json
-import os
 import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ import click
 
 from model.common.errors import InputError, RunError
 from model.common.files import replace_file
+from model.common.machine import n_cores
 from model.common.plot_style import PLOT_STYLE
 from scripts.bench.engines.client import ENGINES, GIB, Worker
 from scripts.bench.engines.models import FAMILIES, make_gguf, make_models
@@ -164,7 +164,7 @@ class Plan:
 @click.option("--prefill-tokens", type=int, default=4096, show_default=True, help="Leave out larger prefills.")
 @click.option("--turns", type=click.IntRange(min=1), default=3, show_default=True, help="Turns of each model.")
 @click.option("--steps", type=click.IntRange(1, 50), default=5, show_default=True, help="Decoding steps of a turn.")
-@click.option("--threads", type=int, default=lambda: len(os.sched_getaffinity(0)), help="Default: all cores.")
+@click.option("--threads", type=int, default=n_cores, help="Default: all cores.")
 @click.option("--clock", type=click.Choice(CLOCKS), default="wall", show_default=True, help="What seconds are.")
 @click.option("--eager", is_flag=True, help="Let vLLM compile nothing, which takes its start minutes less.")
 @click.option("--cache-gib", type=int, default=9, show_default=True, help="KV cache of a server.")

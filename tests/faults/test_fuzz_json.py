@@ -144,7 +144,7 @@ RECORDS = [
     fake_runs.step(2, None, skipped=True),
     fake_runs.event(2, "not saved", why="no room"),
     fake_runs.with_teacher(2, 4.0),
-    fake_runs.event(2, "resumed", passed_over=["x"]),
+    fake_runs.event(2, "resumed", rejected=["x"]),
     fake_runs.step(3),
     fake_runs.evaluation(3, 3.5),
 ]

@@ -63,11 +63,11 @@ def test_falls_back(runs, killed, tmp_path, name, kind):
     DAMAGE[kind](path)
     (result,) = succeed(("resume", out), tmp_path)
     rejected, ready = result.err.splitlines()[:2]
-    assert rejected.startswith(f"Skipped: {path}")
+    assert rejected.startswith(f"Not used: {path}")
     assert ready.startswith("READY: resumed at step 4 on 1 x cpu;")
     (event,) = events(out, "resumed")
     assert event["step"] == 4
-    assert event["passed_over"] == [rejected.removeprefix("Skipped: ")]
+    assert event["rejected"] == [rejected.removeprefix("Not used: ")]
     assert_same_run(out, runs.expected())
 
 
@@ -77,7 +77,7 @@ def test_falls_back_in_all_processes(runs, tmp_path):
     path = out / "checkpoints/step-00000008/tensors/__1_0.distcp"
     DAMAGE["flipped"](path)
     results = succeed(("resume", out), tmp_path, 2)
-    assert f"Skipped: {path} has changed since it was written" in results[0].err
+    assert f"Not used: {path} has changed since it was written" in results[0].err
     assert not results[1].err
     assert_same_run(out, runs.expected(2))
 

@@ -13,7 +13,7 @@ import torch
 from tiny_tokenizers import SENTENCES, make_tokenizer
 
 from model.common import console
-from model.common.free_memory import available_memory
+from model.common.machine import available_memory
 from uptrain.budget.memory import Models, Way
 from uptrain.data.token_cache import Cache
 from uptrain.runs import progress, resolve_settings

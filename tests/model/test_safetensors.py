@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -11,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from model.checkpoint import Shard, Tensor
 from model.checkpoint.formats.safetensors import read_header
-from model.checkpoint.safetensors_writer import ShardFile, divide, header_bytes, index_text, name_shards, parse_size
+from model.checkpoint.safetensors_writer import ShardFile, divide, header_bytes, index_text, name_shards
 from model.common.errors import CheckpointError
 
 DTYPES = {
@@ -94,20 +93,6 @@ def test_any_json_is_read_or_refused(tmp_path_factory, header):
 def test_header_is_padded_to_eight_bytes():
     for n in range(1, 20):
         assert len(header_bytes([Tensor("a" * n, "F32", (3,))], {})) % 8 == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("2GiB", 2 << 30), ("1.5KB", 1500), ("123", 123), ("7B", 7)],
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "0", "5 apples", "1e9"])
-def test_invalid_sizes(text):
-    with pytest.raises(CheckpointError, match="is not a size"):
-        parse_size(text)
 
 
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30), limit=st.integers(1, 60))

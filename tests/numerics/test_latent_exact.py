@@ -8,8 +8,8 @@ import pytest
 import tiny
 import torch
 from latent import config, divergence, edit_tensors, logits, make_source, make_unfolded
+from latent_reference import attend
 
-from convert.latent.attention import attend
 from convert.latent.closed_form import moments_from_norm, solve
 from convert.latent.rotation import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
 from convert.latent.sizes import LatentSizes

@@ -154,7 +154,7 @@ def test_plan_names_the_cheapest_command(uptrain, seven):
     assert all(way["bytes_per_process"] <= 24e9 for way in fitting.values())
     one = fitting["1"]
     assert (one["trainable"], one["activation_checkpointing"], one["micro_batch_tokens"]) == ("kv", True, 4096)
-    options = f"{model} --teacher {teacher} --trainable kv --activation-checkpointing --micro-batch 2"
+    options = f"{model} --teacher {teacher} --trainable kv --activation-checkpointing --micro-batch 2 --seq-len 2048"
     assert one["command"] == f"uptrain run {options}"
     assert fitting["2"]["command"].startswith(f"GPUS=2 scripts/uptrain_multi_gpu.sh run {model}")
     text = " ".join(uptrain(*fixed, "--memory", "24GB").out.split())
@@ -165,7 +165,8 @@ def test_plan_names_the_cheapest_command(uptrain, seven):
     other = json.loads(uptrain(*fixed, "--memory", "24GB", "--optimizer", "adamw8bit", "--json").out)
     assert "--optimizer adamw8bit --micro-batch" in other["memory"]["fitting"]["1"]["command"]
     assert "none fits" in uptrain(*fixed, "--memory", "5GB").out
-    for wrong in ("24", "24 B", "GB", "-1GB"):
+    assert json.loads(uptrain(*fixed, "--memory", "24GiB", "--json").out)["memory"]["fitting"]["1"]
+    for wrong in ("24 bytes", "GB", "-1GB"):
         uptrain(*fixed, f"--memory={wrong}").refused("is not a size; write for example 24GB")
 
 

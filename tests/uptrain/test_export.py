@@ -57,6 +57,21 @@ def test_a_family_of_transformers(tmp_path, uptrain):
     opened(tmp_path / "out")
 
 
+@pytest.mark.parametrize("part", ["all", "attention", "lora"])
+def test_buffers_that_the_files_hold(tmp_path, uptrain, part):
+    """Apertus has two numbers of its activation as buffers without dimensions."""
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    inputs["model"] = tiny.save(tiny.build("apertus", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "apertus")
+    drive([{"arguments": arguments(inputs, run, "--trainable", part, steps=4)}])
+    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
+    assert {name: t.shape for name, t in after.items()} == {name: t.shape for name, t in before.items()}
+    scalars = [name for name, tensor in before.items() if tensor.ndim == 0]
+    assert len(scalars) == 4
+    assert all(torch.equal(after[name], before[name].float()) for name in scalars)
+    opened(tmp_path / "out")
+
+
 def test_exported_files_and_record(tmp_path, uptrain):
     inputs = make_inputs(tmp_path)
     (inputs["model"] / "groupwise.json").write_text('{"source": {"name": "parent"}}')

@@ -45,11 +45,11 @@ def test_going_back_to_a_late_step_reads_only_the_end(tmp_path):
         read_metrics(path)
 
 
-def test_what_was_passed_over_is_a_list_of_texts(tmp_path):
+def test_what_was_rejected_is_a_list_of_texts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for wrong in (10**9, "step 4", [4], None):
-        write_metrics(path, [fake_runs.event(0, "resumed", passed_over=wrong)])
-        with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged \(passed_over"):
+        write_metrics(path, [fake_runs.event(0, "resumed", rejected=wrong)])
+        with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged \(rejected"):
             read_metrics(path)
 
 

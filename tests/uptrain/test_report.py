@@ -80,7 +80,7 @@ def test_page_stands_alone(tmp_path, uptrain, page_only):
 
 STEPS = [step(n) for n in range(1, 9)]
 SKIPPED = [step(1), step(2, None, grad_norm=None, skipped=True), step(3, None, skipped=True), step(4)]
-RESUMED = [event(0, "started"), *STEPS, event(8, "resumed", passed_over=["step-00000008 has 3 bytes"]), step(9)]
+RESUMED = [event(0, "started"), *STEPS, event(8, "resumed", rejected=["step-00000008 has 3 bytes"]), step(9)]
 NOT_FINITE = [with_teacher(0, None, kl=None), *STEPS, with_teacher(8, None, kl=None)]
 TRAINED = [NEXT_TOKEN, RATE, SPEED]
 CASES = {
@@ -93,7 +93,7 @@ CASES = {
     "new": ([evaluation(0, 9.0), *STEPS], {"model": ""}, [NEXT_TOKEN, HELD_OUT, RATE, SPEED], ["from nothing"]),
     "skipped": (SKIPPED, {}, TRAINED, ["<td>2</td><td>update skipped", "update skipped</text>"]),
     "nothing but skipped": ([step(1, None, skipped=True)], {}, TRAINED, ["not finite"]),
-    "resumed": (RESUMED, {}, TRAINED, ["passed over: step-00000008", "2 processes", "resumed</text>"]),
+    "resumed": (RESUMED, {}, TRAINED, ["not used: step-00000008", "2 processes", "resumed</text>"]),
     "not finite": (NOT_FINITE, {}, TRAINED, ["not finite"]),
 }
 

@@ -53,6 +53,22 @@ def test_a_converted_model_trains_its_attention(settings, inputs, convert, tmp_p
     assert default_trainable(out, {"model_type": "gpt2"}) == "all"
 
 
+def test_a_model_whose_heads_were_not_merged_trains_everything(settings, inputs, convert, uptrain, tmp_path):
+    parent = inputs["parent"]
+    n_heads = json.loads((parent / "config.json").read_text())["num_key_value_heads"]
+    merged, repeated, copied, again = (tmp_path / name for name in ("merged", "repeated", "copied", "again"))
+    assert convert("mha-to-gqa", "--method", "mean", parent, merged, "--groups", 2).code == 0
+    assert convert("repeat-kv", merged, repeated, "--groups", n_heads).code == 0
+    assert convert("to-hf", parent, copied).code == 0
+    assert convert("to-hf", merged, again).code == 0
+    found = {folder.name: settings("--steps", 2, folder=folder)["trainable"] for folder in (repeated, copied, again)}
+    assert found == {"repeated": "attention", "copied": "all", "again": "attention"}, "merged at some time, or never"
+    plan = json.loads(uptrain(
+        "plan", copied, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32, "--json"
+    ).out)  # fmt: skip
+    assert plan["first_loss"].startswith("With a token cache, measure it")
+
+
 def test_the_earlier_name_of_an_option(uptrain, settings):
     assert settings("--steps", 50, "--save-every-steps", 3)["save_every"] == 3
     shown = uptrain("run", "--help").out

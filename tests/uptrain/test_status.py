@@ -11,7 +11,7 @@ import pytest
 from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, write_run
 
 import uptrain.report.status as status_module
-from uptrain.commands.status import duration
+from model.common.console import duration
 from uptrain.report.status import SPEED_STEPS
 from uptrain.runs.folder import process_start
 

@@ -17,12 +17,15 @@ def source_names(folder: Path) -> tuple[str, ...]:
 
 
 def merge_method(folder: Path) -> str | None:
-    """Return the method of the folder's last conversion, from `groupwise.json`; None without one."""
-    return next((method for _, method in _conversions(folder)), None)
+    """Return how Groupwise merged the folder's heads, `latent` for latent attention; None if it did not.
+
+    The method of the last conversion that changed the attention: reading another format or repeating heads does not.
+    """
+    return next((method for _, method in _conversions(folder) if method), None)
 
 
 def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the default of `--trainable`: what the conversion changed, `attention`, or `all` for any other model.
+    """Return the default of `--trainable`: `attention` if Groupwise merged the heads or made them latent, else `all`.
 
     Also `all` if the names of the model's attention are not known.
     """
@@ -31,8 +34,11 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     return "attention" if knows_attention(config) and merge_method(folder) is not None else "all"
 
 
-def _conversions(folder: Path) -> list[tuple[str, str]]:
-    """Return source name and method of each conversion, the last one first."""
+def _conversions(folder: Path) -> list[tuple[str, str | None]]:
+    """Return the name of the source and the method of each conversion, the last one first.
+
+    The method is None if the conversion merged no heads.
+    """
     path = folder / CONVERSION_RECORD
     if not path.is_file():
         return []
@@ -41,8 +47,10 @@ def _conversions(folder: Path) -> list[tuple[str, str]]:
         record: Any = json.loads(content)
         conversions = []
         while record is not None:
-            conversions.append((str(record["source"]["name"]), str(record.get("method"))))
-            record = record["source"].get("groupwise")
+            source, method = record["source"], str(record.get("method"))
+            merged = method == "latent" or record.get("groups", 0) < source.get("n_kv_heads", 1)
+            conversions.append((str(source["name"]), method if merged else None))
+            record = source.get("groupwise")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model again, or remove the file.") from error
     return conversions

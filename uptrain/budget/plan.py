@@ -16,7 +16,7 @@ from uptrain.budget.identify import named
 from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, Models, Way, first_that_fits, parts_of
 from uptrain.data.token_cache import Manifest
-from uptrain.runs.settings import TRAINABLE, default_micro_batch, default_seq_len
+from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch, default_seq_len
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
@@ -143,7 +143,7 @@ def _fitting(
             "activation_checkpointing": way.activation_checkpointing,
             "micro_batch_tokens": way.micro_batch * models.seq_len,
             "bytes_per_process": models.memory(way).of(n),
-            "command": run_command(way, model, teacher, models.optimizer, n),
+            "command": run_command(way, model, teacher, models, n),
         }
 
     parts = TRAINABLE[TRAINABLE.index(default_trainable(Path(model), models.config)) :]
@@ -151,12 +151,15 @@ def _fitting(
     return {str(n): describe(way, n) if way else None for n, way in ways.items()}
 
 
-def run_command(way: Way, model: str, teacher: Path | None, optimizer: str, devices: int = 1) -> str:
+def run_command(way: Way, model: str, teacher: Path | None, models: Models, devices: int = 1) -> str:
     """Return the beginning of a command that trains in a way, without data, budget and output."""
     begin = "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
-    taught = f" --teacher {shlex.quote(str(teacher))}" if teacher else ""
-    other = "" if optimizer == "adamw" else f" --optimizer {optimizer}"
-    return f"{begin} run {shlex.quote(model)}{taught} {way.options}{other} --micro-batch {way.micro_batch}"
+    words = [begin, "run", shlex.quote(model)]
+    words += ["--teacher", shlex.quote(str(teacher))] if teacher else []
+    words += [way.options]
+    words += ["--optimizer", models.optimizer] if models.optimizer != "adamw" else []
+    words += [f"--lora-rank {models.lora_rank}"] if way.trainable == "lora" and models.lora_rank != DEFAULT_RANK else []
+    return " ".join([*words, f"--micro-batch {way.micro_batch} --seq-len {models.seq_len}"])
 
 
 def _original(name: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Run `uptrain evaluate`: measure a model on held-out data."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from model.common import console
 from model.common.command_options import device_option
 from uptrain.commands.options import ModelFolder, seq_len_option
 from uptrain.runs.settings import PRECISIONS
+from uptrain.runs.signals import interruptible
 
 
 @click.command("evaluate")
@@ -41,14 +41,12 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     Every predicted token counts once, whatever the batches. With --teacher, also measure the teacher's loss, the KL
     divergence from the teacher, and how often both choose the same token.
     """
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # the effect of Ctrl-C, so that temporary files are removed
     from accelerate import PartialState
 
     from uptrain.training.evaluate import evaluate_folder
 
-    result = evaluate_folder(model, quiet=as_json, **options)
+    with interruptible():  # so that temporary files are removed
+        result = evaluate_folder(model, quiet=as_json, **options)
     if not PartialState().is_main_process:
         return
     if as_json:

@@ -52,7 +52,7 @@ def seq_len_option(command: Command) -> Command:
         "--seq-len",
         type=click.IntRange(2, LARGEST_SIZE),
         metavar="N",
-        help="Tokens in a window, for texts.  [default: the model's context, at most 4096]",
+        help="Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]",
     )(command)
 
 

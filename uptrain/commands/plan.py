@@ -8,13 +8,12 @@ from typing import Any
 import click
 
 from model.common.checks import LARGEST_COUNT
-from model.common.command_options import PathType, pop_fields
+from model.common.command_options import PathType, SizeType, pop_fields
 from model.common.console import echo_line, print_columns, print_json, print_key_values, size
-from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions
-from uptrain.budget.counts import parse_count, show_count
+from uptrain.budget.counts import show_count
 from uptrain.budget.learning_rate import Schedule, learning_rate
-from uptrain.commands.options import ModelFolder, budget_options, count_option, optimizer_option, schedule_options
+from uptrain.commands.options import ModelFolder, budget_options, optimizer_option, schedule_options, seq_len_option
 from uptrain.runs.settings import TRAINABLE
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -30,18 +29,6 @@ KINDS = {
 }
 """Kinds of memory, and their rows in the table."""
 REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process"
-UNITS = {"MB": "M", "GB": "B", "TB": "T"}
-
-
-def _parse_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Return the bytes of a size such as 24GB."""
-    if value is None:
-        return None
-    number, unit = value.strip()[:-2], value.strip()[-2:].upper()
-    try:
-        return parse_count(number.strip() + UNITS.get(unit, "?"))
-    except InputError as error:
-        raise click.BadParameter(f"{value!r} is not a size; write for example 24GB.", context, parameter) from error
 
 
 @click.command("plan")
@@ -49,7 +36,7 @@ def _parse_size(context: click.Context, parameter: click.Parameter, value: str |
 @budget_options
 @schedule_options
 @click.option("--data", type=PathType(), metavar="CACHE", help="The token cache to train on.")
-@count_option("--seq-len", "Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]")
+@seq_len_option
 @click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(
     "--processes", type=click.IntRange(1, LARGEST_COUNT), default=1, show_default=True, help="Devices to train on."
@@ -57,7 +44,7 @@ def _parse_size(context: click.Context, parameter: click.Parameter, value: str |
 @optimizer_option
 @click.option(
     "--memory",
-    callback=_parse_size,
+    type=SizeType(),
     metavar="SIZE",
     help="Memory of a device, e.g. 24GB. Also name the cheapest commands that fit.",
 )

@@ -86,9 +86,9 @@ def command(**options: Any) -> None:
 def _prepare_options(
     *, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any
 ) -> "PrepareOptions":
+    from model.common.machine import n_cores
     from uptrain.budget.counts import parse_count
     from uptrain.data.prepare.prepare import PrepareOptions
-    from uptrain.data.run_data import n_cores
 
     return PrepareOptions(
         n_tokens=None if tokens == "all" else parse_count(tokens),

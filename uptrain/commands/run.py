@@ -119,7 +119,7 @@ def _check_no_nul(text: str) -> str:
     type=click.Choice(TRAINABLE),
     help="Parameters to train. attention: attention and the norm before it. kv: key and value projections. lora: "
     "adapters of all linear layers, which `export` merges. The other parameters stay in MODEL's dtype.  [default: "
-    "attention if Groupwise converted MODEL, else all]",
+    "attention if Groupwise merged MODEL's heads or made them latent, else all]",
 )
 @click.option(
     "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"

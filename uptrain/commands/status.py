@@ -58,7 +58,7 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 def _status(status: dict[str, Any]) -> str:
     resume = f"`uptrain resume {shlex.quote(status['run'])}` continues it"
     age = status["seconds_since_last_line"]
-    last_line = "not yet" if age is None else f"{duration(age)} ago"
+    last_line = "not yet" if age is None else f"{console.duration(age)} ago"
     return {
         "not started": f"not started; {resume}",
         "running": f"running as process {status['pid']}, last line written {last_line}",
@@ -78,23 +78,12 @@ def _last_step(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("speed", f"{status['tokens_per_s']:,.0f} tokens/s"),
     ]
     if status["step"] < status["steps"] and math.isfinite(status["seconds_left"]):
-        rows.append(("time left", f"{duration(status['seconds_left'])}, evaluations and saving not counted"))
+        rows.append(("time left", f"{console.duration(status['seconds_left'])}, evaluations and saving not counted"))
     return rows
 
 
 def _number(value: float | None, form: str, unit: str) -> str:
     return "not finite" if value is None else f"{value:{form}}{unit}"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words: `2 days 3 h`, `1 h 5 min`, `3 min`, `12 s`."""
-    minutes = round(seconds / 60)
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    hours = minutes // 60
-    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
 def _evaluation(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:

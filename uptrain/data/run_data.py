@@ -1,6 +1,5 @@
 """Find the token caches of a run, and tokenise texts given to `uptrain run` into a cache beside the run."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, warn
 from model.common.errors import InputError
+from model.common.machine import n_cores
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.token_cache import MANIFEST, Cache
 from uptrain.distributed.collectives import main_process_first
@@ -74,11 +74,6 @@ def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int
     if seq_len not in (None, of_cache):
         raise InputError(f"{data[0]} has windows of {of_cache} tokens, not {seq_len}; leave --seq-len out.")
     return of_cache
-
-
-def n_cores() -> int:
-    """Return the number of cores that this process may use; all cores on macOS, which does not report the affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _build(options: PrepareOptions, quiet: bool) -> None:

@@ -68,7 +68,7 @@ def _what_changed(settings: dict[str, Any]) -> str:
     part = changed.get(
         settings.get("trainable", "all"), "the linear maps of all layers, by adapters that are merged into them,"
     )
-    return f"Since what is said above, training has changed {part}."
+    return f"The text above describes the model before this training, which changed {part}."
 
 
 def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:

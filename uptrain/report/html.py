@@ -149,7 +149,7 @@ def _event(event: dict[str, Any]) -> str:
         return ": ".join(event[key] for key in ("event", "why") if key in event)
     at = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M UTC")
     text = f"{event['event']}, {at}, {event['processes']} process{'es' * (event['processes'] > 1)}"
-    return "; ".join([text, *(f"passed over: {problem}" for problem in event.get("passed_over", ()))])
+    return "; ".join([text, *(f"not used: {problem}" for problem in event.get("rejected", ()))])
 
 
 def _facts(rows: Iterable[tuple[str, str]]) -> str:

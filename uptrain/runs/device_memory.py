@@ -9,7 +9,7 @@ import torch
 
 from model.common.console import size
 from model.common.errors import InputError
-from model.common.free_memory import available_memory
+from model.common.machine import available_memory
 from uptrain.budget.memory import Models, Way, first_that_fits
 from uptrain.budget.plan import run_command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
@@ -36,7 +36,7 @@ def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | N
     cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.trainable) :], free, devices)
     of_plan = f"{max(free // 10_000 / 100, 0.01):g}MB" if free < 10**9 else f"{free // 10**7 / 100:g}GB"  # rounded down
     advice = (
-        f"this fits: {run_command(cheaper, str(model), teacher, models.optimizer, devices)} …"
+        f"this fits: {run_command(cheaper, str(model), teacher, models, devices)} …"
         if cheaper
         else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {of_plan} …` shows what more devices take"
     )

@@ -70,7 +70,8 @@ class Metrics:
     def rewind(self, step: int) -> None:
         """Remove the lines that a run resumed at `step` writes again: later steps, and evaluations at or after `step`.
 
-        Lines are read from the end down to the first step that stays, so that long runs resume as fast as short ones.
+        Lines are parsed from the end down to the first step that stays, so that a long run resumes about as fast as a
+        short one.
         Raises InputError if one of them is damaged.
         """
         lines, kept_lines = _complete_lines(self.path), []
@@ -128,8 +129,8 @@ def _check(record: Record) -> None:
     elif record["event"] in ("started", "resumed"):
         check_types(record, BEGINNING)
         checks.whole_number(int(record["time"]), "time", least=0, most=LATEST)
-        if "passed_over" in record:
-            check_types(record, {"passed_over": tuple[str, ...]})
+        if "rejected" in record:
+            check_types(record, {"rejected": tuple[str, ...]})
     elif "why" in record:
         check_types(record, {"why": str})
 

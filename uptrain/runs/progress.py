@@ -73,7 +73,7 @@ def _line(record: dict[str, Any]) -> str:
     if "event" not in record:
         return f"step {record['step']}: {_short(record)}"
     if record["event"] in ("started", "resumed"):
-        lines = [f"Skipped: {problem}" for problem in record.get("passed_over", ())]
+        lines = [f"Not used: {problem}" for problem in record.get("rejected", ())]
         if "shared_bytes" in record:
             lines.append(f"Student and teacher share {size(record['shared_bytes'])} of parameters.")
         devices = f"{record['processes']} x {record['device']}"

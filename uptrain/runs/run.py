@@ -1,4 +1,4 @@
-"""Start and resume runs: make the run's folder, build the Training from the settings, and train_run it.
+"""Start and resume runs: make the run's folder, build the Training from the settings, and train.
 
 RUN/run.json              settings, budget, fingerprints of data and models, versions
 RUN/model/                copies of the model's config and tokenizer files, for resuming and exporting
@@ -101,7 +101,7 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
         checkpoints = Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last)
         checkpoint = checkpoints.newest()
         reads_model = checkpoint is None or settings.trainable != "all"
-        on_main(accelerator, lambda: check_same(settings, run.identities, reads_model))
+        on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
         if reads_model:
             training = build_first(settings, folder / MODEL, accelerator, folder, deadline, show)
         else:
@@ -209,8 +209,11 @@ def train_run(
         raise failure from error
     status = "finished" if reason == "finished" else "preempted"
     if accelerator.is_main_process:
-        training.metrics.flush()
         _write_state(folder, status, state.step, reason)
+        try:
+            training.metrics.flush()
+        except OSError as error:
+            warn(f"the last lines of {training.metrics.path} were not written, but the run is saved: {error}")
     for problem in finish_trackers(accelerator):
         warn(f"the tracker did not finish, but the run did: {problem}")
     return status
@@ -373,7 +376,7 @@ def _log_start(training: Training, state: RunState, checkpoint: VerifiedCheckpoi
     if training.shared_bytes:
         event["shared_bytes"] = training.shared_bytes
     if checkpoint and checkpoint.rejected:
-        event["passed_over"] = list(checkpoint.rejected)
+        event["rejected"] = list(checkpoint.rejected)
     training.metrics.write(event)
     training.show(event)
 

@@ -119,7 +119,7 @@ def build_meta_from_config(folder: Path) -> LanguageModel:
 
 
 def stored_names(folder: Path) -> dict[str, str]:
-    """Return a table, parameter name in a training checkpoint → tensor name in the folder's files."""
+    """Return a table, name in a training checkpoint → name in the folder's files, of parameters and stored buffers."""
     names, stem = parameter_names(folder)
     with open_checkpoint(folder) as checkpoint:
         if is_native(checkpoint.config):
@@ -128,22 +128,24 @@ def stored_names(folder: Path) -> dict[str, str]:
 
 
 def frozen_names(folder: Path, part: str) -> dict[str, str]:
-    """Return the entries of `stored_names` whose parameters are not trained."""
+    """Return the entries of `stored_names` that are not trained."""
     pattern = part_pattern(part, read_config(folder)[1])
     return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
 
 
 def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
-    """Return the parameter names of a folder's model in memory, and the prefix that its files may omit.
+    """Return the names of a model's parameters and stored buffers in memory, and the prefix that its files may omit.
 
-    Both are empty for native models, whose parameter names are those of the files.
+    Both are empty for native models, whose names are those of the files.
     """
     _, config = read_config(folder)
     if is_native(config):
         return (), ""
     with torch.device("meta"):
         model = build_hf_model(folder, torch.float32)
-    return tuple(name for name, _ in model.named_parameters()), f"{model.base_model_prefix}."
+    stored = model.state_dict().keys()  # with both names of a tied tensor, of which the files hold one
+    buffers = (name for name, _ in model.named_buffers() if name in stored)
+    return (*(name for name, _ in model.named_parameters()), *buffers), f"{model.base_model_prefix}."
 
 
 def random_student(folder: Path, seed: int) -> LanguageModel:

@@ -1,5 +1,6 @@
-"""Read how much memory this process can still use on the CPU: the machine's, or less in a container or a Slurm job."""
+"""Read which cores and how much memory this process can use: the machine's, or less in a container or a Slurm job."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -8,6 +9,11 @@ _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _V2 = (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
 """Files of the limits and of the use, and the parts of the use that the kernel frees when memory is short."""
+
+
+def n_cores() -> int:
+    """Return the number of cores that this process may use; all cores on macOS, which does not report the affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
