@@ -10,13 +10,13 @@ import torch
 from convert.calibration.calibrate_layers import JUDGED_TOKENS
 from convert.calibration.estimate import TRAINING, fastest, solving_speed
 from convert.calibration.input_moments import InputSums
-from convert.calibration.latent_fit import BALANCES
+from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_stream import HELD_OUT_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.refine import EVALUATIONS
-from convert.latent.attention import LatentAttention
+from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import evenly, frequencies_at, spacings
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
@@ -49,12 +49,12 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     with torch.inference_mode(), faster_products(recipe.device):
         layer = _measure(checkpoint, plan)
     held_out = text.n_tokens / HELD_OUT_EVERY
-    outputs = 2 * len(BALANCES) * min(held_out, JUDGED_TOKENS) + text.n_tokens
+    outputs = 2 * len(KEY_WEIGHTS) * min(held_out, JUDGED_TOKENS) + text.n_tokens
     if recipe.refine:
         outputs += (EVALUATIONS + 1) * held_out + TRAINING * recipe.refine
     surveyed = min(text.n_tokens, SURVEY_TOKENS)
     tried = len(spacings(1, 1)) if recipe.frequencies == "stock" else 0
-    closed = len(BALANCES) * (layer.solving + text.n_windows * layer.queries)
+    closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)
     closed += tried * (layer.solving + surveyed / text.window * layer.queries)
     seconds = 2 * layer.load + (text.n_tokens + surveyed) * layer.run + outputs * layer.output + closed
     return len(plan.works) * seconds
@@ -81,13 +81,13 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     pairs = [(0, run().pairs[0])]
     before = work.read(checkpoint)
     heads = (sizes.n_heads, sizes.nope, sizes.hidden_size)
-    latent = LatentAttention(
+    latent = LatentMatrices(
         np.zeros(heads),
         np.zeros((sizes.n_heads, sizes.rope, sizes.hidden_size)),
-        np.zeros((sizes.free, sizes.hidden_size)),
+        np.zeros((sizes.usable, sizes.hidden_size)),
         np.zeros((sizes.rope, sizes.hidden_size)),
-        np.zeros((sizes.n_heads, sizes.nope, sizes.free)),
-        np.zeros((sizes.n_heads, sizes.head_dim, sizes.free)),
+        np.zeros((sizes.n_heads, sizes.nope, sizes.usable)),
+        np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
         before.o_HMD,
     )
     frequencies_F = frequencies_at(work.rope, evenly(work.rope.n_planes, sizes.rope // 2))

@@ -17,15 +17,15 @@ from convert.calibration.layer_stream import Layer, Progress, is_held_out
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration.text import CalibrationText
-from convert.latent.attention import LatentAttention
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve
 from convert.latent.layer import LatentLayer
+from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import frequencies_at
 from convert.merging.layer import MergedLayer
 from model.checkpoint import Checkpoint
 
-BALANCES = (0.1, 1.0, 10.0)
+KEY_WEIGHTS = (0.1, 1.0, 10.0)
 """Weights of keys against values in the latent that are tried."""
 
 
@@ -41,7 +41,7 @@ def calibrate_latent(
     write_layers(checkpoint, works, text, folder, progress, convert)
 
 
-def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: Progress) -> LatentAttention:
+def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: Progress) -> LatentMatrices:
     sums = InputSums(layer, work.sizes.hidden_size)
     layer.run(sums.add)
     positions = work.recipe.positions
@@ -51,12 +51,12 @@ def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: 
     windows = judged_windows(layer)
     fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
 
-    def candidates() -> Iterator[LatentAttention]:
+    def candidates() -> Iterator[LatentMatrices]:
         if work.recipe.solver != "fit":
             yield solve_as(work.recipe.solver, before, moments, work.sizes, work.rope, positions)
             return
-        for balance in BALANCES:
-            closed = solve(before, moments, work.sizes, work.rope, positions, balance)
+        for key_weight in KEY_WEIGHTS:
+            closed = solve(before, moments, work.sizes, work.rope, positions, key_weight)
             yield closed
             both = np.array(work.rope.frequencies), frequencies_F
             yield solve_queries(layer, before, closed, work.sizes, both, fitted)

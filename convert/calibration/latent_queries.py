@@ -18,7 +18,7 @@ from torch import Tensor
 
 from convert.calibration.input_moments import Pairs
 from convert.calibration.layer_stream import Layer
-from convert.latent.attention import LatentAttention
+from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.merging.weights import LayerAttention, Real
 from model.decoder.devices import float64_device, to_float64
@@ -31,11 +31,11 @@ _RIDGE = 1e-3
 def solve_queries(
     layer: Layer,
     before: LayerAttention,
-    latent: LatentAttention,
+    latent: LatentMatrices,
     sizes: LatentSizes,
     frequencies: tuple[Real, Real],
     pairs: Sequence[tuple[int, Pairs]],
-) -> LatentAttention:
+) -> LatentMatrices:
     """Return the latent attention with other rotated queries and unrotated keys.
 
     `frequencies`: of the source's planes and of the channels. `pairs`: windows to fit on, by index.

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convert.latent.attention import LatentAttention
+from convert.latent.matrices import LatentMatrices
 from model.decoder.attention import Mask, attend
 from model.decoder.rope import rotate
 
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """Latent attention without its norm (`convert.latent.attention`), and the frequencies of its rotated dimensions."""
+    """Latent attention without its norm (`convert.latent.matrices`), and the frequencies of its rotated dimensions."""
 
     q_nope_CX: Tensor
     q_rope_CX: Tensor
@@ -72,7 +72,7 @@ class LatentWeights:
         return out_BTHQ[..., : self.head_dim].flatten(2)
 
 
-def latent_weights(attention: LatentAttention, frequencies_F: np.ndarray) -> LatentWeights:
+def latent_weights(attention: LatentMatrices, frequencies_F: np.ndarray) -> LatentWeights:
     """Copy a layer's latent attention to float32, on the CPU."""
     o_MC = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
     matrices = (
@@ -89,7 +89,7 @@ def latent_weights(attention: LatentAttention, frequencies_F: np.ndarray) -> Lat
     return LatentWeights(q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, output_MC, frequencies, size)
 
 
-def with_latent_weights(attention: LatentAttention, weights: LatentWeights) -> LatentAttention:
+def with_latent_weights(attention: LatentMatrices, weights: LatentWeights) -> LatentMatrices:
     """Return the attention with other values, in float64."""
     names = ("q_HNX", "q_HRX", "latent_LX", "key_RX", "k_HNL", "v_HDL")
     arrays = [matrix.detach().cpu().double().numpy() for matrix in weights]

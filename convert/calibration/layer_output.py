@@ -15,11 +15,11 @@ from torch import Tensor
 from convert.calibration.latent_weights import LatentWeights
 from convert.calibration.layer_module import Weights
 from convert.calibration.layer_stream import Layer
-from convert.latent.attention import LatentAttention
+from convert.latent.matrices import LatentMatrices
 from convert.merging.weights import LayerAttention, Real
 from model.decoder.devices import to_float64
 
-AnyAttention = TypeVar("AnyAttention", LayerAttention, LatentAttention)
+AnyAttention = TypeVar("AnyAttention", LayerAttention, LatentMatrices)
 AnyWeights = TypeVar("AnyWeights", Weights, LatentWeights)
 
 
@@ -45,7 +45,7 @@ def with_weights(attention: LayerAttention, weights: Weights) -> LayerAttention:
     )
 
 
-def output_matrix(attention: LayerAttention | LatentAttention) -> Real:
+def output_matrix(attention: LayerAttention | LatentMatrices) -> Real:
     """Return the output projection, [M, H·D]."""
     o_MC: Real = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
     return o_MC

@@ -34,7 +34,7 @@ class MomentSums:
         module = layer.module
         self._layer, self._n_groups = layer, n_kv_heads
         self._size = module.head_dim
-        self._per_group = module.n_heads // n_kv_heads
+        self._heads_per_group = module.n_heads // n_kv_heads
         width = module.n_kv_heads // n_kv_heads * module.head_dim
         place = float64_device(module.device)
         zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64, device=place)
@@ -44,7 +44,7 @@ class MomentSums:
         self._queries_HDD = zeros.new_zeros(module.n_heads, module.head_dim, module.head_dim)
         self._rng = np.random.default_rng(layer.index)
         self._draws = torch.Generator().manual_seed(layer.index)
-        per_window = self._per_group * layer.text.n_windows
+        per_window = self._heads_per_group * layer.text.n_windows
         self._queries = min(-(-VALUE_QUERIES // layer.text.n_windows), layer.text.length)
         self._key_queries = min(-(-KEY_QUERIES // per_window), self._queries)
 
@@ -84,7 +84,7 @@ class MomentSums:
             keys_TF = self._grouped(k_KTD)[group]
             drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
             drawn_NC = drawn_NC.to(keys_TF.device)
-            mean_NF, at_N = weights_NT @ keys_TF, at_S.repeat(self._per_group)
+            mean_NF, at_N = weights_NT @ keys_TF, at_S.repeat(self._heads_per_group)
             step = max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))
             for part in (slice(start, start + step) for start in range(0, len(at_N), step)):
                 centred_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
@@ -122,7 +122,7 @@ class MomentSums:
             self._raw_keys_GFF /= n_windows * self._layer.text.length
         moments = []
         for group in range(self._n_groups):
-            heads = slice(group * self._per_group, (group + 1) * self._per_group)
+            heads = slice(group * self._heads_per_group, (group + 1) * self._heads_per_group)
             keys_FF, values_FF = (x[group].cpu().numpy() for x in (self._keys_GFF, self._values_GFF))
             raw_FF = None if self._raw_keys_GFF is None else self._raw_keys_GFF[group].cpu().numpy()
             moments.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_rotary_pairs, raw_FF))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from convert.calibration.class_norms import ClassNorms
 from convert.calibration.layer_module import HeadStates, LayerModule, Watch, Weights
+from convert.calibration.transformers_norms import TransformersNorms
 from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
@@ -83,9 +83,9 @@ class TransformersLayer(LayerModule):
         order = half_split_order(self.head_dim, self._n_rotated // 2, family.rotary_pairing)
         self._order = torch.from_numpy(order).to(self.device)
         self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
-        self._norms: ClassNorms | None = None
+        self._norms: TransformersNorms | None = None
         if family.head_norms is not None and family.head_norms.kind == "rms":  # others: see `check_layer_merge`
-            self._norms = ClassNorms(self._attention, family.head_norms, self._order, self._n_rotated // 2)
+            self._norms = TransformersNorms(self._attention, family.head_norms, self._order, self._n_rotated // 2)
         self._calls: dict[int, Call] = {}
         self._last_call: Call = {}
         """The last arguments of the class's attention function."""

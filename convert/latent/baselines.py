@@ -16,8 +16,8 @@ heads), R rotated dimensions, L latent, X inputs, W rows of keys and values of a
 import numpy as np
 
 from convert.latent import LatentMethod
-from convert.latent.attention import LatentAttention
 from convert.latent.closed_form import InputMoments, join_parts
+from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import SourceRope, folds
 from convert.latent.sizes import LatentSizes
 from convert.merging.weights import LayerAttention, Real
@@ -30,10 +30,10 @@ def solve_as(
     sizes: LatentSizes,
     rope: SourceRope,
     positions: tuple[float, ...],
-) -> LatentAttention:
+) -> LatentMatrices:
     """Return the latent attention of a layer by a published method."""
     half, n_kv_heads = sizes.head_dim // 2, sizes.n_kv_heads
-    per_head = sizes.n_heads // n_kv_heads
+    heads_per_group = sizes.n_heads // n_kv_heads
     q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
     rest_KPX = k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
@@ -49,9 +49,9 @@ def solve_as(
         key_CX[channel] = weights_F @ keys_FX
         rest_KPX[:, planes] -= (weights_F[:, None] * key_CX[channel]).reshape(n_kv_heads, len(planes), -1)
         weights_KP = weights_F.reshape(n_kv_heads, len(planes))
-        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(per_head, axis=0), q_HPX[:, planes])
+        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(heads_per_group, axis=0), q_HPX[:, planes])
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
-    latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.free)
+    latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.usable)
     return join_parts(before, query_HCX, key_CX, latent, sizes, rope)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.latent.attention import LatentAttention
+from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import Fold, SourceRope, coherence, folds
 from convert.latent.sizes import LatentSizes
 from convert.merging.weights import Complex, LayerAttention, Real
@@ -58,9 +58,9 @@ def solve(
     sizes: LatentSizes,
     rope: SourceRope,
     positions: tuple[float, ...],
-    balance: float = 1.0,
-) -> LatentAttention:
-    """Return the latent attention of a layer. `balance`: the weight of keys against values in the latent.
+    key_weight: float = 1.0,
+) -> LatentMatrices:
+    """Return the latent attention of a layer. `key_weight`: the weight of keys against values in the latent.
 
     `positions`: the channels of the rotated key (`rotation`).
     """
@@ -73,7 +73,8 @@ def solve(
         _share(fold, q_HPX, k_KPX, moments, query_HCX, key_CX, rest_KPX)
     rest_KPX *= coherence(rope.frequencies, rope.context)[:, None]
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
-    return join_parts(before, query_HCX, key_CX, _latent(before, rest_KDX, moments, sizes.free, balance), sizes, rope)
+    latent = _latent(before, rest_KDX, moments, sizes.usable, key_weight)
+    return join_parts(before, query_HCX, key_CX, latent, sizes, rope)
 
 
 def join_parts(
@@ -83,22 +84,22 @@ def join_parts(
     latent: tuple[Real, Real, Real],
     sizes: LatentSizes,
     rope: SourceRope,
-) -> LatentAttention:
+) -> LatentMatrices:
     """Return the latent attention of rotated queries and key, and of the latent with its maps to keys and values.
 
     `latent`: the latent [L, X], and its maps to the source's keys and values, [K, D, L] each.
     """
     latent_LX, k_KDL, v_KDL = latent
-    per_head = len(before.q_HDX) // len(before.k_KDX)
+    heads_per_group = before.heads_per_group
     padding = ((0, 0), (0, sizes.nope - sizes.head_dim), (0, 0))
     scale = rope.scale**2  # of logits; queries take it
-    return LatentAttention(
+    return LatentMatrices(
         q_HNX=np.pad(before.q_HDX * scale, padding),
         q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * scale,
         latent_LX=latent_LX,
         key_RX=np.concatenate([key_CX.real, key_CX.imag]),
-        k_HNL=np.pad(np.repeat(k_KDL, per_head, axis=0), padding),
-        v_HDL=np.repeat(v_KDL, per_head, axis=0),
+        k_HNL=np.pad(np.repeat(k_KDL, heads_per_group, axis=0), padding),
+        v_HDL=np.repeat(v_KDL, heads_per_group, axis=0),
         o_HMD=before.o_HMD,
     )
 
@@ -159,21 +160,21 @@ def _share(
 
 
 def _latent(
-    before: LayerAttention, rest_KDX: Real, moments: InputMoments, size: int, balance: float
+    before: LayerAttention, rest_KDX: Real, moments: InputMoments, size: int, key_weight: float
 ) -> tuple[Real, Real, Real]:
     """Return the latent, [L, X], and what makes unrotated keys and values of it, [K, D, L] each.
 
-    The latent minimises the squared errors of outputs plus those of logits, times `balance` and the head's output
+    The latent minimises the squared errors of outputs plus those of logits, times `key_weight` and the head's output
     power, for inputs with the second moment of `moments.values_XX`.
     """
-    per_head = len(before.q_HDX) // len(before.k_KDX)
+    heads_per_group = before.heads_per_group
     loss_XX = np.zeros_like(moments.values_XX)
     for head, (q_DX, o_MD) in enumerate(zip(before.q_HDX, before.o_HMD, strict=True)):
-        key_DX, value_DX = rest_KDX[head // per_head], before.v_KDX[head // per_head]
+        key_DX, value_DX = rest_KDX[head // heads_per_group], before.v_KDX[head // heads_per_group]
         values_XX = value_DX.T @ (o_MD.T @ o_MD) @ value_DX
         queries_DD = q_DX @ moments.queries_XX @ q_DX.T / len(q_DX)
         power = float((values_XX * moments.values_XX).sum())  # what an error of the logits spoils
-        loss_XX += balance * power * key_DX.T @ queries_DD @ key_DX + values_XX
+        loss_XX += key_weight * power * key_DX.T @ queries_DD @ key_DX + values_XX
     root_XX, inverse_XX = moments.roots
     power_XX = root_XX @ loss_XX @ root_XX
     vectors_XL = _largest(power_XX)[1][:, :size]

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from convert.latent.attention import LatentAttention
 from convert.latent.closed_form import moments_from_norm, solve
+from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import SourceRope, frequencies_at
 from convert.latent.sizes import LatentSizes
-from convert.latent.stock_tensors import StockNames, fold, unfold
+from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.layer import MergedLayer, read_finite, rounded
 from convert.merging.weights import LayerAttention, Real
 
@@ -25,7 +25,7 @@ WIDER = "save the source in bfloat16 or float32 first"
 class FittedLatent:
     """Latent attention, and the frequencies of its rotated pairs of dimensions."""
 
-    latent: LatentAttention
+    latent: LatentMatrices
     frequencies_F: Real
 
 
@@ -85,7 +85,7 @@ class LatentLayer:
         latent = solve(before, moments_from_norm(norm_X), self.sizes, self.rope, positions)
         return self.finish(checkpoint, self.balance(latent))
 
-    def balance(self, latent: LatentAttention) -> LatentAttention:
+    def balance(self, latent: LatentMatrices) -> LatentMatrices:
         """Return the same function with balanced weights, if the way to undo the norm allows it."""
         # A bias outweighs a latent of unit variance. A balanced one may be longer.
         return latent.balanced() if self.sizes.norm == "eps" else latent
@@ -98,14 +98,14 @@ class LatentLayer:
         o_HMD = o.reshape(-1, self.sizes.n_heads, size).transpose(1, 0, 2)
         return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
 
-    def finish(self, checkpoint: "Checkpoint", latent: LatentAttention) -> MergedLayer:
+    def finish(self, checkpoint: "Checkpoint", latent: LatentMatrices) -> MergedLayer:
         """Return the layer's tensors in the dtype of the source's queries. Raises CheckpointError if one overflows."""
         dtype = checkpoint.rows(self.source[0], 0, 1).dtype
-        exact = fold(latent, self.sizes, self.names, self.scale)
+        exact = to_stock_tensors(latent, self.sizes, self.names, self.scale)
         return MergedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
 
     def fitted(self, tensors: dict[str, Real]) -> FittedLatent:
         """Return the latent attention in the output's tensors, given in float64."""
         assert self.recipe.positions is not None
-        latent = unfold(tensors, self.sizes, self.names, self.scale)
+        latent = from_stock_tensors(tensors, self.sizes, self.names, self.scale)
         return FittedLatent(latent, frequencies_at(self.rope, self.recipe.positions))

@@ -9,7 +9,7 @@ from model.geometry import Geometry
 
 ENGINE_SIZES = {576: "512 + 64", 320: "256 + 64"}
 """Cached numbers for which vLLM has kernels of latent attention, and the sizes (vLLM 0.11 to 2026, read in source)."""
-_APART = 32
+_NOPE_PADDING = 32
 """vLLM mistakes equal unrotated and rotated sizes of a query head for attention without a latent. Unrotated dimensions
 are then padded by this many zeros."""
 
@@ -33,7 +33,7 @@ class LatentSizes:
     @property
     def nope(self) -> int:
         """`qk_nope_head_dim`: unrotated dimensions of a query or key head."""
-        return self.head_dim + _APART * (self.rope == self.head_dim)
+        return self.head_dim + _NOPE_PADDING * (self.rope == self.head_dim)
 
     @property
     def query(self) -> int:
@@ -41,7 +41,7 @@ class LatentSizes:
         return self.nope + self.rope
 
     @property
-    def free(self) -> int:
+    def usable(self) -> int:
         """Numbers of the latent that carry something: all, but for the constant channel of `--latent-norm bias`."""
         return self.latent - (self.norm == "bias")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.latent.attention import LatentAttention
+from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.merging.rounding import BFLOAT16, round_once
 from convert.merging.weights import Real
@@ -58,8 +58,8 @@ class StockNames:
         return dict(zip((*self.weights, *self.biases), shapes, strict=False))
 
 
-def fold(
-    attention: LatentAttention, sizes: LatentSizes, names: StockNames, scale: float
+def to_stock_tensors(
+    attention: LatentMatrices, sizes: LatentSizes, names: StockNames, scale: float
 ) -> dict[str, Real]:  # fmt: skip
     """Return the tensors of the stock class in float64, to be rounded.
 
@@ -79,20 +79,20 @@ def fold(
         np.full(sizes.latent, rounded),
         up_HUL.reshape(-1, sizes.latent),
         attention.o_HMD.transpose(1, 0, 2).reshape(sizes.hidden_size, -1) * scale,
-        np.concatenate([np.zeros(sizes.free), np.full(sizes.latent - sizes.free, CONSTANT), np.zeros(sizes.rope)]),
+        np.concatenate([np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, CONSTANT), np.zeros(sizes.rope)]),
         np.zeros(sizes.hidden_size),
     )
     return dict(zip((*names.weights, *names.biases), tensors, strict=False))
 
 
-def unfold(tensors: dict[str, Real], sizes: LatentSizes, names: StockNames, scale: float) -> LatentAttention:
-    """Return the latent attention that `fold` wrote, without its norm."""
+def from_stock_tensors(tensors: dict[str, Real], sizes: LatentSizes, names: StockNames, scale: float) -> LatentMatrices:
+    """Return the latent attention that `to_stock_tensors` wrote, without its norm."""
     query, rows, gamma, up, output = (tensors[name] for name in names.weights)
     query_HQX = query.reshape(sizes.n_heads, sizes.query, -1) / math.sqrt(sizes.query / sizes.head_dim)
-    gain_L = gamma[: sizes.free] / norm_weight(sizes.norm, sizes.latent)
-    up_HUL = up.reshape(sizes.n_heads, -1, sizes.latent)[:, :, : sizes.free] * gain_L
-    latent_LX = rows[: sizes.free] / (SHRINK if sizes.norm == "eps" else 1.0)
-    return LatentAttention(
+    gain_L = gamma[: sizes.usable] / norm_weight(sizes.norm, sizes.latent)
+    up_HUL = up.reshape(sizes.n_heads, -1, sizes.latent)[:, :, : sizes.usable] * gain_L
+    latent_LX = rows[: sizes.usable] / (SHRINK if sizes.norm == "eps" else 1.0)
+    return LatentMatrices(
         q_HNX=query_HQX[:, : sizes.nope],
         q_HRX=half_split(query_HQX[:, sizes.nope :]),
         latent_LX=latent_LX,

@@ -51,7 +51,7 @@ class LatentRecipe(Recipe):
 def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
     """Return whether latent attention of these sizes computes the source's function for any weights."""
     keys = sizes.n_kv_heads * sizes.head_dim
-    return sizes.rope == keys and sizes.free >= keys and (sizes.n_kv_heads == 1 or frequencies == "longrope")
+    return sizes.rope == keys and sizes.usable >= keys and (sizes.n_kv_heads == 1 or frequencies == "longrope")
 
 
 def default_positions(rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:

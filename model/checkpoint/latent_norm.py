@@ -44,8 +44,8 @@ class LatentNorm:
     """`qk_rope_head_dim`."""
 
     @property
-    def free(self) -> int:
-        """Number of the latent's free numbers: all, but for the constant channel of `bias`."""
+    def usable(self) -> int:
+        """Number of the latent's usable numbers: all, but for the constant channel of `bias`."""
         return self.latent - (self.kind == "bias")
 
     @property
@@ -120,18 +120,18 @@ class WithoutLatentNorm(_Wrapped):
                 del self.tensors[name]
             elif part in (KV_A, KV_B):
                 rows, columns = tensor.shape
-                dropped = norm.latent - norm.free
+                dropped = norm.latent - norm.usable
                 shape = (rows - dropped, columns) if part == KV_A else (rows, columns - dropped)
                 self.tensors[name] = replace(tensor, shape=shape)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         norm = self._norm
         if _part(name) == KV_A:
-            kept = np.delete(np.arange(norm.latent + norm.rope), np.arange(norm.free, norm.latent))[start:stop]
+            kept = np.delete(np.arange(norm.latent + norm.rope), np.arange(norm.usable, norm.latent))[start:stop]
             rows = self._inner.rows(name, 0, norm.latent + norm.rope)[kept]
-            return _scaled(rows, max(0, norm.free - start), 1 / norm.shrink)
+            return _scaled(rows, max(0, norm.usable - start), 1 / norm.shrink)
         rows = self._inner.rows(name, start, stop)
-        return rows[:, : norm.free] if _part(name) == KV_B else rows
+        return rows[:, : norm.usable] if _part(name) == KV_B else rows
 
 
 def without_latent_norm(checkpoint: Checkpoint) -> Checkpoint:
@@ -147,7 +147,7 @@ class WithLatentNorm(_Wrapped):
 
     def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:
         super().__init__(inner, norm)
-        added = norm.latent - norm.free
+        added = norm.latent - norm.usable
         for name, tensor in inner.tensors.items():
             part, place = _part(name), name.rpartition("self_attn.")[0] + "self_attn."
             if part == KV_A:
@@ -170,14 +170,14 @@ class WithLatentNorm(_Wrapped):
         if part and name.endswith(".bias"):
             values = np.zeros(self.tensors[name].shape, dtype=np.float32)
             if part == KV_A:
-                values[norm.free : norm.latent] = CONSTANT
+                values[norm.usable : norm.latent] = CONSTANT
             return values[start:stop]
         if part == KV_A:
-            rows = _scaled(self._inner.rows(name, 0, norm.free + norm.rope), norm.free, norm.shrink)
-            empty = np.zeros((norm.latent - norm.free, rows.shape[1]), dtype=rows.dtype)
-            return np.concatenate([rows[: norm.free], empty, rows[norm.free :]])[start:stop]
+            rows = _scaled(self._inner.rows(name, 0, norm.usable + norm.rope), norm.usable, norm.shrink)
+            empty = np.zeros((norm.latent - norm.usable, rows.shape[1]), dtype=rows.dtype)
+            return np.concatenate([rows[: norm.usable], empty, rows[norm.usable :]])[start:stop]
         rows = self._inner.rows(name, start, stop)
-        return np.pad(rows, ((0, 0), (0, norm.latent - norm.free))) if part == KV_B else rows
+        return np.pad(rows, ((0, 0), (0, norm.latent - norm.usable))) if part == KV_B else rows
 
 
 def _part(name: str) -> str | None:

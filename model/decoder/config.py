@@ -138,7 +138,7 @@ def _read_latent_config(config: Mapping[str, Any], norm: LatentNorm) -> LlamaCon
         tied=False,
         windows=(None,) * n_layers,
         rope=read_rope(config, norm.rope),
-        latent=LatentShape(norm.free, norm.rope, nope, value, norm.gain),
+        latent=LatentShape(norm.usable, norm.rope, nope, value, norm.gain),
     )
 
 

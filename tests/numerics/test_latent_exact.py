@@ -13,7 +13,7 @@ from latent_reference import attend
 from convert.latent.closed_form import moments_from_norm, solve
 from convert.latent.rotation import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
 from convert.latent.sizes import LatentSizes
-from convert.latent.stock_tensors import StockNames, fold, unfold
+from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.weights import LayerAttention
 
 LARGEST_DIFFERENCE, LARGEST_DIVERGENCE = 1e-4, 1e-10
@@ -160,7 +160,7 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
     positions = stock_positions(1.5, 2)
     latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), sizes, ROPE, positions)
     names = StockNames("self_attn.", False)
-    tensors = fold(latent, sizes, names, 1.0)
+    tensors = to_stock_tensors(latent, sizes, names, 1.0)
     rope = rope_parameters(ROPE, positions)
     model_config = DeepseekV3Config(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=10, q_lora_rank=None,
@@ -177,7 +177,7 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
         actual = module(inputs, embedding(inputs, torch.arange(12)[None]), mask)[0][0].numpy()
     expected = attend(latent, x, frequencies_at(ROPE, positions))
     assert np.abs(actual - expected).max() <= 1e-5 * np.abs(expected).max()
-    again = unfold(tensors, sizes, names, 1.0)
+    again = from_stock_tensors(tensors, sizes, names, 1.0)
     for name, values in vars(latent).items():
         assert np.allclose(getattr(again, name), values, rtol=1e-12), name
 

@@ -6,11 +6,11 @@ the latent, D dimensions of a value head, X inputs (the hidden size), M outputs.
 
 import numpy as np
 
-from convert.latent.attention import LatentAttention
+from convert.latent.matrices import LatentMatrices
 from convert.merging.weights import Real
 
 
-def attend(attention: LatentAttention, x_TX: Real, frequencies_F: Real) -> Real:
+def attend(attention: LatentMatrices, x_TX: Real, frequencies_F: Real) -> Real:
     """Return the attention's output for one text, [T, M]. `frequencies_F`: of the R/2 rotated pairs."""
     n_tokens, n_pairs = len(x_TX), len(frequencies_F)
     angles_TF = np.outer(np.arange(n_tokens), frequencies_F)

@@ -12,7 +12,7 @@ from model.checkpoint import Tensor
 from model.decoder import losses
 from model.geometry import Geometry
 from uptrain.budget import memory
-from uptrain.budget.memory import Models, Way, first_that_fits, layer_activation_bytes, micro_batches
+from uptrain.budget.memory import Models, Way, first_that_fits, layer_activation_bytes, micro_batch_sizes
 from uptrain.budget.training_time import count_parameters
 from uptrain.runs import device_memory
 
@@ -114,7 +114,7 @@ def test_chunks_of_logits_are_those_of_the_loss():
 def test_the_first_way_that_fits():
     """The largest micro-batch before recomputing, and recomputing before a smaller part."""
     subject = models()
-    assert list(micro_batches(2048)) == [4, 2, 1]
+    assert list(micro_batch_sizes(2048)) == [4, 2, 1]
 
     def bytes_of(*way, devices=1):
         return subject.memory(Way(*way)).of(devices)

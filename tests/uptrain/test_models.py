@@ -1,4 +1,4 @@
-"""What is trained, how it begins when it is trained from nothing, and which optimizer trains it."""
+"""What is trained, how it begins when it is trained from scratch, and which optimizer trains it."""
 
 import pytest
 import tiny

@@ -90,7 +90,7 @@ CASES = {
     "teacher": ([with_teacher(0, 5.0), *STEPS, with_teacher(8, 4.0)], {}, [*TITLES[:1], *TITLES[3:]], ["33.3%"]),
     "distill": ([*STEPS, with_teacher(8, 4.0)], {"loss": "distill"}, [DISTILL, HELD_OUT, KL, RATE, SPEED], ["—"]),
     "mix": ([*STEPS], {"loss": "mix"}, [MIX, RATE, SPEED], ["half cross-entropy"]),
-    "new": ([evaluation(0, 9.0), *STEPS], {"model": ""}, [NEXT_TOKEN, HELD_OUT, RATE, SPEED], ["from nothing"]),
+    "new": ([evaluation(0, 9.0), *STEPS], {"model": ""}, [NEXT_TOKEN, HELD_OUT, RATE, SPEED], ["from scratch"]),
     "skipped": (SKIPPED, {}, TRAINED, ["<td>2</td><td>update skipped", "update skipped</text>"]),
     "nothing but skipped": ([step(1, None, skipped=True)], {}, TRAINED, ["not finite"]),
     "resumed": (RESUMED, {}, TRAINED, ["not used: step-00000008", "2 processes", "resumed</text>"]),

@@ -99,7 +99,7 @@ def test_from_nothing(uptrain, settings, inputs, tmp_path):
     assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
     card = (tmp_path / "out/README.md").read_text()
     assert "## Training by Groupwise" in card
-    assert "from nothing, 1 of 2 steps" in card
+    assert "from scratch, 1 of 2 steps" in card
     assert "α" not in card
 
 

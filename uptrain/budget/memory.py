@@ -275,7 +275,7 @@ def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str,
     return layer
 
 
-def micro_batches(seq_len: int) -> Iterator[int]:
+def micro_batch_sizes(seq_len: int) -> Iterator[int]:
     """Yield the sizes of a micro-batch that a run tries, in windows: the default, its halves, and one."""
     n = default_micro_batch(seq_len)
     while n > 1:
@@ -293,7 +293,7 @@ def first_that_fits(
     model does not have are left out.
     """
     known = [part for part in parts if part in parts_of(models.config)]
-    for part, again, size in product(known, recompute, micro_batches(models.seq_len)):
+    for part, again, size in product(known, recompute, micro_batch_sizes(models.seq_len)):
         way = Way(part, size, again)
         if models.memory(way).of(devices) <= nbytes:
             return way

@@ -17,10 +17,10 @@ from uptrain.runs.signals import interruptible
 
 
 def cache_of(
-    data: Sequence[str], tokenizer: Path, seq_len: int | None, beside: Path, option: str = "--data",
+    data: Sequence[str], tokenizer: Path, seq_len: int | None, out: Path, option: str = "--data",
     temporary: bool = False, quiet: bool = False,
 ) -> Path:  # fmt: skip
-    """Return the token cache that `data` names; if `data` names texts, tokenise them into `beside` first.
+    """Return the token cache that `data` names; if `data` names texts, tokenise them into `out` first.
 
     `data` are sources of `uptrain prepare`, `tokenizer` is the model's folder. `seq_len` defaults to the model's
     context, at most 4096. `option` gave `data`. `temporary`: the caller deletes the cache. The main process builds the
@@ -29,18 +29,18 @@ def cache_of(
     if not is_cache(data):
         length = seq_len_of(data, tokenizer, seq_len)
         options = PrepareOptions(
-            tuple(data), beside, length, tokenizer, workers=n_cores(), option=option, temporary=temporary
+            tuple(data), out, length, tokenizer, workers=n_cores(), option=option, temporary=temporary
         )
-        main_process_first(lambda: _build(options, quiet), beside / MANIFEST)
-    return cache_folder(data, beside)
+        main_process_first(lambda: _build(options, quiet), out / MANIFEST)
+    return cache_folder(data, out)
 
 
-def cache_folder(data: Sequence[str], beside: Path) -> Path:
-    """Return the folder of the token cache of `data`: the cache that it names, or `beside` for texts."""
-    return Path(data[0]) if is_cache(data) else beside
+def cache_folder(data: Sequence[str], out: Path) -> Path:
+    """Return the folder of the token cache of `data`: the cache that it names, or `out` for texts."""
+    return Path(data[0]) if is_cache(data) else out
 
 
-def beside(run: Path, what: str) -> Path:
+def run_cache_folder(run: Path, what: str) -> Path:
     """Return the folder of the token cache of a run's texts; `what` is `data` or `eval_data`."""
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
 
@@ -53,11 +53,11 @@ def find_data(settings: Settings, run: Path) -> Settings:
     moved: dict[str, Any] = {}
     for what, path in (("data", settings.data), ("eval_data", settings.eval_data)):
         if path and not (Path(path) / MANIFEST).is_file():
-            if not (beside(run, what) / MANIFEST).is_file():
+            if not (run_cache_folder(run, what) / MANIFEST).is_file():
                 raise InputError(
-                    f"the run's data, {path}, are missing; restore them, or put them at {beside(run, what)}."
+                    f"the run's data, {path}, are missing; restore them, or put them at {run_cache_folder(run, what)}."
                 )
-            moved[what] = str(beside(run, what).resolve())
+            moved[what] = str(run_cache_folder(run, what).resolve())
     return replace(settings, **moved)
 
 

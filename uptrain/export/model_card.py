@@ -24,7 +24,7 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
 
 def _section(record: dict[str, Any]) -> str:
     settings, budget = record["settings"], record["budget"]
-    begun = f"from {markdown_code(settings['model'])}" if settings["model"] else "from nothing"
+    begun = f"from {markdown_code(settings['model'])}" if settings["model"] else "from scratch"
     done = record["step"] / settings["steps"]
     alpha = (
         f"{budget['alpha'] * done:.4g} of the original pre-training" if budget["alpha"] else "original size not given"

@@ -83,7 +83,7 @@ def _summary(history: History, of_name: str) -> str:
     """Return the summary of a run: its progress and latest losses."""
     settings, budget = history.run.settings, history.run.budget
     share = f", α = {budget.alpha:.4g} of the original pre-training when finished" if budget.alpha else ""
-    origin = f"Uptraining of {Path(settings.model).name}" if settings.model else "Training from nothing"
+    origin = f"Uptraining of {Path(settings.model).name}" if settings.model else "Training from scratch"
     figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", show_count(history.tokens))]
     if history.steps:
         figures.append(("training loss", show_loss(history.steps[-1]["loss"])))
@@ -108,7 +108,7 @@ def _settings(history: History) -> list[tuple[str, str]]:
     run, settings = history.run, history.run.settings
     budget = run.budget
     rows = [
-        ("Model", Path(settings.model).name if settings.model else "from nothing"),
+        ("Model", Path(settings.model).name if settings.model else "from scratch"),
         ("Teacher", Path(settings.teacher or settings.teacher_logits).name or "none"),
         ("Minimised", history.objective),
         ("Budget", f"{settings.steps:,} steps, {show_count(budget.tokens)} tokens"),

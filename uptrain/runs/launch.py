@@ -14,7 +14,7 @@ from accelerate import PartialState
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
-from uptrain.data.run_data import beside, cache_of, find_data, seq_len_of
+from uptrain.data.run_data import cache_of, find_data, run_cache_folder, seq_len_of
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
@@ -41,7 +41,7 @@ from uptrain.training.optimizer import check_optimizer
 def launch_new(options: RunOptions) -> None:
     """Start a run. Raises InputError for every error that can be detected before training."""
     if (options.model is None) == (options.init is None):
-        raise InputError("give either MODEL, or --init FOLDER to train from nothing.")
+        raise InputError("give either MODEL, or --init FOLDER to train from scratch.")
     folder = options.model or options.init
     assert folder is not None
     out, deadline = options.out, _deadline(options.max_minutes)
@@ -60,8 +60,8 @@ def launch_new(options: RunOptions) -> None:
     if options.teacher_logits:
         LogitsManifest.parse(options.teacher_logits)
     if options.eval_data:
-        _make_cache([options.eval_data], folder, seq_len, beside(out, "eval_data"), "--eval-data")
-    _make_cache(options.data, folder, seq_len, beside(out, "data"), "--data")
+        _make_cache([options.eval_data], folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
+    _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, Cache.open(Path(settings.data)))
     warnings = warnings_of(settings)
@@ -128,12 +128,12 @@ def _deadline(max_minutes: float | None) -> float:
     return math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
 
 
-def _make_cache(data: Sequence[str], folder: Path, seq_len: int, beside: Path, option: str) -> None:
+def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, option: str) -> None:
     """Make the token cache of the sources if necessary.
 
     Raises InputError if its tokenizer is another, or there is nothing to predict in it.
     """
-    path = cache_of(data, folder, seq_len, beside, option)
+    path = cache_of(data, folder, seq_len, out, option)
     cache = Cache.open(path)
     check_tokenizer(cache, path, folder)
     if not cache.n_targets(np.arange(cache.n_windows)):

@@ -10,7 +10,7 @@ from uptrain.budget.budget import Budget, make_budget
 from uptrain.budget.conversion_record import default_trainable, source_names
 from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.budget.memory import Models, Way
-from uptrain.data.run_data import beside, cache_folder
+from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.distributed.accelerator import has_accelerator
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
 from uptrain.runs.settings import DEFAULT_RANK, RunOptions, Settings, default_micro_batch
@@ -44,10 +44,11 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     way = Way(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
     precision = options.precision or ("bf16" if has_accelerator() else "fp32")
-    eval_cache = cache_folder([options.eval_data], beside(options.out, "eval_data")) if options.eval_data else None
+    eval_out = run_cache_folder(options.out, "eval_data")
+    eval_cache = cache_folder([options.eval_data], eval_out) if options.eval_data else None
     settings = Settings(
         model=_absolute(options.model),
-        data=_absolute(cache_folder(options.data, beside(options.out, "data"))),
+        data=_absolute(cache_folder(options.data, run_cache_folder(options.out, "data"))),
         eval_data=_absolute(eval_cache),
         teacher=_absolute(options.teacher),
         teacher_logits=_absolute(options.teacher_logits),

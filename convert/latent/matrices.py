@@ -15,7 +15,7 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class LatentMatrices:
     """Latent attention of one layer (DeepSeek-V2, section 2.1), with a latent that no norm changes.
 
     A token's latent is n = latent x and its rotated key is c = key x. Head h reads the keys (k_h n, rotated c) and the
@@ -31,7 +31,7 @@ class LatentAttention:
     v_HDL: Real
     o_HMD: Real
 
-    def balanced(self) -> "LatentAttention":
+    def balanced(self) -> "LatentMatrices":
         """Return the same function with weights of like size on both sides of every product of two matrices.
 
         The numbers between two matrices can be scaled up in one and down in the other. That is done here for the
@@ -46,7 +46,7 @@ class LatentAttention:
             balanced = balanced._with_scaled_latent()._with_scaled_heads()
         return balanced
 
-    def _with_scaled_latent(self) -> "LatentAttention":
+    def _with_scaled_latent(self) -> "LatentMatrices":
         up_UL = np.concatenate([self.k_HNL, self.v_HDL], axis=1).reshape(-1, len(self.latent_LX))
         used_UL = up_UL[np.any(up_UL, axis=1)]  # not what pads the keys
         factor_L = _factor(_rms(self.latent_LX, 1), _rms(used_UL, 0) if len(used_UL) else np.zeros(len(self.latent_LX)))
@@ -57,7 +57,7 @@ class LatentAttention:
             v_HDL=self.v_HDL / factor_L,
         )
 
-    def _with_scaled_heads(self) -> "LatentAttention":
+    def _with_scaled_heads(self) -> "LatentMatrices":
         key_HN1 = _factor(_rms(self.k_HNL, 2), _rms(self.q_HNX, 2))[:, :, None]
         n_heads, n_rotated, n_inputs = self.q_HRX.shape
         pairs = (2, n_rotated // 2, n_inputs)  # a rotation mixes both dimensions of a pair

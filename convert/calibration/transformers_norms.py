@@ -12,7 +12,7 @@ from model.attention_layout import Kind
 from model.families.family import HeadNorms
 
 
-class ClassNorms:
+class TransformersNorms:
     """The RMS norms of queries and keys of one attention module.
 
     Weights have the class's order of dimensions, and one row for each head, or one row for all heads.
