@@ -42,16 +42,17 @@ def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
         return
-    config.setdefault(keys.rope_theta, rope["rope_theta"])
+    added = {keys.rope_theta: rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
-        config.setdefault(keys.partial_rotary_factor, rope["partial_rotary_factor"])
+        added[keys.partial_rotary_factor] = rope["partial_rotary_factor"]
     if rope.get("rope_type", "default") != "default":
         scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
         if config.get("model_type") == "phi3":  # whose class reads these three keys, and refuses others
             scaling = {"type": rope["rope_type"], **{k: rope[k] for k in ("short_factor", "long_factor") if k in rope}}
             if "original_max_position_embeddings" in rope:
-                config.setdefault("original_max_position_embeddings", rope["original_max_position_embeddings"])
-        config.setdefault("rope_scaling", scaling)
+                added["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        added["rope_scaling"] = scaling
+    config |= {key: value for key, value in added.items() if config.get(key) is None}
 
 
 def copied(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:

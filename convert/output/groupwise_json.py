@@ -26,22 +26,38 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
     name, revision = origin_of(checkpoint.path)
     digests = merged_digests(plan, staging)
     checksums = {path.name: staging.finished[checksum_key(path)] for path in checkpoint.weight_files}
+    planned = planned_record(checkpoint, plan)
     source: dict[str, Any] = {
         "name": name,
         "revision": revision,
-        "format": checkpoint.format,
-        "n_kv_heads": plan.geometry.n_kv_heads,
+        "format": planned["source"]["format"],
+        "n_kv_heads": planned["source"]["n_kv_heads"],
         "files": [
             {"name": path.name, "bytes": path.stat().st_size, "sha256": checksums[path.name]}
             for path in checkpoint.weight_files
         ],
-        "groupwise": earlier_conversion(checkpoint),
+        "groupwise": planned["source"]["groupwise"],
     }
     return {
         "schema": SCHEMA,
         "source": source,
         **plan.recipe.record,
         "groups": plan.n_kv_heads,
+        "geometry": planned["geometry"],
+        "versions": {name: version(name) for name in ("groupwise", "numpy", "ml-dtypes")},
+        "merge_report": _summary(plan, staging),
+        "sha256": {name: digests[name] for name in plan.tensors if name in digests},
+    }
+
+
+def planned_record(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
+    """Return the part of `groupwise.json` that follows from the source and the plan, besides the recipe."""
+    return {
+        "source": {
+            "format": checkpoint.format,
+            "n_kv_heads": plan.geometry.n_kv_heads,
+            "groupwise": earlier_conversion(checkpoint),
+        },
         "geometry": {
             "model_type": _model_type(plan),
             "n_layers": plan.geometry.n_layers,
@@ -50,9 +66,6 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
             "head_dim": plan.geometry.head_dim,
             "hidden_size": plan.geometry.hidden_size,
         },
-        "versions": {name: version(name) for name in ("groupwise", "numpy", "ml-dtypes")},
-        "merge_report": _summary(plan, staging),
-        "sha256": {name: digests[name] for name in plan.tensors if name in digests},
     }
 
 

@@ -4,12 +4,14 @@ import json
 from typing import Any
 
 from convert.output import config_json
+from convert.output.groupwise_json import planned_record
 from convert.output.model_card import model_card
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_text
+from model.common.checks import show
 from model.common.files import has_content
 from model.common.read_files import CONVERSION_RECORD
 
@@ -21,9 +23,28 @@ def compare_files(
     _compare_config(source, out, plan, findings)
     _compare_side_files(source, out, plan, record, findings)
     _compare_index(out, findings)
+    _compare_record(source, plan, record, findings)
+
+
+def _compare_record(source: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings) -> None:
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
     if reported != [(heads.tensor, heads.kind) for heads in plan.reported]:
         findings.differences.append(f"{CONVERSION_RECORD} does not report on exactly the merged tensors")
+    if record["sha256"].keys() != {name for name, tensor in plan.regrouped.items() if tensor.layer is not None}:
+        findings.differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the merged layers")
+    expected = planned_record(source, plan)
+    for part in ("source", "geometry"):
+        recorded = record[part] if isinstance(record.get(part), dict) else {}
+        for key, value in expected[part].items():
+            if recorded.get(key) != value:
+                findings.differences.append(
+                    f"{CONVERSION_RECORD} has {part}.{key} = {show(recorded.get(key))}; it should be {show(value)}"
+                )
+    recorded_files, files = [x["name"] for x in record["source"]["files"]], [path.name for path in source.weight_files]
+    if recorded_files != files:
+        findings.differences.append(
+            f"{CONVERSION_RECORD} names {show(recorded_files)} as files of the source, which has {show(files)}"
+        )
 
 
 def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:

@@ -32,6 +32,8 @@ from model.common.errors import InputError, RankError, RunError, is_lack_of_memo
 from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
+NARROWEST = 20
+"""Columns of the narrowest terminal that tables are fitted to."""
 EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib")
 """The packages of INSTALL_EXTRA, by their import names."""
 INSTALL_EXTRA = "in the folder of Groupwise, run pip install '.[torch]'"
@@ -50,6 +52,7 @@ def run(cli: click.Command, launched: bool = False) -> None:
     `launched`: whether a launcher may have started many processes of it. They usually raise the same error, so the
     first one on each machine prints it. A pipe that its reader has closed changes no exit code.
     """
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # not all encodings have the characters of the tables
@@ -65,6 +68,17 @@ def run(cli: click.Command, launched: bool = False) -> None:
         if not launched or isinstance(error, RankError) or is_first_process():
             echo_line(f"Error: {message}")
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in place of standard streams that are closed, so that no file takes their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
@@ -86,13 +100,23 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 
 @contextmanager
-def _ignoring_closed_pipes(stream: TextIO) -> Iterator[None]:
-    """Go on without output once the reader has closed the pipe: the command's work and exit code stay what they are."""
+def _printing(stream: TextIO) -> Iterator[None]:
+    """Print to a stream that may fail.
+
+    Once the reader has closed the pipe, go on without output: the command's work and exit code stay what they are. So
+    it is for other errors of stderr, such as a full disk. Those of stdout are a RunError.
+    """
     try:
         yield
         stream.flush()
     except BrokenPipeError:
         _discard(stream)
+    except OSError as error:
+        _discard(stream)
+        if stream is not sys.stderr:
+            raise RunError(
+                f"the result could not be printed ({error.strerror}); what was written is complete."
+            ) from error
 
 
 def _discard(stream: TextIO) -> None:
@@ -132,7 +156,7 @@ def print_json(result: Any) -> None:
 
 
 def _print(text: str, err: bool = False, nl: bool = True) -> None:
-    with _ignoring_closed_pipes(sys.stderr if err else sys.stdout):
+    with _printing(sys.stderr if err else sys.stdout):
         click.echo(text, err=err, nl=nl)
 
 
@@ -171,13 +195,20 @@ class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        with _printing(sys.stderr if self.stderr else sys.stdout):
+            super().print(*objects, **options)
+
     def on_broken_pipe(self) -> None:
         _discard(sys.stderr if self.stderr else sys.stdout)
 
 
 def console(stderr: bool = False) -> Console:
     """Return a console for tables. It prints [brackets] as they are instead of reading them as rich's markup."""
-    return _Console(stderr=stderr, markup=False, emoji=False)
+    made = _Console(stderr=stderr, markup=False, emoji=False)
+    if made.width < NARROWEST:  # by COLUMNS=0, for example
+        made.width = 80
+    return made
 
 
 @contextmanager

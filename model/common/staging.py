@@ -74,8 +74,9 @@ class Staging:
                 return
             except LockedError as error:
                 raise CheckpointError(f"{self.out} is being written by {error}; wait for it or stop it.") from error
-            except FileNotFoundError:  # the process that held the lock has just removed the folder
-                continue
+            except FileNotFoundError as error:  # the process that held the lock has just removed the folder
+                if not self.root.parent.exists():
+                    raise CheckpointError(f"{self.root.parent} cannot be made; choose another OUT.") from error
             except OSError as error:
                 raise CheckpointError(
                     f"cannot write beside {self.out}: {error.strerror}; choose another OUT."

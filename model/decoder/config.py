@@ -82,6 +82,8 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"the activation {checks.show(activation)} is not implemented; silu (SwiGLU) is.")
+    if config.get("is_causal") is False:
+        raise CheckpointError("config.json has is_causal = false; attention to later tokens is not implemented.")
     n_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     n_layers = checks.whole_number(config["num_hidden_layers"], "config.json has num_hidden_layers", most=MAX_LAYERS)
     head_dim = hidden_size // n_heads if config.get("head_dim") is None else _size(config, "head_dim")
@@ -165,7 +167,8 @@ def _n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int) -> int:
 def _windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, by the rules of transformers' classes.
 
-    Mistral: `sliding_window` for all layers. Qwen2: only with `use_sliding_window`, in the layers from
+    Mistral: `sliding_window` for all layers, or with `layer_types` (which makes it transformers' Ministral) for those
+    that it names. Qwen2: only with `use_sliding_window`, in the layers from
     `max_window_layers` on or those that `layer_types` names. For both, null means no window, and an absent key 4096.
     Llama has none.
     """
@@ -175,10 +178,10 @@ def _windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]
     window: int | None = config.get("sliding_window", DEFAULT_WINDOW)
     if window is not None:
         window = checks.whole_number(window, "config.json has sliding_window")
-    if config["model_type"] == "mistral":
+    if config["model_type"] == "mistral" and config.get("layer_types") is None:
         return (window,) * n_layers
     slides = _sliding_layers(config, n_layers)
-    if _flag(config, "use_sliding_window") and window is not None:
+    if (config["model_type"] == "mistral" or _flag(config, "use_sliding_window")) and window is not None:
         return tuple(window if slide else None for slide in slides)
     if config.get("layer_types") is not None and any(slides):
         raise CheckpointError(
@@ -189,7 +192,7 @@ def _windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]
 
 
 def _sliding_layers(config: Mapping[str, Any], n_layers: int) -> list[bool]:
-    """Return for each layer of a Qwen2 whether it has the window, if the model has one."""
+    """Return for each layer whether it has the window, if the model has one."""
     kinds = config.get("layer_types")
     if kinds is None:
         first = checks.whole_number(config.get("max_window_layers", 28), "config.json has max_window_layers", least=0)

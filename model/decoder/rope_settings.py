@@ -90,10 +90,26 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
         checks.number(theta, "config.json has rope_theta", above=1.0),
         head_dim,
         checks.whole_number(config["max_position_embeddings"], "config.json has max_position_embeddings"),
-        _parameters(kind, scaling),
+        _parameters(kind, _with_context(kind, scaling, config)),
     )
     _check(rope)
     return rope
+
+
+def _with_context(kind: str, scaling: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the scaling with the length of pre-training, which transformers 5 also reads outside it.
+
+    (`modeling_rope_utils.standardize_rope_params`.)
+    """
+    key = "original_max_position_embeddings"
+    if config.get(key) is None or all(key not in known for known in SCALINGS[kind]):
+        return scaling
+    if scaling.get(key) not in (None, config[key]):
+        raise CheckpointError(
+            f"config.json has {key} = {checks.show(config[key])}, and another in its rope_parameters "
+            f"({checks.show(scaling[key])}), and programs differ in which they use; make them equal."
+        )
+    return {**scaling, key: config[key]}
 
 
 def _parameters(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:

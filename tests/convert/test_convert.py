@@ -269,3 +269,12 @@ def test_names_are_printed_as_they_are(convert, source, tmp_path, name):
         result = convert(*arguments)
         assert result.code == 0, result.err
         assert name in "".join(result.out.split("\n"))
+
+
+def test_the_spelling_of_transformers_4_replaces_null(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    tiny.edit_config(source, rope_scaling=None, rope_theta=None, rope_parameters=rope)
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (500.0, {"rope_type": "linear", "factor": 2.0})

@@ -159,3 +159,22 @@ def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
     convert("verify", source, out).refused("groupwise.json", "damaged")
     (out / "groupwise.json").unlink()
     convert("verify", source, out).refused("no groupwise.json")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("geometry", {"n_kv_heads": 77}, "geometry.n_kv_heads = 77; it should be 2"),
+        ("source", {"n_kv_heads": 99}, "source.n_kv_heads = 99; it should be 8"),
+        ("source", {"format": "gguf"}, "source.format = 'gguf'; it should be 'safetensors'"),
+        ("source", {"groupwise": {"source": {"name": "Llama-2-7b-hf"}}}, "source.groupwise = "),
+        ("source", {"files": []}, "names [] as files of the source, which has ['model-00001-of-0"),
+        ("sha256", {"x": "y"}, "does not hold the checksums of exactly the merged layers"),
+    ],
+)
+def test_a_changed_record(convert, source, out, part, change, words):
+    record = json.loads((out / "groupwise.json").read_text())
+    (out / "groupwise.json").write_text(json.dumps({**record, part: {**record[part], **change}}))
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert words in result.err

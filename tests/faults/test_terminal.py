@@ -2,8 +2,11 @@
 
 import ast
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +157,32 @@ def test_text_leaves_through_one_door():
                 if isinstance(node, ast.Call):
                     name = ast.unparse(node.func)
                     assert name not in ("print", "click.echo", "click.secho", "sys.stdout.write", "Console"), path
+
+
+def run_in_shell(script: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    """Run `python -m convert` as `$convert` in a shell, with the arguments as $1, $2, …"""
+    words = ["sh", "-c", script, "sh", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "convert": f"{sys.executable} -m convert"}
+    return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+
+def test_closed_and_full_streams(tmp_path):
+    """A service may start a command without standard streams, or with a log on a full disk."""
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    convert = "$convert mha-to-gqa $1 $2 --groups 2 --method mean"
+    done = run_in_shell(f"{convert} >&- 2>&-", source, tmp_path / "closed")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert tiny.tensors(tmp_path / "closed")
+    missing = run_in_shell("$convert inspect $1 2>&-", tmp_path / "missing")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    full = run_in_shell(f"{convert} --json >/dev/full", source, tmp_path / "full")
+    assert (full.returncode, full.stderr) == (
+        1, "Error: the result could not be printed (No space left on device); what was written is complete.\n"
+    )  # fmt: skip
+    assert tiny.tensors(tmp_path / "full")
+    assert run_in_shell(f"{convert} 2>/dev/full", source, tmp_path / "out").returncode == 0
+
+
+def test_a_terminal_without_width(tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    assert "K/V heads" in run_in_shell("COLUMNS=0 $convert inspect $1", source).stdout

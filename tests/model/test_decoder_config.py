@@ -3,7 +3,8 @@
 import pytest
 import tiny
 import torch
-from transformers import AutoConfig
+from llama_pairs import ROPES
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from model import load_model
 from model.common.errors import CheckpointError
@@ -38,11 +39,19 @@ def said(family, **changes):
             for window in (..., 7)
             for kinds in (None, SLIDING, ["full_attention"] * 4)
         ),
+        *(
+            ("mistral", {"sliding_window": window, "layer_types": kinds})
+            for window in (7, None)
+            for kinds in (SLIDING, ["full_attention"] * 4)
+            if window or kinds is not SLIDING
+        ),
     ],
 )
 def test_windows_are_those_of_the_config_class(tmp_path, family, changes):
     config = said(family, **changes)
-    hf_config = AutoConfig.for_model(**config)
+    # As AutoConfig.from_pretrained does.
+    of_layers = family == "mistral" and "layer_types" in config
+    hf_config = AutoConfig.for_model(**config | ({"model_type": "ministral"} if of_layers else {}))
     kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention" if family == "mistral" else ""] * 4
     expected = tuple(hf_config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
     assert read_llama_config(config).windows == expected
@@ -147,3 +156,25 @@ def test_a_window_that_nothing_uses_is_refused_as_by_the_class():
     config = said("qwen2", use_sliding_window=False, layer_types=SLIDING)
     with pytest.raises(CheckpointError, match="layer_types names sliding_attention, but there is no sliding window"):
         read_llama_config(config)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "yarn", "factor": 4.0}, ROPES["llama3"]])
+def test_the_length_of_pre_training_beside_the_scaling(tmp_path, scaling):
+    """Transformers 5 prefers it to max_position_embeddings."""
+    folder = tiny.save(tiny.build(max_position_embeddings=64), tmp_path / "model")
+    inner = {
+        key: value for key, value in scaling.items() if key not in ("original_max_position_embeddings", "rope_theta")
+    }
+    tiny.edit_config(folder, original_max_position_embeddings=16, rope_parameters={**inner, "rope_theta": 777.0})
+    hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(0, 67, (1, 48), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert (hf_model(ids, use_cache=False).logits - load_model(folder)(ids)).abs().max() <= 1e-5
+    tiny.edit_config(folder, rope_parameters={**inner, "rope_theta": 777.0, "original_max_position_embeddings": 32})
+    with pytest.raises(CheckpointError, match="original_max_position_embeddings = 16, and another in its rope_param"):
+        load_model(folder)
+
+
+def test_attention_to_later_tokens_is_refused():
+    with pytest.raises(CheckpointError, match="is_causal = false"):
+        read_llama_config(said("llama", is_causal=False))

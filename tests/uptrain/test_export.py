@@ -182,3 +182,12 @@ def test_a_stopped_export_leaves_nothing(tmp_path, uptrain, monkeypatch):
     before = {path.name for path in tmp_path.iterdir()}
     assert uptrain("export", run, tmp_path / "out").code == 1
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_both_keys_of_the_dtype_name_what_was_written(tmp_path, uptrain):
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    tiny.edit_config(inputs["model"], dtype="float32", torch_dtype="float16")
+    drive([{"arguments": arguments(inputs, run, steps=4)}])
+    assert uptrain("export", run, tmp_path / "out", "--dtype", "bfloat16").code == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")

@@ -182,6 +182,7 @@ def test_memory_counts_the_adapters(inputs):
     [
         (("--lora-rank", 4), ["--lora-rank is for --trainable lora, not all"]),
         (("--trainable", "lora", "--lora-rank", 0), ["--lora-rank"]),
+        (("--trainable", "lora", "--lora-rank", 10**6), ["--lora-rank 1000000 is more than", "the model's matrices"]),
     ],
 )
 def test_refusals(inputs, tmp_path, uptrain, options, words):

@@ -145,3 +145,12 @@ def test_options_are_refused_before_texts_are_tokenised(uptrain, tmp_path):
     other = caches.write_cache(tmp_path / "other", [[[1, 2, 3] * 20]], 32, 302, tokenizer="0" * 64)
     uptrain(*fixed, *options, "--eval-data", other).refused("another tokenizer")
     assert {path.name for path in tmp_path.iterdir()} == {"model", "other", "texts.txt"}
+
+
+def test_the_teacher_is_not_the_model_itself(uptrain, inputs, tmp_path):
+    fixed = ("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--lr", 1e-3, "--steps", 2)
+    copy = shutil.copytree(inputs["model"], tmp_path / "copy")
+    uptrain(*fixed, "--global-batch-tokens", 256, "--teacher", copy).refused(
+        f"--teacher {copy} is the same model as MODEL; give the parent that MODEL was merged from"
+    )
+    assert not (tmp_path / "run").exists()

@@ -21,7 +21,7 @@ from uptrain.runs.settings import DEFAULT_RANK, PRECISIONS, TRACKERS, TRAINABLE,
 from uptrain.runs.signals import stop_request
 from uptrain.training.losses import LOSSES
 
-FOLDER = PathType()
+PATH = PathType()
 
 
 def _read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -29,7 +29,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     if path is None:
         return None
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise click.BadParameter(f"{path} cannot be read: {error}", context, parameter) from error
     parameters = {o.lstrip("-"): p for p in context.command.params for o in p.opts if p is not parameter}
@@ -75,7 +75,7 @@ def _check_no_nul(text: str) -> str:
 @click.argument("model", type=ModelFolder(), required=False)
 @click.option(
     "--config",
-    type=FOLDER,
+    type=PATH,
     is_eager=True,
     expose_value=False,
     callback=_read_config,
@@ -97,7 +97,7 @@ def _check_no_nul(text: str) -> str:
     "RUN.data. Repeat the option for several sources of texts.",
 )
 @seq_len_option
-@click.option("--out", type=FOLDER, required=True, metavar="RUN", help="The run's folder, which must not exist.")
+@click.option("--out", type=PATH, required=True, metavar="RUN", help="The run's folder, which must not exist.")
 @budget_options
 @schedule_options
 @click.option(
@@ -105,7 +105,7 @@ def _check_no_nul(text: str) -> str:
 )
 @click.option(
     "--teacher-logits",
-    type=FOLDER,
+    type=PATH,
     metavar="LOGITS",
     help="Instead of --teacher: the logits that `uptrain teach` wrote for --data.",
 )

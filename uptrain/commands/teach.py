@@ -10,13 +10,13 @@ from model.common.command_options import PathType
 from uptrain.commands.options import ModelFolder, parse_machine_shard
 from uptrain.runs.signals import interruptible
 
-FOLDER = PathType()
+PATH = PathType()
 
 
 @click.command("teach")
 @click.argument("model", type=ModelFolder())
-@click.option("--data", type=FOLDER, required=True, metavar="CACHE", help="The token cache that runs will train on.")
-@click.option("--out", type=FOLDER, required=True, metavar="LOGITS", help="The folder of logits to write.")
+@click.option("--data", type=PATH, required=True, metavar="CACHE", help="The token cache that runs will train on.")
+@click.option("--out", type=PATH, required=True, metavar="LOGITS", help="The folder of logits to write.")
 @click.option(
     "--top-k",
     type=click.IntRange(1, LARGEST_SIZE),

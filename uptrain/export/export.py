@@ -198,7 +198,8 @@ def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str)
 
 
 def config_text(folder: Path, dtype: str) -> bytes:
-    """Return config.json unchanged, or with another dtype if it names a different one."""
+    """Return config.json unchanged, or with another dtype if it names a different one, or none."""
     text, config = read_config(folder)
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    return text if config.get(key) == dtype else json_text({**config, key: dtype})
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    changed = config | dict.fromkeys(keys, dtype)
+    return text if changed == config else json_text(changed)

@@ -22,6 +22,7 @@ from uptrain.distributed.collectives import destroy_process_group, main_process_
 from uptrain.runs.checks import (
     check_batch,
     check_exportable,
+    check_is_not_student,
     check_new,
     check_packing,
     check_teacher,
@@ -53,6 +54,8 @@ def launch_new(options: RunOptions) -> None:
     check_models(options.model, options.teacher, seq_len, settings.trainable, settings.lora_rank)
     if options.teacher:
         check_teachers_tokenizer(folder, options.teacher)
+        if settings.loss == "distill":
+            check_is_not_student(options.model, options.teacher)
     if options.init:
         check_new(options.init, seq_len)
     check_batch(settings.global_batch, int(os.environ.get("WORLD_SIZE", "1")))

@@ -33,21 +33,26 @@ class AdaptedLinear(FrozenLinear):
 def add_adapters(student: LanguageModel, rank: int) -> None:
     """Freeze a model, and give an adapter of float32 zeros to each linear layer of its decoder layers.
 
-    Raises InputError if the model has none.
+    Raises InputError if the model has none, or if the rank exceeds what all of them can have.
     """
     student.requires_grad_(False)
-    has_adapters = False
-    for name, module in list(student.named_modules()):
-        if isinstance(module, nn.Linear) and _OF_LAYER.search(name) and cast_in_use(module, torch.float32):
-            module.__class__ = AdaptedLinear
-            like: dict[str, Any] = {"device": module.weight.device, "dtype": torch.float32}
-            module.lora_A = nn.Linear(module.in_features, rank, bias=False, **like)
-            module.lora_B = nn.Linear(rank, module.out_features, bias=False, **like)
-            for adapter in (module.lora_A, module.lora_B):
-                nn.init.zeros_(adapter.weight)
-            has_adapters = True
-    if not has_adapters:
+    adapted = [
+        module
+        for name, module in student.named_modules()
+        if isinstance(module, nn.Linear) and _OF_LAYER.search(name) and cast_in_use(module, torch.float32)
+    ]
+    if not adapted:
         raise InputError("--trainable lora: the model's layers have no linear layers that can be adapted; train all.")
+    largest = max(min(module.in_features, module.out_features) for module in adapted)
+    if rank > largest:
+        raise InputError(f"--lora-rank {rank} is more than {largest}, the largest rank of the model's matrices.")
+    for module in adapted:
+        module.__class__ = AdaptedLinear
+        like: dict[str, Any] = {"device": module.weight.device, "dtype": torch.float32}
+        module.lora_A = nn.Linear(module.in_features, rank, bias=False, **like)
+        module.lora_B = nn.Linear(rank, module.out_features, bias=False, **like)
+        for adapter in (module.lora_A, module.lora_B):
+            nn.init.zeros_(adapter.weight)
 
 
 def initialise_adapters(student: LanguageModel, seed: int) -> None:

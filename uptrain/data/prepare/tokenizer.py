@@ -90,8 +90,11 @@ class Encoder:
         self._eos_id = tokenizer.eos_id
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text; the list may be empty."""
-        ids_of_texts = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
+        """Return the ids of each text; the list may be empty. Raises InputError if the tokenizer cannot encode one."""
+        try:
+            ids_of_texts = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
+        except Exception as error:  # the library raises no narrower class
+            raise InputError(f"the tokenizer cannot encode the text ({error}).") from error
         if self._eos_id is not None:
             for ids in ids_of_texts:
                 if not ids or ids[-1] != self._eos_id:
