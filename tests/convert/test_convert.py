@@ -165,7 +165,7 @@ def test_shards_can_be_divided_anew(convert, source, tmp_path):
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
     convert("mha-to-mqa", "--method", "mean", source, tmp_path / "x", "--max-shard-size", "big").refused(
-        "'big' is not a size", "5GB"
+        "'big' is not a size", "24GB"
     )
 
 

@@ -97,7 +97,7 @@ def test_version_4s_spelling_of_rope_is_added(tmp_path, rope, added):
         plan = make_plan(checkpoint, 2, Recipe("mean"), None)
         assert json.loads(config_text(checkpoint, plan)) == {**config, "num_key_value_heads": 2, **added}
         assert len(plan.notes) == (not added)
-    tiny.edit_config(folder, rope_theta=3.0, partial_rotary_factor=0.1, rope_scaling=None)
+    tiny.edit_config(folder, rope_theta=3.0, partial_rotary_factor=0.1, rope_scaling={"rope_type": "yarn"})
     config = json.loads((folder / "config.json").read_text())
     with open_checkpoint(folder) as checkpoint:
         edited = json.loads(config_text(checkpoint, make_plan(checkpoint, 2, Recipe("mean"), None)))
