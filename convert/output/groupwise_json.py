@@ -27,20 +27,13 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
     digests = merged_digests(plan, staging)
     checksums = {path.name: staging.finished[checksum_key(path)] for path in checkpoint.weight_files}
     planned = planned_record(checkpoint, plan)
-    source: dict[str, Any] = {
-        "name": name,
-        "revision": revision,
-        "format": planned["source"]["format"],
-        "n_kv_heads": planned["source"]["n_kv_heads"],
-        "files": [
-            {"name": path.name, "bytes": path.stat().st_size, "sha256": checksums[path.name]}
-            for path in checkpoint.weight_files
-        ],
-        "groupwise": planned["source"]["groupwise"],
-    }
+    files = [
+        {"name": path.name, "bytes": path.stat().st_size, "sha256": checksums[path.name]}
+        for path in checkpoint.weight_files
+    ]
     return {
         "schema": SCHEMA,
-        "source": source,
+        "source": {"name": name, "revision": revision, **planned["source"], "files": files},
         **plan.recipe.record,
         "groups": plan.n_kv_heads,
         "geometry": planned["geometry"],

@@ -35,9 +35,15 @@ class PathType(click.Path):
 
 
 class SizeType(click.ParamType[int]):
-    """The type of a number of bytes, such as `24GB`, `500MB`, `2GiB` or `4096`. Its value is a positive int."""
+    """The type of a number of bytes, such as `24GB`, `500MB`, `2GiB` or `4096`. Its value is an int.
+
+    `least`: the smallest value. 1 MB refuses numbers whose unit was forgotten.
+    """
 
     name = "size"
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
@@ -47,7 +53,7 @@ class SizeType(click.ParamType[int]):
         if match:
             number, unit, binary = match.groups()
             size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-        if not 0 < size <= LARGEST_COUNT:
+        if not self.least <= size <= LARGEST_COUNT:
             self.fail(f"{show(value)} is not a size; write for example 24GB, 500MB or 2GiB.", parameter, context)
         return size
 

@@ -115,7 +115,7 @@ def _printing(stream: TextIO) -> Iterator[None]:
         _discard(stream)
         if stream is not sys.stderr:
             raise RunError(
-                f"the result could not be printed ({error.strerror}); what was written is complete."
+                f"only the result could not be printed ({error.strerror}); what was written is complete."
             ) from error
 
 

@@ -167,10 +167,9 @@ def _n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int) -> int:
 def _windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, by the rules of transformers' classes.
 
-    Mistral: `sliding_window` for all layers, or with `layer_types` (which makes it transformers' Ministral) for those
-    that it names. Qwen2: only with `use_sliding_window`, in the layers from
-    `max_window_layers` on or those that `layer_types` names. For both, null means no window, and an absent key 4096.
-    Llama has none.
+    Mistral: `sliding_window` for all layers, or for those that `layer_types` names: transformers opens it as Ministral
+    then. Qwen2: only with `use_sliding_window`, in the layers from `max_window_layers` on or those that `layer_types`
+    names. For both, null means no window, and an absent key 4096. Llama has none.
     """
     everywhere = (None,) * n_layers
     if config["model_type"] == "llama":
@@ -185,8 +184,8 @@ def _windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]
         return tuple(window if slide else None for slide in slides)
     if config.get("layer_types") is not None and any(slides):
         raise CheckpointError(
-            "config.json's layer_types names sliding_attention, but there is no sliding window: set use_sliding_window "
-            "and sliding_window, or name all layers full_attention."
+            "config.json's layer_types names sliding_attention, but there is no sliding window: set sliding_window "
+            "(qwen2: also use_sliding_window), or name all layers full_attention."
         )
     return everywhere
 

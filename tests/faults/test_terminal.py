@@ -177,7 +177,7 @@ def test_closed_and_full_streams(tmp_path):
     assert (missing.returncode, missing.stdout) == (2, "")
     full = run_in_shell(f"{convert} --json >/dev/full", source, tmp_path / "full")
     assert (full.returncode, full.stderr) == (
-        1, "Error: the result could not be printed (No space left on device); what was written is complete.\n"
+        1, "Error: only the result could not be printed (No space left on device); what was written is complete.\n"
     )  # fmt: skip
     assert tiny.tensors(tmp_path / "full")
     assert run_in_shell(f"{convert} 2>/dev/full", source, tmp_path / "out").returncode == 0

@@ -13,7 +13,7 @@ from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError, InputError
 from model.families import FAMILIES, NATIVE_FAMILIES
 from uptrain.runs.checks import check_exportable, check_packing
-from uptrain.training.models import load_student, parameter_names
+from uptrain.training.models import load_student, tensor_names
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 TABLE = PAGE.read_text().partition("|---|")[2]
@@ -41,7 +41,7 @@ def test_row(convert, tmp_path, family):
 
 def how_trained(family: str, folder: Path) -> str:
     try:
-        check_exportable(folder, *parameter_names(folder))
+        check_exportable(folder, *tensor_names(folder))
         check_packing(load_student(folder), seq_len=8)
     except (CheckpointError, InputError):
         return "no: images" if family in tiny.WRAPPERS else "no: experts"

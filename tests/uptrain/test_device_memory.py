@@ -166,7 +166,7 @@ def test_plan_names_the_cheapest_command(uptrain, seven):
     assert "--optimizer adamw8bit --micro-batch" in other["memory"]["fitting"]["1"]["command"]
     assert "none fits" in uptrain(*fixed, "--memory", "5GB").out
     assert json.loads(uptrain(*fixed, "--memory", "24GiB", "--json").out)["memory"]["fitting"]["1"]
-    for wrong in ("24 bytes", "GB", "-1GB"):
+    for wrong in ("24", "24 B", "24 bytes", "GB", "-1GB"):
         uptrain(*fixed, f"--memory={wrong}").refused("is not a size; write for example 24GB")
 
 

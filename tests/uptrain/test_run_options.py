@@ -1,5 +1,6 @@
 """What the options of `uptrain run` come to, and which do not go together."""
 
+import errno
 import json
 import shutil
 
@@ -8,9 +9,12 @@ import pytest
 import real_runs
 import tiny
 import torch
+from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
 from uptrain.budget.conversion_record import default_trainable
+from uptrain.runs import run as runs
+from uptrain.runs.metrics_log import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +158,36 @@ def test_the_teacher_is_not_the_model_itself(uptrain, inputs, tmp_path):
         f"--teacher {copy} is the same model as MODEL; give the parent that MODEL was merged from"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, monkeypatch):
+    states = []
+    write_state = runs._write_state
+    monkeypatch.setattr(runs, "_write_state", lambda *given: states.append(given[1]) or write_state(*given))
+    flush = Metrics.flush
+
+    def full_at_the_end(metrics):
+        if "finished" in states:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(metrics)
+
+    monkeypatch.setattr(Metrics, "flush", full_at_the_end)
+    result = uptrain("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--lr", 1e-3,
+                     "--global-batch-tokens", 256, "--steps", 2)  # fmt: skip
+    assert result.code == 0, result
+    assert "were not written, but the run is saved: [Errno 28] No space left on device" in result.err
+    assert json.loads((tmp_path / "run/run_state.json").read_text())["status"] == "finished"
+
+
+def test_resume_compares_only_the_tensors_that_it_reads_again(uptrain, inputs, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(inputs["model"], model)
+    fixed = ("--data", inputs["data"], "--lr", 1e-3, "--global-batch-tokens", 256, "--trainable", "kv", "--steps", 2)
+    assert uptrain("run", model, *fixed, "--out", out, "--max-minutes", 0).code == 0
+    tensors = tiny.tensors(model)
+    trained = next(name for name in tensors if tiny.is_kv(name))
+    save_file({**tensors, trained: tensors[trained] + 1}, model / "model.safetensors", {"format": "pt"})
+    assert uptrain("resume", out).code == 0
+    frozen = next(name for name in tensors if not tiny.is_kv(name))
+    save_file({**tensors, frozen: tensors[frozen] + 1}, model / "model.safetensors", {"format": "pt"})
+    uptrain("resume", out).refused(f"{model} holds other tensors than when the run began")

@@ -48,6 +48,7 @@ def _conversions(folder: Path) -> list[tuple[str, str | None]]:
         conversions = []
         while record is not None:
             source, method = record["source"], str(record.get("method"))
+            # A record without the numbers of heads counts as that of a merge.
             merged = method == "latent" or record.get("groups", 0) < source.get("n_kv_heads", 1)
             conversions.append((str(source["name"]), method if merged else None))
             record = source.get("groupwise")

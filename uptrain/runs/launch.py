@@ -35,7 +35,7 @@ from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import resolve_settings
 from uptrain.runs.run import refuse_existing, resume, start
 from uptrain.runs.settings import RunOptions, Settings
-from uptrain.training.models import build_meta, choose_part, parameter_names
+from uptrain.training.models import build_meta, choose_part, tensor_names
 from uptrain.training.optimizer import check_optimizer
 
 
@@ -79,7 +79,7 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainab
     `model` is None for a student with random weights.
     """
     if model:
-        check_exportable(model, *parameter_names(model))
+        check_exportable(model, *tensor_names(model))
     models = [build_meta(folder) for folder in (model, teacher) if folder]
     for each in models:
         check_packing(each, seq_len)

@@ -61,10 +61,10 @@ from uptrain.training.models import (
     empty_teacher,
     load_student,
     load_teacher,
-    parameter_names,
     random_student,
     recompute_activations,
     teacher_dtype,
+    tensor_names,
 )
 from uptrain.training.module import STUDENT, LossModule, blocks, has_finite_weights
 from uptrain.training.optimizer import make_optimizer
@@ -350,7 +350,7 @@ def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
     if not settings.model:
         return random_student(config_folder, settings.seed)
     model = Path(settings.model)
-    check_exportable(model, *parameter_names(model))
+    check_exportable(model, *tensor_names(model))
     student = load_student(model, settings.trainable, settings.lora_rank)
     initialise_adapters(student, settings.seed)
     return student

@@ -120,7 +120,7 @@ def build_meta_from_config(folder: Path) -> LanguageModel:
 
 def stored_names(folder: Path) -> dict[str, str]:
     """Return a table, name in a training checkpoint → name in the folder's files, of parameters and stored buffers."""
-    names, stem = parameter_names(folder)
+    names, stem = tensor_names(folder)
     with open_checkpoint(folder) as checkpoint:
         if is_native(checkpoint.config):
             return loading.build_meta(checkpoint)[1]
@@ -133,8 +133,8 @@ def frozen_names(folder: Path, part: str) -> dict[str, str]:
     return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
 
 
-def parameter_names(folder: Path) -> tuple[tuple[str, ...], str]:
-    """Return the names of a model's parameters and stored buffers in memory, and the prefix that its files may omit.
+def tensor_names(folder: Path) -> tuple[tuple[str, ...], str]:
+    """Return the names in memory of a model's parameters and stored buffers, and the prefix that its files may omit.
 
     Both are empty for native models, whose names are those of the files.
     """
