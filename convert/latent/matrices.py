@@ -31,19 +31,20 @@ class LatentMatrices:
     v_HDL: Real
     o_HMD: Real
 
-    def balanced(self) -> "LatentMatrices":
+    def balanced(self, keep_output: bool) -> "LatentMatrices":
         """Return the same function with weights of like size on both sides of every product of two matrices.
 
         The numbers between two matrices can be scaled up in one and down in the other. That is done here for the
-        latent, for each head's unrotated keys, and for the rotated pairs: it brings the root mean squares of the
-        weights on both sides within about a factor of two. (The values of the heads are of like size already, and the
-        output projection stays, so that a teacher can share it.) An optimizer like Adam moves all weights by the same
-        amount, so small ones beside large ones would be lost in training. The factors are powers of two: nothing is
-        rounded.
+        latent, for each head's unrotated keys and values, and for the rotated pairs: it brings the root mean squares of
+        the weights on both sides within about a factor of two. `keep_output` leaves the values and with them the output
+        projection. An optimizer like Adam moves all weights by the same amount, so small ones beside large ones would
+        be lost in training. The factors are powers of two: nothing is rounded.
         """
         balanced = self
         for _ in range(ROUNDS):
-            balanced = balanced._with_scaled_latent()._with_scaled_heads()
+            balanced = balanced._with_scaled_latent()._with_scaled_keys()
+            if not keep_output:
+                balanced = balanced._with_scaled_values()
         return balanced
 
     def _with_scaled_latent(self) -> "LatentMatrices":
@@ -57,7 +58,7 @@ class LatentMatrices:
             v_HDL=self.v_HDL / factor_L,
         )
 
-    def _with_scaled_heads(self) -> "LatentMatrices":
+    def _with_scaled_keys(self) -> "LatentMatrices":
         key_HN1 = _factor(_rms(self.k_HNL, 2), _rms(self.q_HNX, 2))[:, :, None]
         n_heads, n_rotated, n_inputs = self.q_HRX.shape
         pairs = (2, n_rotated // 2, n_inputs)  # a rotation mixes both dimensions of a pair
@@ -70,6 +71,10 @@ class LatentMatrices:
             q_HRX=self.q_HRX / rotated_R1,
             key_RX=self.key_RX * rotated_R1,
         )
+
+    def _with_scaled_values(self) -> "LatentMatrices":
+        value_HD1 = _factor(_rms(self.v_HDL, 2), _rms(self.o_HMD, 1))[:, :, None]
+        return replace(self, v_HDL=self.v_HDL * value_HD1, o_HMD=self.o_HMD / value_HD1.transpose(0, 2, 1))
 
 
 def _rms(weights: Real, axes: int | tuple[int, ...]) -> Real:

@@ -166,7 +166,8 @@ def test_balancing_scales_both_sides_and_changes_no_output(source, tmp_path):
         fitted.latent_LX[3] = 0.0  # one that nothing is read into
         fitted.q_HNX[1] *= 1000.0
         fitted.key_RX[[2, 2 + len(fitted.key_RX) // 2]] *= 1000.0
-        balanced = fitted.balanced()
+        fitted.o_HMD[0] /= 1000.0
+        balanced = fitted.balanced(keep_output=False)
         x, frequencies = layer.inputs([0])[0].double().numpy(), frequencies_at(work.rope, positions)
         assert np.array_equal(attend(balanced, x, frequencies), attend(fitted, x, frequencies))
         used = [n for n in range(work.sizes.latent) if n != 3]
@@ -174,7 +175,8 @@ def test_balancing_scales_both_sides_and_changes_no_output(source, tmp_path):
         _assert_balanced(_rms(balanced.latent_LX[used], 1), _rms(up, (0, 1)))
         keys = slice(work.sizes.head_dim)  # the rest pads
         _assert_balanced(_rms(balanced.k_HNL[:, keys], 2), _rms(balanced.q_HNX[:, keys], 2))
-        assert balanced.o_HMD is fitted.o_HMD
+        _assert_balanced(_rms(balanced.v_HDL, 2), _rms(balanced.o_HMD, 1))
+        assert fitted.balanced(keep_output=True).o_HMD is fitted.o_HMD
         halves = np.split(balanced.key_RX, 2), np.split(balanced.q_HRX, 2, axis=1)
         _assert_balanced(_rms(np.stack(halves[0]), (0, 2)), _rms(np.stack(halves[1]), (0, 1, 3)))
 
