@@ -37,7 +37,7 @@ class PathType(click.Path):
 class SizeType(click.ParamType[int]):
     """The type of a number of bytes, such as `24GB`, `500MB`, `2GiB` or `4096`. Its value is an int.
 
-    `least`: the smallest value. 1 MB refuses numbers whose unit was forgotten.
+    `least`: the smallest value. One above 1 refuses numbers whose unit was forgotten.
     """
 
     name = "size"

@@ -44,7 +44,7 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
 @optimizer_option
 @click.option(
     "--memory",
-    type=SizeType(least=10**6),
+    type=SizeType(least=10**4),
     metavar="SIZE",
     help="Memory of a device, e.g. 24GB. Also name the cheapest commands that fit.",
 )
