@@ -20,7 +20,7 @@ from convert.planning.plan import make_plan
 from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from scripts.bench.machine import facts
-from uptrain.budget.memory import GRADIENT_BYTES, Models, Way
+from uptrain.budget.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
 from uptrain.budget.training_time import MFU, PEAK_FLOPS, count_parameters
 from uptrain.training.parts import part_pattern
 
@@ -122,21 +122,22 @@ class Communication:
         return self.student + self.gradients + self.teacher
 
 
-def communication(models: Models, part: str, devices: int) -> Communication:
+def communication(estimator: MemoryEstimator, part: str, devices: int) -> Communication:
     """Return the bytes of a micro-batch: each device receives what it does not hold, (devices − 1) / devices of all."""
-    pattern, width = part_pattern(part, models.config), 2 if models.precision == "bf16" else 4
-    trained = count_parameters(tensor for tensor in models.tensors if pattern.search(tensor.name))
+    pattern, width = part_pattern(part, estimator.config), 2 if estimator.precision == "bf16" else 4
+    trained = count_parameters(tensor for tensor in estimator.tensors if pattern.search(tensor.name))
     layers, taught = (
-        {tensor for tensor in tensors if ".layers." in tensor.name} for tensors in (models.tensors, models.teacher)
+        {tensor for tensor in tensors if ".layers." in tensor.name}
+        for tensors in (estimator.tensors, estimator.teacher)
     )
-    frozen = {tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name in models.same}
+    frozen = {tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name in estimator.same}
     lent = layers if taught & frozen else set()
 
     def received(n: int) -> int:
         return n * (devices - 1) // devices
 
     return Communication(
-        student=received(width * (count_parameters(layers) + count_parameters(models.tensors))),
+        student=received(width * (count_parameters(layers) + count_parameters(estimator.tensors))),
         gradients=received(GRADIENT_BYTES * trained),
         teacher=received(width * (count_parameters(lent) + count_parameters(taught - frozen))),
     )
@@ -155,17 +156,17 @@ def conversion(source: Path) -> dict[str, Any]:
         }
 
 
-def uptraining(models: Models, devices: int) -> dict[str, Any]:
+def uptraining(estimator: MemoryEstimator, devices: int) -> dict[str, Any]:
     """Return memory, compute and communication of a device, for micro-batches of MICRO_BATCH windows."""
-    n_params, n_teacher = count_parameters(models.tensors), count_parameters(models.teacher)
+    n_params, n_teacher = count_parameters(estimator.tensors), count_parameters(estimator.teacher)
     tokens = MICRO_BATCH * SEQ_LEN
     computing = (6 * n_params + 2 * n_teacher) * tokens / (MFU * PEAK_FLOPS["H100"])
-    exchanged = communication(models, PART, devices).total
+    exchanged = communication(estimator, PART, devices).total
     micro_batches = GLOBAL_BATCH // (tokens * devices)
     return {
         "devices": devices,
-        "memory_bytes": models.memory(Way(PART, MICRO_BATCH, True)).of(devices),
-        "least_memory_bytes": models.memory(Way(PART, 1, True)).of(devices),
+        "memory_bytes": estimator.memory(MemoryOptions(PART, MICRO_BATCH, True)).of(devices),
+        "least_memory_bytes": estimator.memory(MemoryOptions(PART, 1, True)).of(devices),
         "micro_batches": micro_batches,
         "computing_s": computing,
         "received_bytes": exchanged,
@@ -177,10 +178,10 @@ def uptraining(models: Models, devices: int) -> dict[str, Any]:
 
 def estimates(shape: Shape, folder: Path) -> dict[str, Any]:
     source = write_sparse(shape, shape.heads, folder / f"{shape.name}-mha")
-    models = Models.read(write_sparse(shape, GROUPS, folder / f"{shape.name}-gqa"), source, SEQ_LEN)
-    rows = [uptraining(models, devices) for devices in DEVICES]
+    estimator = MemoryEstimator.read(write_sparse(shape, GROUPS, folder / f"{shape.name}-gqa"), source, SEQ_LEN)
+    rows = [uptraining(estimator, devices) for devices in DEVICES]
     return {
-        "name": shape.name, "n_params": count_parameters(models.teacher), "conversion": conversion(source),
+        "name": shape.name, "n_params": count_parameters(estimator.teacher), "conversion": conversion(source),
         "uptraining": rows,
     }  # fmt: skip
 

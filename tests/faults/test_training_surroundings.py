@@ -14,7 +14,7 @@ from tiny_tokenizers import SENTENCES, make_tokenizer
 
 from model.common import console
 from model.common.machine import available_memory
-from uptrain.budget.memory import Models, Way
+from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.data.token_cache import Cache
 from uptrain.runs import progress, resolve_settings
 from uptrain.training import loop
@@ -103,7 +103,10 @@ def test_after_training_nothing_holds_of_the_merge_alone(uptrain, convert, input
     assert uptrain(*arguments).code == 0
     assert uptrain("export", run, out, "--dtype", "float32").code == 0
     assert "this training, which changed all weights" in (out / "README.md").read_text()
-    shared = {model: Models.read(model, parent, 32).memory(Way("attention", 1)).shared for model in (converted, out)}
+    shared = {
+        model: MemoryEstimator.read(model, parent, 32).memory(MemoryOptions("attention", 1)).shared
+        for model in (converted, out)
+    }
     assert shared[converted] > 0 == shared[out]
     plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--json")
     assert "averaged" in json.loads(uptrain("plan", converted, *plan).out)["first_loss"]
@@ -112,8 +115,10 @@ def test_after_training_nothing_holds_of_the_merge_alone(uptrain, convert, input
 
 def test_the_advice_counts_adapters(uptrain, inputs, tmp_path, monkeypatch):
     ranks = []
-    real = resolve_settings.Models.read
-    monkeypatch.setattr(resolve_settings.Models, "read", lambda *given: ranks.append(given[-1]) or real(*given))
+    real = resolve_settings.MemoryEstimator.read
+    monkeypatch.setattr(
+        resolve_settings.MemoryEstimator, "read", lambda *given: ranks.append(given[-1]) or real(*given)
+    )
     assert uptrain("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--steps", 1, "--lr", 1,
                    "--global-batch-tokens", 256, "--max-minutes", 0).code == 0  # fmt: skip
     assert ranks == [resolve_settings.DEFAULT_RANK]

@@ -10,7 +10,7 @@ from real_runs import arguments, make_inputs
 
 from model.checkpoint import open_checkpoint
 from scripts.bench.at_scale import Shape, communication, write_sparse
-from uptrain.budget.memory import Models
+from uptrain.budget.memory import MemoryEstimator
 
 SMALL = Shape("small", 64, 2, 4, 96, 100)
 
@@ -44,8 +44,8 @@ def test_communication_is_what_processes_receive(tmp_path, convert, part, precis
     started = forks.start_ranks(count_traffic.drive, jobs, str(tmp_path), outputs=outputs, sharded=True)
     results = forks.finish(started, outputs, seconds=300)
     assert [result.code for result in results] == [0] * n_processes, results
-    models = Models.read(inputs["model"], inputs["parent"], 32, precision)
-    expected = communication(models, part, n_processes)
+    estimator = MemoryEstimator.read(inputs["model"], inputs["parent"], 32, precision)
+    expected = communication(estimator, part, n_processes)
     for rank in range(n_processes):
         shorter, longer = json.loads((tmp_path / f"{rank}.json").read_text())
         # Shards are of one length: the last may have padding.

@@ -10,7 +10,7 @@ import real_runs
 import tiny
 
 from scripts.bench.convert import measure
-from uptrain.budget.memory import LOGIT_BYTES, MIN_CHUNK_LOGITS, Models, Way
+from uptrain.budget.memory import LOGIT_BYTES, MIN_CHUNK_LOGITS, MemoryEstimator, MemoryOptions
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
@@ -129,8 +129,8 @@ def compare(inputs, programs, tmp_path, part, teacher, recompute, optimizer):
     live = teacher in ("live", "apart")
     options += ["--teacher", inputs["parent"]] if live else []
     used = peak(inputs, "model", tmp_path / "run", *options, apart=teacher == "apart") - programs
-    models = Models.read(inputs["model"], inputs["parent"] if live else None, 512, optimizer=optimizer)
-    needed = models.memory(Way(part, 2, recompute))
+    estimator = MemoryEstimator.read(inputs["model"], inputs["parent"] if live else None, 512, optimizer=optimizer)
+    needed = estimator.memory(MemoryOptions(part, 2, recompute))
     planned = needed.replicated() + (needed.shared if teacher == "apart" else 0)
     check(f"{part}, {optimizer}, teacher {teacher}{', recomputed' * recompute}", used, planned)
 
@@ -147,7 +147,11 @@ def check(name, used, planned):
 def test_training_of_latent_attention_takes_what_is_planned(inputs, programs, tmp_path, part, recompute):
     options = ["--trainable", part, *(["--activation-checkpointing"] if recompute else [])]
     used = peak(inputs, "latent", tmp_path / "run", *options, "--teacher", inputs["parent"]) - programs
-    planned = Models.read(inputs["latent"], inputs["parent"], 512).memory(Way(part, 2, recompute)).replicated()
+    planned = (
+        MemoryEstimator.read(inputs["latent"], inputs["parent"], 512)
+        .memory(MemoryOptions(part, 2, recompute))
+        .replicated()
+    )
     check(f"latent attention, {part}{', recomputed' * recompute}", used, planned)
 
 
@@ -176,7 +180,7 @@ def test_shards_take_what_is_planned(inputs, tmp_path):
     for teacher in (None, inputs["parent"]):
         options = ["--trainable", "attention", *(["--teacher", teacher] if teacher else [])]
         used = max(peaks_of_shards(inputs, "model", tmp_path / f"run-{bool(teacher)}", *options)) - programs
-        planned = Models.read(inputs["model"], teacher, 512).memory(Way("attention", 1)).sharded(2)
+        planned = MemoryEstimator.read(inputs["model"], teacher, 512).memory(MemoryOptions("attention", 1)).sharded(2)
         name = f"shard, {'live' if teacher else 'no'} teacher"
         print(f"{name}: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})")
         assert used == pytest.approx(planned, rel=0.1)

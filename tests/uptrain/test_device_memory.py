@@ -12,7 +12,13 @@ from model.checkpoint import Tensor
 from model.decoder import losses
 from model.geometry import Geometry
 from uptrain.budget import memory
-from uptrain.budget.memory import Models, Way, first_that_fits, layer_activation_bytes, micro_batch_sizes
+from uptrain.budget.memory import (
+    MemoryEstimator,
+    MemoryOptions,
+    first_that_fits,
+    layer_activation_bytes,
+    micro_batch_sizes,
+)
 from uptrain.budget.training_time import count_parameters
 from uptrain.runs import device_memory
 
@@ -38,7 +44,7 @@ def models(taught=True, changed=frozenset(), **more):
     teacher = llama_2_7b(32) if taught else ()
     own = llama_2_7b(8)
     same = frozenset(tensor.name for tensor in {*own} & {*teacher} if tensor.name not in changed)
-    return Models(tuple(own), tuple(teacher), same, {"model_type": "llama"}, geometry, 11008, 2048, **more)
+    return MemoryEstimator(tuple(own), tuple(teacher), same, {"model_type": "llama"}, geometry, 11008, 2048, **more)
 
 
 PARTS = [
@@ -53,7 +59,7 @@ PARTS = [
 def test_memory_of_llama_2_7b(part, n_trained, taught):
     """Trained parameters take 18 bytes, and a teacher what of it is no part of the student."""
     subject = models(taught)
-    needed = subject.memory(Way(part, 2))
+    needed = subject.memory(MemoryOptions(part, 2))
     n_params = count_parameters(subject.tensors)
     assert needed.masters + needed.copies + needed.gradients + needed.optimizer == 18 * n_trained
     assert needed.frozen == 2 * (n_params - n_trained)
@@ -73,7 +79,7 @@ def test_memory_of_llama_2_7b(part, n_trained, taught):
 
 
 def test_what_the_merge_changed_is_not_shared():
-    needed = models(changed=QKVO).memory(Way("kv", 1))
+    needed = models(changed=QKVO).memory(MemoryOptions("kv", 1))
     assert needed.teacher - needed.shared == 2 * 32 * 4 * 4096**2
 
 
@@ -81,9 +87,9 @@ def test_a_7b_fits_where_it_should():
     """With its teacher on one device, windows of 2,048 tokens: attention into 60 GB, keys and values into 24 GB."""
     subject = models(changed=QKVO)
     assert first_that_fits(subject, ["attention"], 60e9).options == "--trainable attention"
-    assert first_that_fits(subject, ["kv"], 24e9) == Way("kv", 2, activation_checkpointing=True)
-    assert subject.memory(Way("attention", 1)).of(1) <= 60e9
-    assert subject.memory(Way("kv", 1, activation_checkpointing=True)).of(1) <= 24e9
+    assert first_that_fits(subject, ["kv"], 24e9) == MemoryOptions("kv", 2, activation_checkpointing=True)
+    assert subject.memory(MemoryOptions("attention", 1)).of(1) <= 60e9
+    assert subject.memory(MemoryOptions("kv", 1, activation_checkpointing=True)).of(1) <= 24e9
 
 
 def test_activations_of_llama_2_7b():
@@ -92,18 +98,20 @@ def test_activations_of_llama_2_7b():
     kv = 10 * 4096 + 4 * 4096 + 4 * 1024 + 6 * 11008
     assert kept == {"kv": kv, "attention": kv + 4 * 4096, "all": kv + 10 * 4096 + 2 * 11008}
     subject = models()
-    assert subject.memory(Way("kv", 3)).activations == 3 * 2048 * 32 * kv
-    assert subject.memory(Way("kv", 3, activation_checkpointing=True)).activations == 3 * 2048 * (32 * 4 * 4096 + kv)
+    assert subject.memory(MemoryOptions("kv", 3)).activations == 3 * 2048 * 32 * kv
+    assert subject.memory(MemoryOptions("kv", 3, activation_checkpointing=True)).activations == 3 * 2048 * (
+        32 * 4 * 4096 + kv
+    )
 
 
 def test_float32_has_no_copies_and_wider_teachers():
-    half, full = (models(precision=precision).memory(Way("kv", 1)) for precision in ("bf16", "fp32"))
+    half, full = (models(precision=precision).memory(MemoryOptions("kv", 1)) for precision in ("bf16", "fp32"))
     assert full.copies == 0 < half.copies
     assert (full.teacher, full.frozen) == (2 * half.teacher, half.frozen)
 
 
 def test_states_of_adafactor_are_rows_and_columns():
-    needed = models(optimizer="adafactor").memory(Way("kv", 1))
+    needed = models(optimizer="adafactor").memory(MemoryOptions("kv", 1))
     assert needed.optimizer == 32 * 2 * 4 * (1024 + 4096)
 
 
@@ -117,14 +125,14 @@ def test_the_first_way_that_fits():
     assert list(micro_batch_sizes(2048)) == [4, 2, 1]
 
     def bytes_of(*way, devices=1):
-        return subject.memory(Way(*way)).of(devices)
+        return subject.memory(MemoryOptions(*way)).of(devices)
 
     parts = ("all", "attention", "kv")
     for way in (("all", 4), ("all", 2), ("all", 1), ("all", 4, True), ("attention", 4), ("kv", 1, True)):
         first = first_that_fits(subject, parts, bytes_of(*way))
         assert subject.memory(first).of(1) <= bytes_of(*way)
-    assert first_that_fits(subject, parts, bytes_of("all", 2)) == Way("all", 2)
-    assert first_that_fits(subject, parts, bytes_of("all", 2) - 1) == Way("all", 1)
+    assert first_that_fits(subject, parts, bytes_of("all", 2)) == MemoryOptions("all", 2)
+    assert first_that_fits(subject, parts, bytes_of("all", 2) - 1) == MemoryOptions("all", 1)
     assert first_that_fits(subject, ["attention"], bytes_of("attention", 1) - 1).activation_checkpointing
     assert first_that_fits(subject, parts, bytes_of("kv", 1, True) - 1) is None
     assert first_that_fits(subject, parts, bytes_of("attention", 1, devices=8), 8) is not None
@@ -195,8 +203,8 @@ def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, mon
     """Chunks of logits take the most of a tiny model, so those are made small."""
     inputs = real_runs.make_inputs(tmp_path / "inputs")
     monkeypatch.setattr(memory, "MIN_CHUNK_LOGITS", 0)
-    subject = Models.read(inputs["model"], None, 32, "fp32")
-    size = subject.memory(Way("all", windows)).of(1)
+    subject = MemoryEstimator.read(inputs["model"], None, 32, "fp32")
+    size = subject.memory(MemoryOptions("all", windows)).of(1)
     monkeypatch.setattr(device_memory, "free_memory", lambda: size)
     out = tmp_path / "run"
     fixed = ("run", inputs["model"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2, "--global-batch-tokens", 256)

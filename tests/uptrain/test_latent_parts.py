@@ -21,7 +21,7 @@ from real_runs import (
 )
 
 from model import load_model
-from uptrain.budget.memory import Models, Way
+from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.training.lora import initialise_adapters
 from uptrain.training.models import load_student, load_teacher, teacher_dtype
 from uptrain.training.sharing import equal_tensors, share, shareable
@@ -115,9 +115,9 @@ def test_a_teacher_with_heads_shares_the_rest(convert, tmp_path, part, epsilon, 
     alone = load_teacher(pair["parent"], precision)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         assert torch.equal(teacher(batch()[0]), alone(batch()[0]))
-    models = Models.read(pair["model"], pair["parent"], 32, precision, lora_rank=4)
+    estimator = MemoryEstimator.read(pair["model"], pair["parent"], 32, precision, lora_rank=4)
     widths = sum((2 if precision == "bf16" else 4) * ours[name].numel() for name in same)
-    assert models.memory(Way(part, 1)).shared == widths
+    assert estimator.memory(MemoryOptions(part, 1)).shared == widths
 
 
 def test_sharing_changes_nothing(inputs, tmp_path):
@@ -193,9 +193,9 @@ def test_attention_is_the_default_after_a_conversion(inputs, tmp_path, uptrain):
 
 
 def test_memory_counts_what_is_trained(inputs):
-    models = Models.read(inputs["model"], None, 32, lora_rank=4)
+    estimator = MemoryEstimator.read(inputs["model"], None, 32, lora_rank=4)
     for part in PARTS:
-        student, needed = load_student(inputs["model"], part, 4), models.memory(Way(part, 1))
+        student, needed = load_student(inputs["model"], part, 4), estimator.memory(MemoryOptions(part, 1))
         assert needed.masters == 4 * sum(p.numel() for p in student.parameters() if p.requires_grad), part
         assert needed.frozen == sum(p.nbytes for p in student.parameters() if not p.requires_grad), part
 

@@ -19,7 +19,7 @@ from real_runs import (
     tensors,
 )
 
-from uptrain.budget.memory import Models, Way
+from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.training.lora import initialise_adapters
 from uptrain.training.models import load_student
 
@@ -167,8 +167,8 @@ def test_sharing_the_body_changes_nothing(inputs, tmp_path):
 
 
 def test_memory_counts_the_adapters(inputs):
-    models = Models.read(inputs["model"], None, 32, lora_rank=4)
-    needed = models.memory(Way("lora", 1))
+    estimator = MemoryEstimator.read(inputs["model"], None, 32, lora_rank=4)
+    needed = estimator.memory(MemoryOptions("lora", 1))
     student = load_student(inputs["model"], "lora", 4)
     n_trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     n_frozen = sum(p.nbytes for p in student.parameters() if not p.requires_grad)

@@ -44,8 +44,8 @@ MEMORY_FORMULA = (
 
 
 @dataclass(frozen=True)
-class Way:
-    """The choices of a run that save memory."""
+class MemoryOptions:
+    """The options of a run that save memory."""
 
     trainable: str
     """As in `--trainable`."""
@@ -56,7 +56,7 @@ class Way:
 
     @property
     def options(self) -> str:
-        """The options of `uptrain run` for it, besides the micro-batch."""
+        """The options as `uptrain run` takes them, besides the micro-batch."""
         return f"--trainable {self.trainable}{' --activation-checkpointing' * self.activation_checkpointing}"
 
 
@@ -100,8 +100,8 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Models:
-    """Student, teacher, and the settings of a run that its memory depends on, besides the `Way`."""
+class MemoryEstimator:
+    """Student, teacher, and the settings of a run that its memory depends on, besides `MemoryOptions`."""
 
     tensors: tuple[Tensor, ...]
     teacher: tuple[Tensor, ...]
@@ -125,7 +125,7 @@ class Models:
         precision: str = "bf16",
         optimizer: str = "adamw",
         lora_rank: int = DEFAULT_RANK,
-    ) -> "Models":
+    ) -> "MemoryEstimator":
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
         with open_checkpoint(model) as checkpoint:
             config, sizes = checkpoint.config, read_sizes(checkpoint)
@@ -139,17 +139,17 @@ class Models:
         taught, same = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
         return cls(tensors, taught, same, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
 
-    def memory(self, way: Way) -> Memory:
-        """Return the memory of a way. Raises InputError if the model does not have its part.
+    def memory(self, chosen: MemoryOptions) -> Memory:
+        """Return the memory of a run with these options. Raises InputError if the model does not have its part.
 
         Tensors of the teacher count as shared if they are in `same` and frozen.
         """
-        pattern, width = part_pattern(way.trainable, self.config), COMPUTE_BYTES[self.precision]
+        pattern, width = part_pattern(chosen.trainable, self.config), COMPUTE_BYTES[self.precision]
         trained = [tensor for tensor in self.tensors if pattern.search(tensor.name)]
-        if way.trainable == "lora":
+        if chosen.trainable == "lora":
             trained = list(self._adapters())
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
-        n_trained, tokens = count_parameters(trained), way.micro_batch * self.seq_len
+        n_trained, tokens = count_parameters(trained), chosen.micro_batch * self.seq_len
         same = {tensor for tensor in frozen if tensor.name in self.same}
         return Memory(
             frozen=count_parameters(frozen) * BITS[common_dtype(self.tensors)] // 8,
@@ -159,7 +159,7 @@ class Models:
             optimizer=sum(state_bytes(self.optimizer, tensor.shape) for tensor in trained),
             teacher=width * count_parameters(self.teacher),
             shared=width * count_parameters(same),
-            activations=tokens * self._activation_bytes(way),
+            activations=tokens * self._activation_bytes(chosen),
             logits=self._logits(tokens),
             gathered=width * (self._gathered(self.tensors, 2) + self._gathered(set(self.teacher) - same, 1)),
         )
@@ -172,13 +172,13 @@ class Models:
                 yield Tensor(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
                 yield Tensor(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
 
-    def _activation_bytes(self, way: Way) -> int:
+    def _activation_bytes(self, chosen: MemoryOptions) -> int:
         width = COMPUTE_BYTES[self.precision]
-        layer = layer_activation_bytes(self.sizes, self.intermediate_size, way.trainable, width)
-        if way.trainable == "lora":
+        layer = layer_activation_bytes(self.sizes, self.intermediate_size, chosen.trainable, width)
+        if chosen.trainable == "lora":
             n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.sizes.n_layers
             layer += n_adapters * width * self.lora_rank
-        if not way.activation_checkpointing:
+        if not chosen.activation_checkpointing:
             return self.sizes.n_layers * layer
         return self.sizes.n_layers * 4 * self.sizes.hidden_size + layer
 
@@ -285,16 +285,20 @@ def micro_batch_sizes(seq_len: int) -> Iterator[int]:
 
 
 def first_that_fits(
-    models: Models, parts: Iterable[str], nbytes: int, devices: int = 1, recompute: Iterable[bool] = (False, True)
-) -> Way | None:
-    """Return the first way whose memory on each device is at most `nbytes`; None if none is.
+    estimator: MemoryEstimator,
+    parts: Iterable[str],
+    nbytes: int,
+    devices: int = 1,
+    recompute: Iterable[bool] = (False, True),
+) -> MemoryOptions | None:
+    """Return the first options whose memory on each device is at most `nbytes`; None if none is.
 
     The order: by part, without recomputing, then with it, each with the largest micro-batch that fits. Parts that the
     model does not have are left out.
     """
-    known = [part for part in parts if part in parts_of(models.config)]
-    for part, again, size in product(known, recompute, micro_batch_sizes(models.seq_len)):
-        way = Way(part, size, again)
-        if models.memory(way).of(devices) <= nbytes:
-            return way
+    known = [part for part in parts if part in parts_of(estimator.config)]
+    for part, again, size in product(known, recompute, micro_batch_sizes(estimator.seq_len)):
+        chosen = MemoryOptions(part, size, again)
+        if estimator.memory(chosen).of(devices) <= nbytes:
+            return chosen
     return None

@@ -14,7 +14,7 @@ from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.identify import named
 from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
-from uptrain.budget.memory import MEMORY_FORMULA, Memory, Models, Way, first_that_fits, parts_of
+from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions, first_that_fits, parts_of
 from uptrain.data.token_cache import Manifest
 from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch, default_seq_len
 
@@ -48,9 +48,9 @@ def make_plan(
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         budget = make_budget(options, checkpoint.config, source_names(model), length)
-    models = Models.read(model, teacher, length, optimizer=optimizer)
-    n_params = training_time.count_parameters(models.tensors)
-    work = training_time.Workload(n_params, training_time.count_parameters(models.teacher), processes)
+    estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer)
+    n_params = training_time.count_parameters(estimator.tensors)
+    work = training_time.Workload(n_params, training_time.count_parameters(estimator.teacher), processes)
     n_windows = budget.global_batch_tokens // length
     if n_windows % processes:
         raise InputError(
@@ -65,7 +65,7 @@ def make_plan(
     return {
         "model": str(model),
         "n_params": n_params,
-        "n_kv_heads": models.sizes.n_kv_heads,
+        "n_kv_heads": estimator.sizes.n_kv_heads,
         "alpha": budget.alpha,
         "steps": budget.steps,
         "tokens": budget.tokens,
@@ -79,12 +79,12 @@ def make_plan(
         "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
         "learning_rates": learning_rates(plan_schedule),
         "memory": {
-            **{part: _memory(models, part, numbers) for part in TRAINABLE},
+            **{part: _memory(estimator, part, numbers) for part in TRAINABLE},
             "micro_batch_tokens": default_micro_batch(length) * length,
             "least_micro_batch_tokens": length,
             "optimizer": optimizer,
             "formula": MEMORY_FORMULA,
-            "fitting": None if memory is None else _fitting(models, memory, divisors, str(model), teacher),
+            "fitting": None if memory is None else _fitting(estimator, memory, divisors, str(model), teacher),
         },
         "time": training_time.time(work, budget.tokens),
         "processes": processes,
@@ -111,16 +111,16 @@ def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[s
     return manifest.seq_len
 
 
-def _memory(models: Models, part: str, numbers: list[int]) -> dict[str, Any] | None:
+def _memory(estimator: MemoryEstimator, part: str, numbers: list[int]) -> dict[str, Any] | None:
     """Return the bytes of each kind, and of a device: for replicas (DDP), and for shards (FSDP2) over some numbers.
 
     `least`: the same with micro-batches of one window, whose activations are computed again. None if the model does not
     have the part.
     """
-    if part not in parts_of(models.config):
+    if part not in parts_of(estimator.config):
         return None
-    needed = models.memory(Way(part, default_micro_batch(models.seq_len)))
-    least = models.memory(Way(part, 1, activation_checkpointing=True))
+    needed = estimator.memory(MemoryOptions(part, default_micro_batch(estimator.seq_len)))
+    least = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), "host_bytes": needed.host()}
 
@@ -133,33 +133,39 @@ def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
 
 
 def _fitting(
-    models: Models, memory: int, numbers: list[int], model: str, teacher: Path | None
+    estimator: MemoryEstimator, memory: int, numbers: list[int], model: str, teacher: Path | None
 ) -> dict[str, dict[str, Any] | None]:
     """Return, by the number of devices, the cheapest command that fits into their memory; None where none does."""
 
-    def describe(way: Way, n: int) -> dict[str, Any]:
+    def describe(chosen: MemoryOptions, n: int) -> dict[str, Any]:
         return {
-            "trainable": way.trainable,
-            "activation_checkpointing": way.activation_checkpointing,
-            "micro_batch_tokens": way.micro_batch * models.seq_len,
-            "bytes_per_process": models.memory(way).of(n),
-            "command": run_command(way, model, teacher, models, n),
+            "trainable": chosen.trainable,
+            "activation_checkpointing": chosen.activation_checkpointing,
+            "micro_batch_tokens": chosen.micro_batch * estimator.seq_len,
+            "bytes_per_process": estimator.memory(chosen).of(n),
+            "command": run_command(chosen, model, teacher, estimator, n),
         }
 
-    parts = TRAINABLE[TRAINABLE.index(default_trainable(Path(model), models.config)) :]
-    ways = {n: first_that_fits(models, parts, memory, n) for n in numbers}
-    return {str(n): describe(way, n) if way else None for n, way in ways.items()}
+    parts = TRAINABLE[TRAINABLE.index(default_trainable(Path(model), estimator.config)) :]
+    fitting = {n: first_that_fits(estimator, parts, memory, n) for n in numbers}
+    return {str(n): describe(chosen, n) if chosen else None for n, chosen in fitting.items()}
 
 
-def run_command(way: Way, model: str, teacher: Path | None, models: Models, devices: int = 1) -> str:
-    """Return the beginning of a command that trains in a way, without data, budget and output."""
+def run_command(
+    chosen: MemoryOptions, model: str, teacher: Path | None, estimator: MemoryEstimator, devices: int = 1
+) -> str:
+    """Return the beginning of a command that trains as chosen, without data, budget and output."""
     begin = "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
     words = [begin, "run", shlex.quote(model)]
     words += ["--teacher", shlex.quote(str(teacher))] if teacher else []
-    words += [way.options]
-    words += ["--optimizer", models.optimizer] if models.optimizer != "adamw" else []
-    words += [f"--lora-rank {models.lora_rank}"] if way.trainable == "lora" and models.lora_rank != DEFAULT_RANK else []
-    return " ".join([*words, f"--micro-batch {way.micro_batch} --seq-len {models.seq_len}"])
+    words += [chosen.options]
+    words += ["--optimizer", estimator.optimizer] if estimator.optimizer != "adamw" else []
+    words += (
+        [f"--lora-rank {estimator.lora_rank}"]
+        if chosen.trainable == "lora" and estimator.lora_rank != DEFAULT_RANK
+        else []
+    )
+    return " ".join([*words, f"--micro-batch {chosen.micro_batch} --seq-len {estimator.seq_len}"])
 
 
 def _original(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from model.common.console import size
 from model.common.errors import InputError
 from model.common.machine import available_memory
-from uptrain.budget.memory import Models, Way, first_that_fits
+from uptrain.budget.memory import MemoryEstimator, MemoryOptions, first_that_fits
 from uptrain.budget.plan import run_command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
 from uptrain.runs.settings import TRAINABLE
@@ -22,27 +22,27 @@ def has_estimate(config: dict[str, Any]) -> bool:
     return isinstance(config.get("intermediate_size"), int) and knows_attention(config)
 
 
-def fitting_micro_batch(models: Models, way: Way, model: Path, teacher: Path | None) -> int:
+def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model: Path, teacher: Path | None) -> int:
     """Return the largest micro-batch up to the default that fits this process's device, in windows.
 
-    `way`: the run's choices, with any micro-batch. Raises InputError if one window does not fit. The error names
+    `chosen`: the run's options, with any micro-batch. Raises InputError if one window does not fit. The error names
     the cheapest command that does.
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
     free = free_memory()
-    if largest := first_that_fits(models, [way.trainable], free, devices, [way.activation_checkpointing]):
+    if largest := first_that_fits(estimator, [chosen.trainable], free, devices, [chosen.activation_checkpointing]):
         return largest.micro_batch
-    needed = models.memory(Way(way.trainable, 1, way.activation_checkpointing)).of(devices)
-    cheaper = first_that_fits(models, TRAINABLE[TRAINABLE.index(way.trainable) :], free, devices)
+    needed = estimator.memory(MemoryOptions(chosen.trainable, 1, chosen.activation_checkpointing)).of(devices)
+    cheaper = first_that_fits(estimator, TRAINABLE[TRAINABLE.index(chosen.trainable) :], free, devices)
     of_plan = f"{max(free // 10_000 / 100, 0.01):g}MB" if free < 10**9 else f"{free // 10**7 / 100:g}GB"  # rounded down
     advice = (
-        f"this fits: {run_command(cheaper, str(model), teacher, models, devices)} …"
+        f"this fits: {run_command(cheaper, str(model), teacher, estimator, devices)} …"
         if cheaper
         else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {of_plan} …` shows what more devices take"
     )
     raise InputError(
-        f"{way.options} needs an estimated {size(needed)} for one window of {models.seq_len} tokens, but the device "
-        f"has {size(free)} free; {advice} (or try it all the same, with --micro-batch 1)."
+        f"{chosen.options} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
+        f"device has {size(free)} free; {advice} (or try it all the same, with --micro-batch 1)."
     )
 
 

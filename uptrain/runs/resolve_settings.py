@@ -9,7 +9,7 @@ from model.common.files import check_name
 from uptrain.budget.budget import Budget, make_budget
 from uptrain.budget.conversion_record import default_trainable, source_names
 from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
-from uptrain.budget.memory import Models, Way
+from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.distributed.accelerator import has_accelerator
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
@@ -41,7 +41,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         raise InputError(f"--lora-rank is for --trainable lora, not {trainable}; leave one of the two out.")
     rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
     budget = make_budget(options.budget, config, names, seq_len)
-    way = Way(trainable, 1, options.activation_checkpointing)
+    chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
     precision = options.precision or ("bf16" if has_accelerator() else "fp32")
     eval_out = run_cache_folder(options.out, "eval_data")
@@ -55,7 +55,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         loss=loss,
         steps=budget.steps,
         global_batch=budget.global_batch_tokens // seq_len,
-        micro_batch=options.micro_batch or _micro_batch(options, way, config, seq_len, precision, rank),
+        micro_batch=options.micro_batch or _micro_batch(options, chosen, config, seq_len, precision, rank),
         schedule=options.schedule,
         lr=budget.peak_lr,
         warmup_steps=default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps,
@@ -78,15 +78,19 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     return settings, budget
 
 
-def _micro_batch(options: RunOptions, way: Way, config: dict[str, Any], seq_len: int, precision: str, rank: int) -> int:
+def _micro_batch(
+    options: RunOptions, chosen: MemoryOptions, config: dict[str, Any], seq_len: int, precision: str, rank: int
+) -> int:
     """Return the default micro-batch, in windows: one that fits the device if the model's memory can be estimated.
 
     Raises InputError if one window does not fit.
     """
     if options.model is None or not has_estimate(config):
         return default_micro_batch(seq_len)
-    models = Models.read(options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK)
-    return fitting_micro_batch(models, way, options.model, options.teacher)
+    estimator = MemoryEstimator.read(
+        options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
+    )
+    return fitting_micro_batch(estimator, chosen, options.model, options.teacher)
 
 
 def _absolute(path: Path | None) -> str:
