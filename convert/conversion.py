@@ -130,7 +130,7 @@ def _resumable(staging: Staging, fingerprint: str) -> Iterator[None]:
 def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
     """Return the plan with all windows of its calibration text. The model writes its own windows, if any."""
     text = plan.recipe.text
-    if text is None or text.ids_NT is not None or not plan.works:
+    if text is None or text.ids_NT is not None or not plan.conversions:
         return plan
     from convert.calibration.generated_text import OwnText  # imported here, because it needs torch
 
@@ -152,7 +152,7 @@ def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet:
         assert recipe.text is not None
         text, folder = survey_text(recipe.text), staging.scratch / "survey"
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
-        total = len(plan.works) * text.n_tokens
+        total = len(plan.conversions) * text.n_tokens
         with console.progress_bar("Surveying", total, quiet, unit="tokens x layers") as progress:
             positions = choose_positions(checkpoint, plan.latent_layers, text, folder, progress)
         shutil.rmtree(folder)
@@ -171,12 +171,12 @@ def plan_recipe(checkpoint: Checkpoint, n_kv_heads: int, recipe: Recipe, max_sha
 def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:
     """Write the merged layers into a folder, if the recipe has a calibration text."""
     text = plan.recipe.text
-    if text is None or not plan.works:
+    if text is None or not plan.conversions:
         return
     from convert.calibration.calibrate_layers import calibrate_layers
     from convert.calibration.latent_fit import calibrate_latent  # imported here, because they need torch
 
-    total = len(plan.works) * (text.n_tokens + plan.recipe.refine)
+    total = len(plan.conversions) * (text.n_tokens + plan.recipe.refine)
     with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
         if isinstance(plan, LatentPlan):
             calibrate_latent(checkpoint, plan.latent_layers, text, folder, progress)

@@ -20,7 +20,7 @@ from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration.text import CalibrationText
 from convert.latent.layer import FittedLatent
-from convert.merging.layer import LayerMerge, LayerWork, MergedLayer, apply_maps, finish_layer, read_attention
+from convert.merging.layer import LayerConversion, LayerMerge, MergedLayer, apply_maps, finish_layer, read_attention
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
@@ -44,8 +44,8 @@ def calibrate_layers(
 
 @torch.no_grad()
 def write_layers(
-    checkpoint: Checkpoint, works: Sequence[LayerWork], text: CalibrationText, folder: Path, progress: Progress,
-    convert: Callable[[Layer], MergedLayer],
+    checkpoint: Checkpoint, conversions: Sequence[LayerConversion], text: CalibrationText, folder: Path,
+    progress: Progress, convert: Callable[[Layer], MergedLayer],
 ) -> None:  # fmt: skip
     """Run the text through the source's layers, and write what `convert` returns for each into `folder`.
 
@@ -55,10 +55,10 @@ def write_layers(
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "finished").exists():
         return
-    recipe = works[0].recipe
+    recipe = conversions[0].recipe
     with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, progress, recipe.device, recipe.refine):
-            save_layer(convert(layer), works[layer.index], folder)
+            save_layer(convert(layer), conversions[layer.index], folder)
     sync_folder(folder)
     (folder / "finished").touch()
     last_states(folder).unlink()

@@ -57,14 +57,14 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)
     closed += tried * (layer.solving + surveyed / text.window * layer.queries)
     seconds = 2 * layer.load + (text.n_tokens + surveyed) * layer.run + outputs * layer.output + closed
-    return len(plan.works) * seconds
+    return len(plan.conversions) * seconds
 
 
 def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     """Run the first layer, and a latent attention of zeros, on random states."""
-    text, work = plan.recipe.text, plan.latent_layers[0]
+    text, conversion = plan.recipe.text, plan.latent_layers[0]
     assert text is not None
-    sizes, layers = work.sizes, open_layers(checkpoint, text.window, plan.recipe.device)
+    sizes, layers = conversion.sizes, open_layers(checkpoint, text.window, plan.recipe.device)
     started = time.perf_counter()
     module = layers.load(0)
     load = time.perf_counter() - started
@@ -79,7 +79,7 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         return sums
 
     pairs = [(0, run().pairs[0])]
-    before = work.read(checkpoint)
+    before = conversion.read(checkpoint)
     heads = (sizes.n_heads, sizes.nope, sizes.hidden_size)
     latent = LatentMatrices(
         np.zeros(heads),
@@ -90,8 +90,8 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
         before.o_HMD,
     )
-    frequencies_F = frequencies_at(work.rope, evenly(work.rope.n_planes, sizes.rope // 2))
-    both = np.array(work.rope.frequencies), frequencies_F
+    frequencies_F = frequencies_at(conversion.rope, evenly(conversion.rope.n_planes, sizes.rope // 2))
+    both = np.array(conversion.rope.frequencies), frequencies_F
     weights, x_BTM = latent_weights(latent, frequencies_F).to(module.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window
     return _Measured(

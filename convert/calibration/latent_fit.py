@@ -30,44 +30,44 @@ KEY_WEIGHTS = (0.1, 1.0, 10.0)
 
 
 def calibrate_latent(
-    checkpoint: Checkpoint, works: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
+    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
 ) -> None:  # fmt: skip
     """Write every converted layer into `folder`. See `write_layers`."""
 
     def convert(layer: Layer) -> MergedLayer:
-        work = works[layer.index]
-        return work.finish(checkpoint, _convert(checkpoint, work, layer, progress))
+        conversion = conversions[layer.index]
+        return conversion.finish(checkpoint, _convert(checkpoint, conversion, layer, progress))
 
-    write_layers(checkpoint, works, text, folder, progress, convert)
+    write_layers(checkpoint, conversions, text, folder, progress, convert)
 
 
-def _convert(checkpoint: Checkpoint, work: LatentLayer, layer: Layer, progress: Progress) -> LatentMatrices:
-    sums = InputSums(layer, work.sizes.hidden_size)
+def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, progress: Progress) -> LatentMatrices:
+    sums = InputSums(layer, conversion.sizes.hidden_size)
     layer.run(sums.add)
-    positions = work.recipe.positions
+    positions = conversion.recipe.positions
     assert positions is not None
-    before, moments = work.read(checkpoint), sums.moments()
-    frequencies_F = frequencies_at(work.rope, positions)
+    before, moments = conversion.read(checkpoint), sums.moments()
+    frequencies_F = frequencies_at(conversion.rope, positions)
     windows = judged_windows(layer)
     fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
 
     def candidates() -> Iterator[LatentMatrices]:
-        if work.recipe.solver != "fit":
-            yield solve_as(work.recipe.solver, before, moments, work.sizes, work.rope, positions)
+        if conversion.recipe.solver != "fit":
+            yield solve_as(conversion.recipe.solver, before, moments, conversion.sizes, conversion.rope, positions)
             return
         for key_weight in KEY_WEIGHTS:
-            closed = solve(before, moments, work.sizes, work.rope, positions, key_weight)
+            closed = solve(before, moments, conversion.sizes, conversion.rope, positions, key_weight)
             yield closed
-            both = np.array(work.rope.frequencies), frequencies_F
-            yield solve_queries(layer, before, closed, work.sizes, both, fitted)
+            both = np.array(conversion.rope.frequencies), frequencies_F
+            yield solve_queries(layer, before, closed, conversion.sizes, both, fitted)
 
     after = min(candidates(), key=lambda latent: squared_error(layer, latent_weights(latent, frequencies_F), windows))
-    after = work.balance(after)
-    if work.recipe.refit:
+    after = conversion.balance(after)
+    if conversion.recipe.refit:
         answers = outputs(layer, latent_weights(after, frequencies_F), range(layer.text.n_windows))
         after = refit_output(after, answers, layer.module.device)
-    if work.recipe.refine:
+    if conversion.recipe.refine:
         start = latent_weights(after, frequencies_F)
-        best = refine(layer, start, work.recipe.refine, work.recipe.seed, progress)
+        best = refine(layer, start, conversion.recipe.refine, conversion.recipe.seed, progress)
         after = after if best is start else with_latent_weights(after, best)
     return after

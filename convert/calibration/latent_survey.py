@@ -37,39 +37,39 @@ def survey_text(text: CalibrationText) -> CalibrationText:
 
 @torch.no_grad()
 def choose_positions(
-    checkpoint: Checkpoint, works: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
+    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
 ) -> tuple[float, ...]:  # fmt: skip
     """Return the channels of the rotated key. `progress` counts tokens, layer by layer."""
-    recipe, rope = works[0].recipe, works[0].rope
+    recipe, rope = conversions[0].recipe, conversions[0].rope
     n_channels = recipe.rope // 2
     candidates = [stock_positions(spacing, n_channels) for spacing in spacings(rope.n_planes, n_channels)]
-    errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((rope.n_planes, works[0].sizes.n_kv_heads))
+    errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((rope.n_planes, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)
     with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, progress, recipe.device):
-            work = works[layer.index]
-            sums = InputSums(layer, work.sizes.hidden_size)
+            conversion = conversions[layer.index]
+            sums = InputSums(layer, conversion.sizes.hidden_size)
             layer.run(sums.add)
             if recipe.frequencies == "longrope":
-                benefits_PK += _benefits(checkpoint, work, sums)
+                benefits_PK += _benefits(checkpoint, conversion, sums)
             elif len(candidates) > 1:
-                errors_N += _errors(checkpoint, work, layer, sums, candidates)
+                errors_N += _errors(checkpoint, conversion, layer, sums, candidates)
     if recipe.frequencies == "longrope":
         return _most_useful(benefits_PK, n_channels)
     return candidates[int(errors_N.argmin())]
 
 
-def _benefits(checkpoint: Checkpoint, work: LatentLayer, sums: InputSums) -> Real:
+def _benefits(checkpoint: Checkpoint, conversion: LatentLayer, sums: InputSums) -> Real:
     """Return what each principal component of each plane would add to the logits if it was rotated, [P, K].
 
     That is its power, as a share of that of all, times the share that an unrotated key could not express: one minus the
     squared mean of exp(i f Δ) over the distances Δ that heads attend to.
     """
-    powers_PK = plane_powers(work.read(checkpoint), sums.moments())
+    powers_PK = plane_powers(conversion.read(checkpoint), sums.moments())
     distances_HN = np.concatenate(
         [(drawn.at_HSC - drawn.at_S[None, :, None]).flatten(1).numpy() for drawn in sums.pairs], axis=1
     )
-    means_PH = [np.exp(1j * frequency * distances_HN).mean(axis=1) for frequency in work.rope.frequencies]
+    means_PH = [np.exp(1j * frequency * distances_HN).mean(axis=1) for frequency in conversion.rope.frequencies]
     rotating_P = (1 - np.abs(means_PH) ** 2).mean(axis=1)
     benefits: Real = powers_PK / (powers_PK.sum() or 1.0) * rotating_P[:, None]
     return benefits
@@ -82,19 +82,20 @@ def _most_useful(benefits_PK: Real, n_channels: int) -> tuple[float, ...]:
 
 
 def _errors(
-    checkpoint: Checkpoint, work: LatentLayer, layer: Layer, sums: InputSums, candidates: Sequence[tuple[float, ...]]
+    checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, sums: InputSums,
+    candidates: Sequence[tuple[float, ...]],
 ) -> Real:  # fmt: skip
     """Return the squared output error of the layer on held-out windows for each candidate, as shares of its power."""
-    before, moments = work.read(checkpoint), sums.moments()
+    before, moments = conversion.read(checkpoint), sums.moments()
     windows = layer.text.held_out
     fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
     batches = layer.text.batches(windows)
     power = sum(float(to_float64(parents_output(layer, batch)).square().sum()) for batch in batches) or 1.0
     errors = []
     for positions in candidates:
-        frequencies_F = frequencies_at(work.rope, positions)
-        latent = solve(before, moments, work.sizes, work.rope, positions)
-        both = np.array(work.rope.frequencies), frequencies_F
-        latent = solve_queries(layer, before, latent, work.sizes, both, fitted)
+        frequencies_F = frequencies_at(conversion.rope, positions)
+        latent = solve(before, moments, conversion.sizes, conversion.rope, positions)
+        both = np.array(conversion.rope.frequencies), frequencies_F
+        latent = solve_queries(layer, before, latent, conversion.sizes, both, fitted)
         errors.append(squared_error(layer, latent_weights(latent, frequencies_F), windows) / power)
     return np.array(errors)

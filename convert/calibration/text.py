@@ -34,6 +34,7 @@ SHIPPED, SELF = "shipped", "self"
 DEFAULT_TOKENS = 65_536
 LONGEST_WINDOW = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
+NO_TORCH = f"calibrating runs the model, which needs torch, transformers, accelerate and tokenizers; {INSTALL_EXTRA}."
 _PIECE = 1 << 16
 """Characters that are tokenised at a time."""
 _READ_BYTES = 1 << 26
@@ -267,9 +268,6 @@ def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: 
             f"{checkpoint.path}/tokenizer.json cannot read the calibration text ({error})."
         ) from error
     return ids
-
-
-NO_TORCH = f"calibrating runs the model, which needs torch, transformers, accelerate and tokenizers; {INSTALL_EXTRA}."
 
 
 def _documents(name: str) -> Iterator[str | NDArray[np.int64]]:

@@ -19,7 +19,7 @@ from model.common.errors import CheckpointError
 from model.families.family import HeadNorms
 
 
-class LayerWork(Protocol):
+class LayerConversion(Protocol):
     """A request to compute the attention of one layer of the output."""
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from convert.merging.heads import GroupReport
-from convert.merging.layer import LayerWork, MergedLayer
+from convert.merging.layer import LayerConversion, MergedLayer
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.common.files import sync_file
 
@@ -25,9 +25,9 @@ class MergedLayerCache:
     def __init__(self, checkpoint: Checkpoint, n_workers: int, calibrated: Path | None = None) -> None:
         self._checkpoint, self._size, self._calibrated = checkpoint, n_workers, calibrated
         self._lock = threading.Lock()
-        self._layers: OrderedDict[LayerWork, Future[MergedLayer]] = OrderedDict()
+        self._layers: OrderedDict[LayerConversion, Future[MergedLayer]] = OrderedDict()
 
-    def get(self, merge: LayerWork) -> MergedLayer:
+    def get(self, merge: LayerConversion) -> MergedLayer:
         """Return a layer. The first worker to request it computes it. The cache holds one layer per worker."""
         with self._lock:
             future, mine = self._layers.get(merge), merge not in self._layers
@@ -47,7 +47,7 @@ class MergedLayerCache:
         return future.result()
 
 
-def save_layer(layer: MergedLayer, merge: LayerWork, folder: Path) -> None:
+def save_layer(layer: MergedLayer, merge: LayerConversion, folder: Path) -> None:
     """Write a layer into a folder, atomically."""
     partial = folder / f"{merge.file}.partial"
     with partial.open("wb") as file:
@@ -63,7 +63,7 @@ _READING = threading.Lock()
 """numpy parses each array's header with `ast`, which fails at times in several threads at once before Python 3.12."""
 
 
-def load_layer(merge: LayerWork, folder: Path) -> MergedLayer:
+def load_layer(merge: LayerConversion, folder: Path) -> MergedLayer:
     """Read a layer that `save_layer` wrote."""
     with _READING, np.load(folder / merge.file, allow_pickle=False) as file:
         reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))

@@ -36,7 +36,7 @@ class LatentPlan(Plan):
     @property
     def latent_layers(self) -> list[LatentLayer]:
         """The layers, in order."""
-        return [work for work in self.works if isinstance(work, LatentLayer)]
+        return [conversion for conversion in self.conversions if isinstance(conversion, LatentLayer)]
 
     @property
     def cache_bytes(self) -> tuple[int, int]:

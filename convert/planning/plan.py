@@ -10,7 +10,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from convert.merging.layer import LayerMerge, LayerWork
+from convert.merging.layer import LayerConversion, LayerMerge
 from convert.merging.methods import REPEAT
 from convert.planning import notices
 from convert.planning.recipe import Recipe
@@ -70,20 +70,20 @@ class Plan:
     @property
     def scratch_bytes(self) -> int:
         """Temporary bytes on the disk: a text's states before and after a layer, and the merged layers."""
-        if self.recipe.text is None or not self.works:
+        if self.recipe.text is None or not self.conversions:
             return 0
         states = 3 * 4 * self.recipe.text.n_tokens * self.geometry.hidden_size
-        return states + sum(self.tensors[name].nbytes for work in self.works for name in work.tensors)
+        return states + sum(self.tensors[name].nbytes for conversion in self.conversions for name in conversion.tensors)
 
     @property
-    def works(self) -> list[LayerWork]:
+    def conversions(self) -> list[LayerConversion]:
         """The layers that are computed as a whole, in order."""
         return list(dict.fromkeys(output.layer for output in self.regrouped.values() if output.layer is not None))
 
     @property
     def layers(self) -> list[LayerMerge]:
         """The layers whose heads are merged as a whole, in order."""
-        return [work for work in self.works if isinstance(work, LayerMerge)]
+        return [conversion for conversion in self.conversions if isinstance(conversion, LayerMerge)]
 
     @property
     def reported(self) -> list[Reported]:

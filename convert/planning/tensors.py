@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from convert.merging.heads import HeadMerge
-from convert.merging.layer import LayerMerge, LayerWork
+from convert.merging.layer import LayerConversion, LayerMerge
 from convert.merging.methods import METHODS
 from convert.planning.recipe import Recipe, UnsupportedMethodError
 from model.attention_layout import Heads, projections
@@ -49,7 +49,7 @@ class OutputTensor:
     tensor: Tensor
     copies: tuple[Rows, ...]
     merges: tuple[HeadMerge, ...]
-    layer: LayerWork | None = None
+    layer: LayerConversion | None = None
     """The conversion of a whole layer that makes the tensor. Then `copies` and `merges` are empty."""
     scaled: Scaled | None = None
     """The tensor that this one is a multiple of. Then `copies` and `merges` are empty."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from convert.conversion import calibrate
 from convert.latent.layer import FittedLatent, LatentLayer
-from convert.merging.layer import LayerMerge, LayerWork, attention_of
+from convert.merging.layer import LayerConversion, LayerMerge, attention_of
 from convert.merging.rounding import BFLOAT16, widen
 from convert.merging.weights import LayerAttention
 from convert.output.merged_layers import MergedLayerCache
@@ -50,7 +50,7 @@ def recompute_layers(
 
 
 def compare_layer_tensor(
-    out: Checkpoint, layer: LayerWork, layers: MergedLayerCache, findings: Findings, name: str
+    out: Checkpoint, layer: LayerConversion, layers: MergedLayerCache, findings: Findings, name: str
 ) -> list[str]:
     """Compare a tensor of a merged layer within a tolerance, because its last digits depend on the order of sums.
 
@@ -88,27 +88,27 @@ def compare_by_errors(
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""
-        expected = layers.get(plan.works[index]).tensors
+        expected = layers.get(plan.conversions[index]).tensors
         return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
 
     def attentions(index: int) -> list[LayerAttention | FittedLatent]:
-        work = plan.works[index]
+        conversion = plan.conversions[index]
         wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
-        if isinstance(work, LatentLayer):
-            return [work.fitted(tensors) for tensors in wide]
-        assert isinstance(work, LayerMerge)
-        return [attention_of(tensors, work, work.target) for tensors in wide]
+        if isinstance(conversion, LatentLayer):
+            return [conversion.fitted(tensors) for tensors in wide]
+        assert isinstance(conversion, LayerMerge)
+        return [attention_of(tensors, conversion, conversion.target) for tensors in wide]
 
     def differs(index: int) -> bool:
         actual, expected = versions(index)
         return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
 
-    different = {index for index in range(len(plan.works)) if differs(index)}
+    different = {index for index in range(len(plan.conversions)) if differs(index)}
     errors = held_out_errors(source, plan.recipe, scratch, different, attentions) if different else {}
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0
-            findings.rounded |= dict.fromkeys(plan.works[index].tensors, excess)
+            findings.rounded |= dict.fromkeys(plan.conversions[index].tensors, excess)
         else:
             findings.differences.append(
                 f"layer {index} has a held-out error of {actual:.4g}; recomputing it gives {expected:.4g}"
