@@ -21,7 +21,7 @@ from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from scripts.bench.machine import facts
 from uptrain.budget.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
-from uptrain.budget.training_time import MFU, PEAK_FLOPS, count_parameters
+from uptrain.budget.training_time import MFU, PEAK_FLOPS, count_parameters, flops_per_token
 from uptrain.training.parts import part_pattern
 
 DEVICES = (1, 8, 64, 512)
@@ -125,7 +125,7 @@ class Communication:
 def communication(estimator: MemoryEstimator, part: str, devices: int) -> Communication:
     """Return the bytes of a micro-batch: each device receives what it does not hold, (devices − 1) / devices of all."""
     pattern, width = part_pattern(part, estimator.config), 2 if estimator.precision == "bf16" else 4
-    trained = count_parameters(tensor for tensor in estimator.tensors if pattern.search(tensor.name))
+    trained = count_parameters(estimator.trained(part))
     layers, taught = (
         {tensor for tensor in tensors if ".layers." in tensor.name}
         for tensors in (estimator.tensors, estimator.teacher)
@@ -160,7 +160,10 @@ def uptraining(estimator: MemoryEstimator, devices: int) -> dict[str, Any]:
     """Return memory, compute and communication of a device, for micro-batches of MICRO_BATCH windows."""
     n_params, n_teacher = count_parameters(estimator.tensors), count_parameters(estimator.teacher)
     tokens = MICRO_BATCH * SEQ_LEN
-    computing = (6 * n_params + 2 * n_teacher) * tokens / (MFU * PEAK_FLOPS["H100"])
+    n_trained = count_parameters(estimator.trained(PART))
+    recomputing = 2 * n_params  # the forward pass again, of activation checkpointing
+    flops = (flops_per_token(n_params, n_trained, n_teacher) + recomputing) * tokens
+    computing = flops / (MFU * PEAK_FLOPS["H100"])
     exchanged = communication(estimator, PART, devices).total
     micro_batches = GLOBAL_BATCH // (tokens * devices)
     return {

@@ -5,8 +5,10 @@ import math
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint import Tensor
 from model.common.errors import InputError
@@ -236,13 +238,25 @@ def test_show_count():
     assert {count: show_count(count) for count in shown} == shown
 
 
-def test_time_is_six_operations_a_parameter_and_token_and_two_for_a_teacher():
-    alone = training_time.time(training_time.Workload(10**9, 0, 4), 10**12)
+def test_time_is_two_operations_for_each_product_of_a_parameter_and_a_token():
+    alone = training_time.time(training_time.flops_per_token(10**9, 10**9, 0) * 10**12, 4)
     assert alone["flops"] == 6 * 10**21
     assert alone["device_hours"]["H100"] == pytest.approx(6e21 / (0.4 * 989e12) / 3600)
     assert alone["hours"]["H100"] == alone["device_hours"]["H100"] / 4
-    taught = training_time.time(training_time.Workload(10**9, 10**9, 4), 10**12)
-    assert taught["flops"] / alone["flops"] == pytest.approx(4 / 3)
+    assert training_time.flops_per_token(10**9, 10**9, 10**9) == 8 * 10**9
+    assert training_time.flops_per_token(10**9, 2 * 10**8, 10**9) == 64 * 10**8
+
+
+def test_flops_are_those_that_torch_counts():
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    for n_trained in (3, 2, 1):
+        model.requires_grad_(False)
+        for layer in model[:n_trained]:
+            layer.requires_grad_(True)
+        inputs = torch.randn(5, 8, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            model(inputs).sum().backward()
+        assert counter.get_total_flops() == 5 * training_time.flops_per_token(3 * 64, n_trained * 64, 0)
 
 
 def test_rope_frequencies_are_no_parameters():

@@ -139,15 +139,20 @@ class MemoryEstimator:
         taught, same = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
         return cls(tensors, taught, same, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
 
+    def trained(self, part: str) -> list[Tensor]:
+        """Return the parameters that are trained. Raises InputError if the model does not have the part."""
+        pattern = part_pattern(part, self.config)
+        if part == "lora":
+            return list(self._adapters())
+        return [tensor for tensor in self.tensors if pattern.search(tensor.name)]
+
     def memory(self, chosen: MemoryOptions) -> Memory:
         """Return the memory of a run with these options. Raises InputError if the model does not have its part.
 
         Tensors of the teacher count as shared if they are in `same` and frozen.
         """
         pattern, width = part_pattern(chosen.trainable, self.config), COMPUTE_BYTES[self.precision]
-        trained = [tensor for tensor in self.tensors if pattern.search(tensor.name)]
-        if chosen.trainable == "lora":
-            trained = list(self._adapters())
+        trained = self.trained(chosen.trainable)
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), chosen.micro_batch * self.seq_len
         same = {tensor for tensor in frozen if tensor.name in self.same}

@@ -9,12 +9,12 @@ from typing import Any
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from model.common.read_files import UPTRAINING_RECORD
-from uptrain.budget import training_time
 from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.identify import named
 from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions, first_that_fits, parts_of
+from uptrain.budget.training_time import MFU, TIME_FORMULA, count_parameters, flops_per_token, time
 from uptrain.data.token_cache import Manifest
 from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch, default_seq_len
 
@@ -49,8 +49,7 @@ def make_plan(
         length = _seq_len(seq_len, manifest, checkpoint.config)
         budget = make_budget(options, checkpoint.config, source_names(model), length)
     estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer)
-    n_params = training_time.count_parameters(estimator.tensors)
-    work = training_time.Workload(n_params, training_time.count_parameters(estimator.teacher), processes)
+    n_params = count_parameters(estimator.tensors)
     n_windows = budget.global_batch_tokens // length
     if n_windows % processes:
         raise InputError(
@@ -86,7 +85,11 @@ def make_plan(
             "formula": MEMORY_FORMULA,
             "fitting": None if memory is None else _fitting(estimator, memory, divisors, str(model), teacher),
         },
-        "time": training_time.time(work, budget.tokens),
+        "time": {
+            **{part: _time(estimator, part, budget.tokens, processes) for part in TRAINABLE},
+            "mfu": MFU,
+            "formula": TIME_FORMULA,
+        },
         "processes": processes,
         "first_loss": _first_loss(model, data),
         "warnings": list(filter(None, [data_use and repetition_warning(data_use["epochs"])])),
@@ -123,6 +126,15 @@ def _memory(estimator: MemoryEstimator, part: str, numbers: list[int]) -> dict[s
     least = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), "host_bytes": needed.host()}
+
+
+def _time(estimator: MemoryEstimator, part: str, tokens: int, processes: int) -> dict[str, Any] | None:
+    """Return the time of training a part; None if the model does not have it."""
+    if part not in parts_of(estimator.config):
+        return None
+    trained = count_parameters(estimator.trained(part))
+    flops = flops_per_token(count_parameters(estimator.tensors), trained, count_parameters(estimator.teacher))
+    return time(flops * tokens, processes)
 
 
 def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:

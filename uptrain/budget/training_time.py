@@ -1,7 +1,6 @@
 """Estimate the time of a run by a formula, which is part of the output. The actual time may be 50 % longer."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,19 +11,11 @@ MFU = 0.40
 PEAK_FLOPS = {"H100": 989e12, "A100": 312e12}
 """Peak FLOP/s in bfloat16 without sparsity (NVIDIA's data sheets of the SXM cards)."""
 TIME_FORMULA = (
-    f"(6 x parameters + 2 x teacher's parameters) x tokens / ({MFU:.2f} x peak FLOP/s). Not counted: attention's "
-    "products with length, evaluation, saving. Training attention alone takes about a fifth less."
+    "(4 x parameters + 2 x trained parameters + 2 x teacher's parameters) x tokens / "
+    f"({MFU:.2f} x peak FLOP/s). Not counted: attention's products with length, recomputing, evaluation, saving."
 )
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Quantities that the estimate of time depends on."""
-
-    n_params: int
-    n_teacher_params: int
-    """0 without a teacher."""
-    processes: int
+"""A product takes 2 operations for each parameter and token in the forward pass, as many for the gradient of its input,
+and, if the parameter is trained, as many for its own."""
 
 
 def count_parameters(tensors: Iterable[Tensor]) -> int:
@@ -37,14 +28,16 @@ def is_rope(tensor: Tensor) -> bool:
     return tensor.name.endswith("rotary_emb.inv_freq")
 
 
-def time(work: Workload, tokens: int) -> dict[str, Any]:
-    """Return floating-point operations, and hours on the devices of PEAK_FLOPS."""
-    flops = (6 * work.n_params + 2 * work.n_teacher_params) * tokens
+def flops_per_token(n_params: int, n_trained: int, n_teacher: int) -> int:
+    """Return the floating-point operations of training on one token; `n_teacher` parameters are 0 without a teacher."""
+    return 4 * n_params + 2 * n_trained + 2 * n_teacher
+
+
+def time(flops: int, processes: int) -> dict[str, Any]:
+    """Return the operations, and the hours that they take on the devices of PEAK_FLOPS."""
     device_hours = {name: flops / (MFU * peak) / 3600 for name, peak in PEAK_FLOPS.items()}
     return {
         "flops": flops,
         "device_hours": device_hours,
-        "hours": {name: hours / work.processes for name, hours in device_hours.items()},
-        "mfu": MFU,
-        "formula": TIME_FORMULA,
+        "hours": {name: hours / processes for name, hours in device_hours.items()},
     }

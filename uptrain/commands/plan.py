@@ -9,7 +9,7 @@ import click
 
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import PathType, SizeType, pop_fields
-from model.common.console import echo_line, print_columns, print_json, print_key_values, size
+from model.common.console import duration, echo_line, print_columns, print_json, print_key_values, size
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import show_count
 from uptrain.budget.learning_rate import Schedule, learning_rate
@@ -63,6 +63,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         return
     print_key_values(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
     print_columns("\nMemory of a device for --trainable", TRAINABLE, _memory(plan["memory"]))
+    print_columns("\nTime for --trainable", TRAINABLE, _time(plan["time"], plan["processes"]))
     if plan["memory"]["fitting"]:
         print_key_values(f"\nThe cheapest commands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
     for warning in plan["warnings"]:
@@ -115,18 +116,14 @@ def _curve(schedule: Schedule) -> str:
 
 
 def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    memory, time, n = plan["memory"], plan["time"], plan["processes"]
-    hours = "\n".join(
-        f"{_hours(time['hours'][name])} on {n} {name} ({_hours(time['device_hours'][name])} of a device)"
-        for name in time["hours"]
-    )
+    memory = plan["memory"]
     return [
         (
             "memory, estimate",
             f"below, for micro-batches of {memory['micro_batch_tokens']:,} tokens; least: of "
             f"{memory['least_micro_batch_tokens']:,}, with --activation-checkpointing\n= {memory['formula']}",
         ),
-        ("time, estimate", f"{hours}\n= {time['formula']}"),
+        ("time, estimate", f"below\n= {plan['time']['formula']}"),
         ("loss at step 0", plan["first_loss"]),
     ]
 
@@ -149,14 +146,26 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _fitting(memory: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return for each number of devices the command and its memory of each device."""
+def _time(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
+    """Return the hours of a run on each kind of device, and of one device if there are several."""
+    parts = [time[part] for part in TRAINABLE]
     rows = []
-    for n, way in memory["fitting"].items():
-        devices = f"{n} device{'s' * (n != '1')}"
-        rows.append((devices, f"{size(way['bytes_per_process'])}: {way['command']}" if way else "none fits"))
+    for name in time["all"]["hours"]:
+        for n, key in ((processes, "hours"), (1, "device_hours"))[: 1 + (processes > 1)]:
+            rows.append((f"{n} {name}", *("–" if part is None else _hours(part[key][name]) for part in parts)))
     return rows
 
 
-def _hours(value: float) -> str:
-    return f"{value:,.0f} h" if value >= 100 else f"{value:.3g} h"
+def _fitting(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return for each number of devices the command and its memory of each device."""
+    rows = []
+    for n, fit in memory["fitting"].items():
+        devices = f"{n} device{'s' * (n != '1')}"
+        rows.append((devices, f"{size(fit['bytes_per_process'])}: {fit['command']}" if fit else "none fits"))
+    return rows
+
+
+def _hours(hours: float) -> str:
+    if hours < 0.1:
+        return duration(3600 * hours) if hours > 1 / 3600 else "< 1 s"
+    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"
