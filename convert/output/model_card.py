@@ -85,7 +85,7 @@ def _method(plan: Plan) -> str:
     recipe = plan.recipe
     parts = [f"`{recipe.solver if isinstance(recipe, LatentRecipe) else recipe.method}`"]
     if recipe.method in LAYER_METHODS:
-        parts.append("renorm spread")  # in the words of earlier versions, whose cards `verify` compares
+        parts.append("queries scaled to the variance of the attention logits")
     if recipe.refit:
         parts.append("output projections refitted")
     if recipe.refine:

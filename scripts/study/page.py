@@ -52,13 +52,13 @@ from scripts.study.table import (
 )
 
 RESULTS = Path("docs/study")
-PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "tables.md")
+PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "more.md", RESULTS / "tables.md")
 PARENTS = "parents.jsonl"
 SAME_PARENT = 1e-3
 """Tolerance for the loss of one model on different machines, in nats."""
 PARENTS_OF = {"merges": "weak parents", "longer": "better-trained parents"}
 """Plan → how the page calls the parents that it trains."""
-BEST = "fit-refit"
+FORMER_DEFAULT = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -147,7 +147,7 @@ def renewed(page: str, results: Path) -> str:
             "parents": training_of_parents,
             "weak": lambda folder: "\n\n".join(tables(united(folder, WEAK))),
             "better": lambda folder: "\n\n".join(tables(united(folder, BETTER))),
-            "savings_weak": lambda folder: savings(united(folder, WEAK), BEST),
+            "savings_weak": lambda folder: savings(united(folder, WEAK), FORMER_DEFAULT),
             "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
@@ -163,7 +163,7 @@ def renewed(page: str, results: Path) -> str:
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl")),
             "latent_smollm2": latent_smollm2,
             "field": field,
-            "savings_better": lambda folder: savings(united(folder, BETTER), BEST),
+            "savings_better": lambda folder: savings(united(folder, BETTER), FORMER_DEFAULT),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
         return f"{match[1]}{match[2]}{part(results)}\n"
@@ -177,9 +177,9 @@ SMOLLM2 = "SmolLM2-135M-Instruct, 4 bit"
 HEADLINE = tuple(("3 models of 4.2 M", "refine", TODAY["refine"], 8, groups) for groups in (4, 2, 1))
 """Rows of the README's table: parent, plan, arm, K/V heads before and after. A row over all kinds of text follows."""
 FORMER = (
-    *((WEAK_PARENTS, "merges", BEST, 8, groups) for groups in (4, 2, 1)),
-    *((BETTER_PARENTS, "longer", BEST, 8, groups) for groups in (4, 2, 1)),
-    (SMOLLM2, "smollm2", BEST, 3, 1),
+    *((WEAK_PARENTS, "merges", FORMER_DEFAULT, 8, groups) for groups in (4, 2, 1)),
+    *((BETTER_PARENTS, "longer", FORMER_DEFAULT, 8, groups) for groups in (4, 2, 1)),
+    (SMOLLM2, "smollm2", FORMER_DEFAULT, 3, 1),
 )
 
 

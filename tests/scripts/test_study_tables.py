@@ -336,7 +336,7 @@ def test_table_of_registers_by_parent():
     ]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/study.md", "docs/study/tables.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/study.md", "docs/study/more.md", "docs/study/tables.md"])
 def test_the_pages_tables_are_the_recorded_results(name):
 
     root = Path(__file__).parents[2]

@@ -62,6 +62,17 @@ def test_original_steps_and_default_peaks():
     assert {name: default_peak(named(name).peak_lr) for name in PEAKS} == PEAKS
 
 
+@pytest.mark.parametrize(
+    ("method", "peak"), [(None, 1e-4), ("mean", 1e-4), ("pca", 1e-4), ("fit", 5e-5), ("latent", 5e-5)]
+)
+def test_the_default_peak_is_lower_after_a_fitted_conversion(method, peak):
+    budget = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN, method)
+    assert budget.peak_lr == peak
+    share = {1e-4: "1/3", 5e-5: "1/6"}[peak]
+    with pytest.raises(InputError, match=f"--lr .peak learning rate; {share} of"):
+        make_budget(BudgetOptions(steps=5, global_batch_tokens=4096), {}, (), SEQ_LEN, method)
+
+
 def test_rows_are_well_formed():
     assert len({original.name for original in ORIGINALS}) == len(ORIGINALS)
     for original in ORIGINALS:

@@ -156,7 +156,11 @@ def test_memory_and_time_for_processes_and_teacher(uptrain, source):
 def test_memory_of_the_parts_side_by_side(uptrain, source):
     result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", source)
     memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", source)["memory"]
-    assert result.out[: result.out.index("Time for")].rstrip().splitlines()[-1].split()[:3] == ["host,", "while", "reading"]
+    assert result.out[: result.out.index("Time for")].rstrip().splitlines()[-1].split()[:3] == [
+        "host,",
+        "while",
+        "reading",
+    ]
     for label, key in (("frozen weights", "frozen_bytes"), ("one device, or DDP", "replicated_bytes_per_process")):
         (line,) = (line for line in result.out.splitlines() if line.startswith(label))
         assert line.removeprefix(label).split() == [

@@ -16,8 +16,12 @@ from uptrain.budget.counts import show_count
 from uptrain.budget.identify import known_originals, named
 from uptrain.budget.pretraining import PretrainingRecord
 
-PEAK_SHARE = 3
-"""Divisor of the original's peak learning rate for the default peak, as in MHA2MLA and Sheared-LLaMA for Llama 2."""
+PEAK_SHARE, FITTED_PEAK_SHARE = 3, 6
+"""Divisors of the original's peak learning rate for the default peak: as in MHA2MLA and Sheared-LLaMA for Llama 2, and
+after a fitted conversion, which is so close to its parent that a third can do harm (docs/study.md, "Which parameters to
+train")."""
+FITTED = ("fit", "latent")
+"""Conversions whose attention was fitted to the parent's."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +70,23 @@ class Budget:
         return None if self.original_tokens is None else round(self.original_tokens / self.global_batch_tokens)
 
 
-def make_budget(options: BudgetOptions, config: Mapping[str, Any], source_names: Sequence[str], seq_len: int) -> Budget:
-    """Return the budget for a model with this `config.json`; for `source_names` see `uptrain.budget.conversion_record`.
+def make_budget(
+    options: BudgetOptions,
+    config: Mapping[str, Any],
+    source_names: Sequence[str],
+    seq_len: int,
+    method: str | None = None,
+) -> Budget:
+    """Return the budget for a model with this `config.json`.
+
+    `source_names`, and the `method` of its conversion: see `uptrain.budget.conversion_record`.
 
     Raises InputError with every option that would help if the original is unknown or ambiguous.
     """
     candidates = (named(options.original),) if options.original else known_originals(config, source_names)
     original = candidates[0] if len(candidates) == 1 else None
     if original is None:
-        _check_complete(options, candidates)
+        _check_complete(options, candidates, method)
     original_tokens = options.original_tokens or (original.tokens if original else None)
     batch = options.global_batch_tokens or (original.batch_tokens if original else 0)
     _check_batch(batch, seq_len)
@@ -89,7 +101,7 @@ def make_budget(options: BudgetOptions, config: Mapping[str, Any], source_names:
     alpha = options.alpha
     if alpha is None and original_tokens is not None:
         alpha = steps * batch / original_tokens
-    peak = options.lr or default_peak(original.peak_lr if original else math.nan)
+    peak = options.lr or default_peak(original.peak_lr if original else math.nan, method)
     return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
 
 
@@ -100,12 +112,19 @@ def repetition_warning(epochs: float) -> str | None:
     return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
 
 
-def default_peak(original_peak: float) -> float:
-    """Return a third of the original's peak learning rate, as a decimal fraction rounded once."""
-    return float(Fraction(str(original_peak)) / PEAK_SHARE)
+def default_peak(original_peak: float, method: str | None = None) -> float:
+    """Return a third of the original's peak learning rate, a sixth after a fitted conversion.
+
+    It is computed as a decimal fraction and rounded once.
+    """
+    return float(Fraction(str(original_peak)) / _peak_share(method))
 
 
-def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord]) -> None:
+def _peak_share(method: str | None) -> int:
+    return FITTED_PEAK_SHARE if method in FITTED else PEAK_SHARE
+
+
+def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord], method: str | None) -> None:
     """Raise InputError if options are missing that only a single original could supply."""
     missing = []
     if options.alpha is not None and options.original_tokens is None:
@@ -113,7 +132,7 @@ def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingReco
     if options.global_batch_tokens is None:
         missing.append("--global-batch-tokens (tokens of one optimizer step, e.g. 4194304)")
     if options.lr is None:
-        missing.append(f"--lr (peak learning rate; 1/{PEAK_SHARE} of the pre-training's is usual)")
+        missing.append(f"--lr (peak learning rate; 1/{_peak_share(method)} of the pre-training's is usual)")
     if not missing:
         return
     if candidates:

@@ -9,7 +9,7 @@ from typing import Any
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from model.common.read_files import UPTRAINING_RECORD
-from uptrain.budget.budget import Budget, BudgetOptions, make_budget, repetition_warning
+from uptrain.budget.budget import FITTED, Budget, BudgetOptions, make_budget, repetition_warning
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.identify import named
 from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
@@ -47,7 +47,7 @@ def make_plan(
     manifest = Manifest.parse(data) if data is not None else None
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
-        budget = make_budget(options, checkpoint.config, source_names(model), length)
+        budget = make_budget(options, checkpoint.config, source_names(model), length, merge_method(model))
     estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer)
     n_params = count_parameters(estimator.tensors)
     n_windows = budget.global_batch_tokens // length
@@ -199,5 +199,5 @@ def _first_loss(model: Path, data: Path | None) -> str:
     if data is not None:
         return measure
     method = None if (model / UPTRAINING_RECORD).is_file() else merge_method(model)
-    expected = f"{FIRST_LOSS[method in ('fit', 'latent')]}. " if method else ""
+    expected = f"{FIRST_LOSS[method in FITTED]}. " if method else ""
     return f"{expected}With a token cache, {measure}"

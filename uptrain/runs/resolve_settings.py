@@ -7,7 +7,7 @@ from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.common.files import check_name
 from uptrain.budget.budget import Budget, make_budget
-from uptrain.budget.conversion_record import default_trainable, source_names
+from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.data.run_data import cache_folder, run_cache_folder
@@ -40,7 +40,8 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     if options.lora_rank and trainable != "lora":
         raise InputError(f"--lora-rank is for --trainable lora, not {trainable}; leave one of the two out.")
     rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
-    budget = make_budget(options.budget, config, names, seq_len)
+    method = merge_method(folder) if options.model else None
+    budget = make_budget(options.budget, config, names, seq_len, method)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
     precision = options.precision or ("bf16" if has_accelerator() else "fp32")
