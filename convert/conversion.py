@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from convert.calibration.text import pack
+from convert.latent.recipe import LatentRecipe
+from convert.merging.recipe import Recipe
 from convert.output import config_json
 from convert.output.groupwise_json import build_record, earlier_conversion
 from convert.output.model_card import model_card
 from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
-from convert.planning.latent_recipe import LatentRecipe
 from convert.planning.plan import Plan, fingerprint, make_plan
-from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDERS, json_text
 from model.checkpoint.hub import origin_of

@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 
 from convert.calibration.latent_weights import latent_weights
+from convert.calibration.layer_file import save_layer
 from convert.calibration.layer_output import outputs, squared_error, weights_of, with_weights
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
-from convert.calibration.text import CalibrationText
+from convert.calibration_text import CalibrationText
 from convert.latent.layer import FittedLatent
 from convert.merging.layer import LayerConversion, LayerMerge, MergedLayer, apply_maps, finish_layer, read_attention
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
+from convert.merging.recipe import Recipe
 from convert.merging.weights import LayerAttention
-from convert.output.merged_layers import save_layer
-from convert.planning.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.files import sync_folder
 from model.decoder.devices import faster_products, naming_lack_of_memory

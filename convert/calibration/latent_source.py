@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from convert.latent.check_source import check_latent_source
 from convert.latent.rotation import SourceRope
-from convert.planning.check_latent_source import check_latent_source
 from model.checkpoint import Checkpoint
 from model.decoder.config import LlamaConfig
 from model.decoder.llama import Block

@@ -4,17 +4,17 @@ The text is the one that ships with Groupwise, a file, a dataset, or text that t
 (`generated_text.py`). Several texts are mixed window by window.
 """
 
-import hashlib
 import lzma
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.planning.recipe import MAX_TOKENS, NONE, UnsupportedMethodError
+from convert.calibration_text import SELF, SHIPPED, CalibrationText, sha256_of_ids, split_name
+from convert.merging.recipe import MAX_TOKENS, NONE, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.common import checks
@@ -24,13 +24,11 @@ from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
 from model.families import find_family
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
-from model.texts.hub import HUB
 from model.texts.sources import TextFiles, find_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SHIPPED, SELF = "shipped", "self"
 DEFAULT_TOKENS = 65_536
 LONGEST_WINDOW = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
@@ -40,91 +38,6 @@ _PIECE = 1 << 16
 _READ_BYTES = 1 << 26
 """Bytes of a file that are read as one piece."""
 _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
-
-
-@dataclass(frozen=True, eq=False)
-class CalibrationText:
-    """Windows of tokens, and their sources. N windows, T tokens in each."""
-
-    name: str
-    """`shipped`, `self`, the path or dataset as the user wrote it, or several joined by +."""
-    n_windows: int
-    window: int
-    """Tokens per window."""
-    ids_NT: NDArray[np.int64] | None
-    """None until the model has written its windows, and if `verify` has no tokens."""
-    own: tuple[int, ...] = ()
-    """Indices of the windows that the model writes."""
-    first: tuple[int, ...] = ()
-    """Tokens that the tokenizer puts before a text."""
-    read_NT: NDArray[np.int64] | None = None
-    """The other windows, in order."""
-    own_bytes: int = 0
-    """Peak memory of writing, in bytes."""
-    own_steps: int = 0
-    """Number of times that writing runs the whole model."""
-    own_inputs: str = ""
-    """SHA-256 of what determines the text that the model writes, besides its weights and config."""
-
-    @property
-    def n_tokens(self) -> int:
-        return self.n_windows * self.window
-
-    @property
-    def parts(self) -> list[str]:
-        return split_name(self.name)
-
-    @property
-    def private(self) -> list[str]:
-        """The parts that are the user's own texts."""
-        return [part for part in self.parts if part not in (SHIPPED, SELF)]
-
-    @property
-    def label(self) -> str:
-        """The text's description for people, without folders."""
-        return " and ".join(map(_label, self.parts))
-
-    @property
-    def record(self) -> dict[str, object]:
-        """The text's entry in `groupwise.json`."""
-        return {
-            "text": self.name, "sha256_of_ids": _sha256(self.ids_NT), "windows": self.n_windows, "window": self.window,
-        }  # fmt: skip
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Everything that determines the output before the model has written its windows."""
-        return {**self.record, "sha256_of_read": _sha256(self.read_NT), "own_inputs": self.own_inputs}
-
-    def with_own(self, own_NT: NDArray[np.int64]) -> "CalibrationText":
-        """Return the text with the windows that the model has written."""
-        assert self.read_NT is not None
-        ids_NT = np.empty((self.n_windows, self.window), dtype=np.int64)
-        ids_NT[list(self.own)] = own_NT
-        ids_NT[np.setdiff1d(np.arange(self.n_windows), self.own)] = self.read_NT
-        return replace(self, ids_NT=ids_NT)
-
-
-def _label(part: str) -> str:
-    on_the_hub = part.startswith(HUB) and not Path(part.removeprefix(HUB)).is_absolute()
-    labels = {SHIPPED: "the text that ships with Groupwise", SELF: "text that the model wrote itself"}
-    return labels.get(part) or (part if on_the_hub else Path(part).name)
-
-
-def _sha256(ids_NT: NDArray[np.int64] | None) -> str | None:
-    return None if ids_NT is None else hashlib.sha256(ids_NT.tobytes()).hexdigest()
-
-
-def split_name(name: str) -> list[str]:
-    """Split a --calibration into parts: `self`, `shipped`, then a path or dataset, whose name may contain a +."""
-    parts: list[str] = []
-    for _ in (SELF, SHIPPED):  # at most two, so that a crafted groupwise.json cannot make the list long
-        word, plus, rest = name.partition("+")
-        if not plus or word not in (SELF, SHIPPED):
-            break
-        parts.append(word)
-        name = rest
-    return [*parts, name]
 
 
 def pack(text: CalibrationText) -> bytes:
@@ -153,7 +66,7 @@ def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
     is_whole = decompressor.eof and not decompressor.unused_data
     dtype = {2 * text.n_tokens: "<u2", 4 * text.n_tokens: "<u4"}.get(len(ids)) if is_whole else None
     ids_NT = None if dtype is None else np.frombuffer(ids, dtype).astype(np.int64).reshape(shape)
-    if ids_NT is None or _sha256(ids_NT) != recorded["sha256_of_ids"]:
+    if ids_NT is None or sha256_of_ids(ids_NT) != recorded["sha256_of_ids"]:
         raise CheckpointError(f"{path} does not hold the tokens that were recorded at conversion")
     return replace(text, ids_NT=ids_NT)
 

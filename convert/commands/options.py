@@ -6,7 +6,7 @@ import click
 
 from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_METHODS, LATENT_NORMS
 from convert.merging.methods import LAYER_METHODS, METHODS
-from convert.planning.recipe import MAX_TOKENS
+from convert.merging.recipe import MAX_TOKENS
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import Command, SizeType, add_options, device_option
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from convert import conversion, tables
 from convert.commands.options import OutputOptions
+from convert.latent.recipe import LATENT
 from convert.merging.methods import REPEAT
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
-from convert.planning.latent_recipe import LATENT
 from convert.planning.plan import Plan, make_plan
 from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_merge import MergeOptions, resolve_merge
@@ -93,8 +93,8 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     """Return the device, time and disk space of a calibration; announce a slow one."""
     if plan.recipe.text is None:
         return {}
-    from convert.calibration.estimate import calibration_seconds
-    from convert.calibration.latent_estimate import latent_seconds
+    from convert.estimates.calibration import calibration_seconds
+    from convert.estimates.latent import latent_seconds
 
     if isinstance(plan, LatentPlan):
         seconds, faster = round(latent_seconds(checkpoint, plan)), "--refine 0 takes less"

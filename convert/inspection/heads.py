@@ -24,9 +24,9 @@ from convert.merging.moments import (
     split,
 )
 from convert.merging.norms import normalise
+from convert.merging.recipe import Recipe, UnsupportedMethodError
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import read_geometry

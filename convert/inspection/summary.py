@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any
 
+from convert.latent.check_source import check_latent_source
 from convert.latent.sizes import ENGINE_SIZES, LatentSizes, suggested_sizes
-from convert.planning.check_latent_source import check_latent_source
 from convert.planning.notices import find_notes
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError

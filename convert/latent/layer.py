@@ -13,7 +13,7 @@ from convert.merging.layer import MergedLayer, read_finite, rounded
 from convert.merging.weights import LayerAttention, Real
 
 if TYPE_CHECKING:
-    from convert.planning.latent_recipe import LatentRecipe
+    from convert.latent.recipe import LatentRecipe
     from model.attention_layout import Heads
     from model.checkpoint import Checkpoint
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.merging.methods import find_method
-from convert.planning.recipe import Recipe
+from convert.merging.recipe import Recipe
 from model.attention_layout import Heads
 from model.checkpoint import Array, Checkpoint, Tensor
 from model.common.errors import CheckpointError

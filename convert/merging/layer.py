@@ -10,9 +10,9 @@ from convert.merging.heads import GroupReport, compare_heads
 from convert.merging.methods import find_group_method
 from convert.merging.moments import Maps, Moments, apply, keep_logit_variance, moments_from_weights
 from convert.merging.norms import normalise, with_norms
+from convert.merging.recipe import Recipe
 from convert.merging.rounding import round_once, widen
 from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join
-from convert.planning.recipe import Recipe
 from model.attention_layout import Heads, Sizes
 from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError

@@ -5,9 +5,9 @@ The card contains no times and no paths, so the same conversion gives the same b
 
 from pathlib import Path
 
+from convert.latent.recipe import LatentRecipe, is_exact
 from convert.merging.methods import LAYER_METHODS, REPEAT
 from convert.planning.latent_plan import LatentPlan
-from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from convert.latent.layer import LatentLayer
+from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.rotation import rope_parameters
 from convert.latent.sizes import ENGINE_SIZES, LatentSizes, choose_sizes
 from convert.latent.stock_tensors import rounded_weight
-from convert.planning.latent_recipe import LatentRecipe, is_exact
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, Tensor

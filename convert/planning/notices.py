@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from convert.planning.recipe import Recipe
+from convert.merging.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.families import Family
 

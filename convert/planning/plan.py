@@ -12,8 +12,8 @@ from typing import Any
 
 from convert.merging.layer import LayerConversion, LayerMerge
 from convert.merging.methods import REPEAT
+from convert.merging.recipe import Recipe
 from convert.planning import notices
-from convert.planning.recipe import Recipe
 from convert.planning.remote_code import Code, find_code
 from convert.planning.tensors import OutputTensor, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 from convert.calibration.text import DEFAULT_TOKENS
 from convert.latent import Frequencies, LatentMethod, LatentNorm
+from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
 from convert.latent.rotation import SourceRope
 from convert.latent.sizes import LatentSizes, choose_sizes
-from convert.planning.latent_recipe import LATENT, LatentRecipe, default_positions, is_exact
-from convert.planning.recipe import NONE
+from convert.merging.recipe import NONE
 from convert.planning.resolve_merge import MergeOptions, read_text
 from model.checkpoint import Checkpoint
 from model.common.command_options import AUTO_DEVICE

@@ -2,18 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from convert.calibration.text import (
-    DEFAULT_TOKENS,
-    NO_TORCH,
-    SELF,
-    SHIPPED,
-    CalibrationText,
-    read_calibration_text,
-    split_name,
-)
+from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, read_calibration_text
+from convert.calibration_text import SELF, SHIPPED, CalibrationText, split_name
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
+from convert.merging.recipe import NONE, Recipe, UnsupportedMethodError
 from convert.planning.plan import check_n_kv_heads
-from convert.planning.recipe import NONE, Recipe, UnsupportedMethodError
 from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
 from model.common import checks

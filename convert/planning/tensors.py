@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from convert.merging.heads import HeadMerge
 from convert.merging.layer import LayerConversion, LayerMerge
 from convert.merging.methods import METHODS
-from convert.planning.recipe import Recipe, UnsupportedMethodError
+from convert.merging.recipe import Recipe, UnsupportedMethodError
 from model.attention_layout import Heads, projections
 from model.checkpoint import Tensor
 from model.families.family import Family

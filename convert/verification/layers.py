@@ -8,13 +8,13 @@ import numpy as np
 
 from convert.conversion import calibrate
 from convert.latent.layer import FittedLatent, LatentLayer
+from convert.latent.recipe import LATENT
 from convert.merging.layer import LayerConversion, LayerMerge, attention_of
+from convert.merging.recipe import Recipe
 from convert.merging.rounding import BFLOAT16, widen
 from convert.merging.weights import LayerAttention
 from convert.output.merged_layers import MergedLayerCache
-from convert.planning.latent_recipe import LATENT
 from convert.planning.plan import Plan
-from convert.planning.recipe import Recipe
 from convert.verification.findings import Findings
 from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError

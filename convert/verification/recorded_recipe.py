@@ -4,10 +4,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from convert.calibration.text import NO_TORCH, CalibrationText, read_stored
+from convert.calibration.text import NO_TORCH, read_stored
+from convert.calibration_text import CalibrationText
+from convert.latent.recipe import LATENT, read_latent_recipe
 from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
-from convert.planning.latent_recipe import LATENT, read_latent_recipe
-from convert.planning.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
+from convert.merging.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError

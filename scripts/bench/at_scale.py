@@ -16,8 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from convert.merging.recipe import Recipe
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from scripts.bench.machine import facts
 from uptrain.budget.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions

@@ -58,7 +58,8 @@ def text_of(kind: str, parent: Path, registers: Path, work: Path) -> Path:
     own = work / "self.jsonl"
     if not own.exists():
         from convert.calibration.generated_text import OwnText
-        from convert.calibration.text import SELF, read_calibration_text
+        from convert.calibration.text import read_calibration_text
+        from convert.calibration_text import SELF
 
         with open_checkpoint(parent) as checkpoint:
             text = read_calibration_text(checkpoint, SELF, OWN_TOKENS)

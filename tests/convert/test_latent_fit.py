@@ -24,9 +24,9 @@ from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_stream import iter_layers
 from convert.calibration.text import read_calibration_text
 from convert.latent.closed_form import moments_from_norm, solve
+from convert.latent.recipe import LATENT, LatentRecipe
 from convert.latent.rotation import evenly, frequencies_at
 from convert.planning.latent_plan import make_latent_plan
-from convert.planning.latent_recipe import LATENT, LatentRecipe
 from model.checkpoint import open_checkpoint
 
 SIZE = ("--latent", 12, "--rope", 8)

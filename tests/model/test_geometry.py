@@ -6,9 +6,9 @@ import pytest
 import tiny
 from safetensors.torch import save_file
 
+from convert.merging.recipe import Recipe
 from convert.output.config_json import config_text
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from model.geometry import read_geometry
 

@@ -19,9 +19,9 @@ from convert.merging.moments import (
     relative_logit_error,
     relative_output_error,
 )
+from convert.merging.recipe import Recipe
 from convert.merging.weights import LayerAttention
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 
 N_HEADS, HEAD_DIM, HIDDEN = 8, 6, 64

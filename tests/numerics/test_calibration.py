@@ -11,12 +11,12 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from convert.calibration import calibrate_layers, layer_stream, moment_sums
+from convert.calibration.layer_file import load_layer
 from convert.calibration.text import read_calibration_text
 from convert.merging.moments import Moments
+from convert.merging.recipe import Recipe
 from convert.merging.weights import Real
-from convert.output.merged_layers import load_layer
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 
 WINDOW, N_WINDOWS, GROUPS = 32, 4, 2

@@ -14,8 +14,8 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from convert.merging.recipe import Recipe
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe
 from model import load_model
 from model.checkpoint import Tensor, open_checkpoint
 from model.common.errors import CheckpointError

@@ -11,8 +11,8 @@ from transformers import T5ForConditionalGeneration
 from convert.calibration.encoder_decoder_layers import EncoderDecoderLayers
 from convert.calibration.layer_output import weights_of
 from convert.merging.layer import read_attention
+from convert.merging.recipe import Recipe
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 

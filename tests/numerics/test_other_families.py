@@ -18,8 +18,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from convert.merging.recipe import Recipe
 from convert.planning.plan import make_plan
-from convert.planning.recipe import Recipe
 from model.checkpoint import open_checkpoint
 from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration

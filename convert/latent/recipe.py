@@ -7,7 +7,7 @@ from typing import Any
 from convert.latent import FREQUENCIES, LATENT_METHODS, LATENT_NORMS, Frequencies, LatentMethod, LatentNorm
 from convert.latent.rotation import SourceRope, evenly, stock_positions
 from convert.latent.sizes import LatentSizes
-from convert.planning.recipe import Recipe
+from convert.merging.recipe import Recipe
 from model.common.checks import is_finite
 from model.common.errors import CheckpointError, InputError
 from model.common.typed_json import check_types

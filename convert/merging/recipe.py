@@ -7,7 +7,7 @@ from convert.merging.methods import CALIBRATED, LAYER_METHODS, REPEAT
 from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from convert.calibration.text import CalibrationText
+    from convert.calibration_text import CalibrationText
 
 NONE = "none"
 MAX_TOKENS = 1 << 24

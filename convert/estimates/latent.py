@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from convert.calibration.calibrate_layers import JUDGED_TOKENS
-from convert.calibration.estimate import TRAINING, fastest, solving_speed
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
@@ -16,6 +15,7 @@ from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_stream import HELD_OUT_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.refine import EVALUATIONS
+from convert.estimates.calibration import TRAINING, fastest, solving_speed
 from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import evenly, frequencies_at, spacings
 from convert.planning.latent_plan import LatentPlan
