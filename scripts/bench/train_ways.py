@@ -40,7 +40,7 @@ from scripts.bench.runs import (
     write_rows,
 )
 from uptrain.runs.run import start
-from uptrain.training.teach import TeachOptions, teach
+from uptrain.teach import TeachOptions, teach
 
 RATIOS = {
     "attention ÷ all": ("attention", "all"),

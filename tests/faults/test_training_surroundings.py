@@ -134,7 +134,7 @@ def test_a_lack_of_memory_is_one_line(uptrain, inputs, tmp_path, monkeypatch, er
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith("Error: after step 0, memory ran out (")
     assert "--micro-batch" in result.err and "Traceback" not in result.err
-    monkeypatch.setattr("uptrain.training.evaluate.evaluate", lacking)
+    monkeypatch.setattr("uptrain.evaluate_folder.evaluate", lacking)
     result = uptrain("evaluate", inputs["model"], "--data", inputs["data"])
     assert (result.code, result.err.splitlines()[-1][:26]) == (1, "Error: not enough memory (")
 

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState
 import uptrain.runs.run
 import uptrain.training.loop
 from uptrain.cli import cli
-from uptrain.runs.signals import stop_request
+from uptrain.distributed.signals import stop_request
 
 _windows_of_step = uptrain.training.loop.windows_of_step
 _equal_tensors = uptrain.runs.run.equal_tensors

@@ -141,8 +141,7 @@ class _Saboteur:
 
     def _install_training(self) -> None:
         from uptrain.checkpoints import save_load
-        from uptrain.runs import metrics_log
-        from uptrain.training import evaluate, loop, module
+        from uptrain.training import evaluate, loop, metrics_log, module
 
         for name, value in self._faults.constants.items():
             assert hasattr(loop, name)
@@ -243,13 +242,13 @@ class _Saboteur:
         else:
             for word in action.split():
                 if word == "later":
-                    time.sleep(1.2)  # what `uptrain.runs.signals` takes for one request ends after a second
+                    time.sleep(1.2)  # what `uptrain.distributed.signals` takes for one request ends after a second
                 else:
                     os.kill(os.getpid(), signal.Signals[word])
 
 
 def _wait_for_request() -> None:
-    from uptrain.runs.signals import stop_request
+    from uptrain.distributed.signals import stop_request
 
     end = time.monotonic() + forks.HANGS / 4
     while not stop_request.reason and time.monotonic() < end:

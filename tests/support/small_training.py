@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from uptrain.budget.learning_rate import Schedule
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import has_accelerator
+from uptrain.training.learning_rate import Schedule
 from uptrain.training.loop import Training
 from uptrain.training.optimizer import make_optimizer
 

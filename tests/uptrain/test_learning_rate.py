@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.common.errors import InputError
-from uptrain.budget.learning_rate import SCHEDULES, Schedule, decay_start, default_warmup, learning_rate
+from uptrain.training.learning_rate import SCHEDULES, Schedule, decay_start, default_warmup, learning_rate
 
 PEAK, STEPS, WARMUP, ORIGINAL = 3e-4, 1000, 50, 1_000_000
 

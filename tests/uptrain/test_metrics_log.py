@@ -6,7 +6,7 @@ import fake_runs
 import pytest
 
 from model.common.errors import InputError
-from uptrain.runs.metrics_log import Metrics, read_metrics, write_metrics
+from uptrain.training.metrics_log import Metrics, read_metrics, write_metrics
 
 
 def records(n_steps):

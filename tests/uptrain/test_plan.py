@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from model.common.console import size
 from uptrain.budget import identify, pretraining
-from uptrain.budget.learning_rate import Schedule, learning_rate
 from uptrain.data.run_data import seq_len_of
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
-from uptrain.runs.settings import TRAINABLE
+from uptrain.training.choices import TRAINABLE
+from uptrain.training.learning_rate import Schedule, learning_rate
 
 SIZE = ("--global-batch-tokens", "64K", "--seq-len", "1000", "--lr", "1e-3")
 TINY_SHAPE = ("llama", tiny.HIDDEN, tiny.N_LAYERS, tiny.N_HEADS, 40, 67)

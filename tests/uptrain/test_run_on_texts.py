@@ -1,6 +1,7 @@
 """`uptrain run` on texts: the same run as on a cache prepared before."""
 
 import json
+import multiprocessing.util
 import os
 import signal
 import tempfile
@@ -12,7 +13,7 @@ from faulty_runs import succeed
 from safetensors.torch import save_file
 from tiny_tokenizers import SENTENCES, make_tokenizer
 
-from uptrain.training import evaluate
+from uptrain import evaluate_folder
 
 VOCAB = 300
 
@@ -69,8 +70,9 @@ def test_the_same_evaluation_as_on_a_cache(uptrain, tmp_path, monkeypatch, model
 def test_a_terminated_evaluation_leaves_no_tokens(uptrain, tmp_path, monkeypatch, model, texts):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
+    multiprocessing.util.get_temp_dir()  # which Python keeps: later tests shall not have this one's long path
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(evaluate, "load_student", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(evaluate_folder, "load_student", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
     result = uptrain("evaluate", model, "--data", texts)
     signal.signal(signal.SIGTERM, handler)

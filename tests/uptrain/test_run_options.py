@@ -14,7 +14,7 @@ from tiny_tokenizers import make_tokenizer
 
 from uptrain.budget.conversion_record import default_trainable
 from uptrain.runs import run as runs
-from uptrain.runs.metrics_log import Metrics
+from uptrain.training.metrics_log import Metrics
 
 
 @pytest.fixture(scope="module")

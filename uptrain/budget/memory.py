@@ -19,7 +19,8 @@ from model.common.errors import InputError
 from model.families import is_native
 from model.geometry import ModelSizes, read_sizes
 from uptrain.budget.training_time import count_parameters, is_rope
-from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch
+from uptrain.data.default_sizes import default_micro_batch
+from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
 from uptrain.training.parts import common_dtype, part_pattern
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4

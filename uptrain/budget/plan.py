@@ -12,11 +12,12 @@ from model.common.read_files import UPTRAINING_RECORD
 from uptrain.budget.budget import FITTED, Budget, BudgetOptions, make_budget, repetition_warning
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.identify import named
-from uptrain.budget.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions, first_that_fits, parts_of
 from uptrain.budget.training_time import MFU, TIME_FORMULA, count_parameters, flops_per_token, time
+from uptrain.data.default_sizes import default_micro_batch, default_seq_len
 from uptrain.data.token_cache import Manifest
-from uptrain.runs.settings import DEFAULT_RANK, TRAINABLE, default_micro_batch, default_seq_len
+from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
+from uptrain.training.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""

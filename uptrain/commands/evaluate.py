@@ -8,8 +8,8 @@ import click
 from model.common import console
 from model.common.command_options import device_option
 from uptrain.commands.options import ModelFolder, seq_len_option
+from uptrain.distributed.signals import interruptible
 from uptrain.runs.settings import PRECISIONS
-from uptrain.runs.signals import interruptible
 
 
 @click.command("evaluate")
@@ -43,7 +43,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     """
     from accelerate import PartialState
 
-    from uptrain.training.evaluate import evaluate_folder
+    from uptrain.evaluate_folder import evaluate_folder
 
     with interruptible():  # so that temporary files are removed
         result = evaluate_folder(model, quiet=as_json, **options)

@@ -6,7 +6,7 @@ import click
 
 from model.common import console
 from model.common.command_options import PathType
-from uptrain.runs.signals import interruptible
+from uptrain.distributed.signals import interruptible
 
 FOLDER = PathType()
 

@@ -7,7 +7,7 @@ import click
 from model.common.checks import FiniteFloat
 from model.common.command_options import PathType
 from uptrain.commands.options import count_option, max_minutes_option
-from uptrain.runs.signals import stop_request
+from uptrain.distributed.signals import stop_request
 
 
 @click.command("extend")

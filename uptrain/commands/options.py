@@ -11,8 +11,8 @@ from model.common.checks import LARGEST_SIZE, FiniteFloat
 from model.common.command_options import Command, PathType, add_options
 from model.common.errors import InputError
 from uptrain.budget.counts import parse_count
-from uptrain.budget.learning_rate import SCHEDULES
 from uptrain.runs.settings import OPTIMIZERS
+from uptrain.training.learning_rate import SCHEDULES
 
 if TYPE_CHECKING:
     from uptrain.data.prepare.quotas import MachineShard

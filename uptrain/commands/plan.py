@@ -12,9 +12,9 @@ from model.common.command_options import PathType, SizeType, pop_fields
 from model.common.console import duration, echo_line, print_columns, print_json, print_key_values, size
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import show_count
-from uptrain.budget.learning_rate import Schedule, learning_rate
 from uptrain.commands.options import ModelFolder, budget_options, optimizer_option, schedule_options, seq_len_option
-from uptrain.runs.settings import TRAINABLE
+from uptrain.training.choices import TRAINABLE
+from uptrain.training.learning_rate import Schedule, learning_rate
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48

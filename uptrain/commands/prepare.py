@@ -9,7 +9,7 @@ from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType
 from uptrain.commands.options import parse_machine_shard
-from uptrain.runs.signals import interruptible
+from uptrain.distributed.signals import interruptible
 
 if TYPE_CHECKING:
     from uptrain.data.prepare.prepare import PrepareOptions

@@ -6,7 +6,7 @@ import click
 
 from model.common.command_options import PathType
 from uptrain.commands.options import max_minutes_option
-from uptrain.runs.signals import stop_request
+from uptrain.distributed.signals import stop_request
 
 
 @click.command("resume")

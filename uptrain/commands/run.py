@@ -17,8 +17,9 @@ from uptrain.commands.options import (
     schedule_options,
     seq_len_option,
 )
-from uptrain.runs.settings import DEFAULT_RANK, PRECISIONS, TRACKERS, TRAINABLE, RunOptions
-from uptrain.runs.signals import stop_request
+from uptrain.distributed.signals import stop_request
+from uptrain.runs.settings import PRECISIONS, TRACKERS, RunOptions
+from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
 from uptrain.training.losses import LOSSES
 
 PATH = PathType()

@@ -8,7 +8,7 @@ from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType
 from uptrain.commands.options import ModelFolder, parse_machine_shard
-from uptrain.runs.signals import interruptible
+from uptrain.distributed.signals import interruptible
 
 PATH = PathType()
 
@@ -41,7 +41,7 @@ def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, a
     """
     machine_shard = None if shard is None else parse_machine_shard(shard)
     with interruptible():
-        from uptrain.training.teach import TeachOptions, teach
+        from uptrain.teach import TeachOptions, teach
 
         result = teach(TeachOptions(model, data, out, top_k, machine_shard), quiet=as_json)
     if as_json:

@@ -1,19 +1,17 @@
 """Find the token caches of a run, and tokenise texts given to `uptrain run` into a cache beside the run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from model.common.machine import n_cores
+from uptrain.data.default_sizes import default_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.token_cache import MANIFEST, Cache
 from uptrain.distributed.collectives import main_process_first
-from uptrain.runs.settings import Settings, default_seq_len
-from uptrain.runs.signals import interruptible
+from uptrain.distributed.signals import interruptible
 
 
 def cache_of(
@@ -43,22 +41,6 @@ def cache_folder(data: Sequence[str], out: Path) -> Path:
 def run_cache_folder(run: Path, what: str) -> Path:
     """Return the folder of the token cache of a run's texts; `what` is `data` or `eval_data`."""
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
-
-
-def find_data(settings: Settings, run: Path) -> Settings:
-    """Return the settings with the current paths of the data, which may lie beside a run that was moved.
-
-    Raises InputError if they are missing.
-    """
-    moved: dict[str, Any] = {}
-    for what, path in (("data", settings.data), ("eval_data", settings.eval_data)):
-        if path and not (Path(path) / MANIFEST).is_file():
-            if not (run_cache_folder(run, what) / MANIFEST).is_file():
-                raise InputError(
-                    f"the run's data, {path}, are missing; restore them, or put them at {run_cache_folder(run, what)}."
-                )
-            moved[what] = str(run_cache_folder(run, what).resolve())
-    return replace(settings, **moved)
 
 
 def is_cache(data: Sequence[str]) -> bool:

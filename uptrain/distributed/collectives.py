@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from model.common.errors import InputError, RunError
-from uptrain.runs.signals import interruptible
+from uptrain.distributed.signals import interruptible
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5

@@ -22,7 +22,7 @@ from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, re
 from uptrain.export.model_card import model_card
 from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
-from uptrain.runs.metrics_log import read_metrics
+from uptrain.training.metrics_log import read_metrics
 from uptrain.training.models import stored_names
 from uptrain.training.module import STUDENT
 

@@ -9,8 +9,8 @@ from model.common.errors import InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, parse_object
 from uptrain.runs.folder import METRICS, STATE, Run
-from uptrain.runs.metrics_log import Record, read_metrics
 from uptrain.training.losses import LOSSES
+from uptrain.training.metrics_log import Record, read_metrics
 
 STATE_TYPES = {"status": str, "step": int, "reason": str, "pid": int, "started": float | None}
 MOST_PID = 2**31 - 1

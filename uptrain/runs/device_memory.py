@@ -13,7 +13,7 @@ from model.common.machine import available_memory
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions, first_that_fits
 from uptrain.budget.plan import run_command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
-from uptrain.runs.settings import TRAINABLE
+from uptrain.training.choices import TRAINABLE
 from uptrain.training.parts import knows_attention
 
 

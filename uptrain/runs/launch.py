@@ -14,7 +14,7 @@ from accelerate import PartialState
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
-from uptrain.data.run_data import cache_of, find_data, run_cache_folder, seq_len_of
+from uptrain.data.run_data import cache_of, run_cache_folder, seq_len_of
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
@@ -32,7 +32,7 @@ from uptrain.runs.checks import (
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
 from uptrain.runs.progress import ProgressSink, training_bar
-from uptrain.runs.resolve_settings import resolve_settings
+from uptrain.runs.resolve_settings import find_data, resolve_settings
 from uptrain.runs.run import refuse_existing, resume, start
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.models import build_meta, choose_part, tensor_names

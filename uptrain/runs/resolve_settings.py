@@ -1,5 +1,6 @@
 """Resolve the options of `uptrain run` into the settings of a run, with every default."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ from model.common.errors import InputError
 from model.common.files import check_name
 from uptrain.budget.budget import Budget, make_budget
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
-from uptrain.budget.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions
+from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
+from uptrain.data.token_cache import MANIFEST
 from uptrain.distributed.accelerator import has_accelerator
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
-from uptrain.runs.settings import DEFAULT_RANK, RunOptions, Settings, default_micro_batch
+from uptrain.runs.settings import RunOptions, Settings
+from uptrain.training.choices import DEFAULT_RANK
+from uptrain.training.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.training.losses import WITHOUT_TEACHER
 
 DEFAULT_SAVES = 10
@@ -77,6 +81,22 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         track=options.track,
     )
     return settings, budget
+
+
+def find_data(settings: Settings, run: Path) -> Settings:
+    """Return the settings with the current paths of the data, which may lie beside a run that was moved.
+
+    Raises InputError if they are missing.
+    """
+    moved: dict[str, Any] = {}
+    for what, path in (("data", settings.data), ("eval_data", settings.eval_data)):
+        if path and not (Path(path) / MANIFEST).is_file():
+            if not (run_cache_folder(run, what) / MANIFEST).is_file():
+                raise InputError(
+                    f"the run's data, {path}, are missing; restore them, or put them at {run_cache_folder(run, what)}."
+                )
+            moved[what] = str(run_cache_folder(run, what).resolve())
+    return replace(settings, **moved)
 
 
 def _micro_batch(

@@ -3,7 +3,7 @@
 RUN/run.json              settings, budget, fingerprints of data and models, versions
 RUN/model/                copies of the model's config and tokenizer files, for resuming and exporting
 RUN/checkpoints/          see `uptrain.checkpoints.save_load`
-RUN/metrics.jsonl         see `uptrain.runs.metrics_log`
+RUN/metrics.jsonl         see `uptrain.training.metrics_log`
 RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "halted" | "failed", "step": …}
 """
 
@@ -31,12 +31,12 @@ from model.decoder.devices import faster_products
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
-from uptrain.data.run_data import find_data
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
+from uptrain.distributed.signals import stop_request
 from uptrain.runs.checks import (
     check_batch,
     check_exportable,
@@ -47,13 +47,13 @@ from uptrain.runs.checks import (
 )
 from uptrain.runs.fingerprints import check_same, identities
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked, process_start
-from uptrain.runs.metrics_log import Metrics
 from uptrain.runs.progress import ProgressSink, without_errors
+from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
-from uptrain.runs.signals import stop_request
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, note_trackers, train
 from uptrain.training.lora import initialise_adapters
+from uptrain.training.metrics_log import Metrics
 from uptrain.training.models import (
     block_names,
     compile_layers,

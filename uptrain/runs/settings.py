@@ -3,42 +3,21 @@
 Settings are written to RUN/run.json, and read to resume, extend and export the run.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from model.common import checks
 from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions
-from uptrain.budget.learning_rate import Schedule
+from uptrain.training.choices import TRAINABLE
+from uptrain.training.learning_rate import Schedule
 from uptrain.training.losses import LOSSES
 
 OPTIMIZERS = ("adamw", "adafactor", "adamw8bit")
-TRAINABLE = ("all", "attention", "kv", "lora")
-"""Choices of `--trainable`, in the order in which they are tried where memory is short."""
-DEFAULT_RANK = 16
-"""Rank of the adapters of `--trainable lora`."""
 PRECISIONS = ("bf16", "fp32")
 TRACKERS = ("tensorboard", "wandb")
-MICRO_BATCH_TOKENS = 8192
-"""Default size of a micro-batch, in tokens."""
-MAX_DEFAULT_SEQ_LEN = 4096
-"""Models with a context of 100 000 tokens were pre-trained on shorter windows for most of their steps."""
-
-
-def default_seq_len(config: Mapping[str, Any]) -> int:
-    """Return the default length of windows: the model's context, at most 4096."""
-    context = config.get("max_position_embeddings")
-    if context is None:
-        raise InputError("config.json does not say the model's context; give --seq-len.")
-    return min(checks.whole_number(context, "config.json has max_position_embeddings", least=2), MAX_DEFAULT_SEQ_LEN)
-
-
-def default_micro_batch(seq_len: int) -> int:
-    """Return the default number of windows in a micro-batch."""
-    return max(1, MICRO_BATCH_TOKENS // seq_len)
 
 
 @dataclass(frozen=True)

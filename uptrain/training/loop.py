@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from model.common.errors import RunError
-from uptrain.budget.learning_rate import Schedule, decay_start, learning_rate
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError
 from uptrain.data.batch import Batch, batches_of_steps, one_ahead
@@ -31,9 +30,10 @@ from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Cache, Integers
 from uptrain.distributed.collectives import all_reduce_sum, gather
 from uptrain.distributed.fsdp import is_sharded
-from uptrain.runs.metrics_log import Metrics
-from uptrain.runs.signals import StopRequest
+from uptrain.distributed.signals import StopRequest
 from uptrain.training.evaluate import EvaluationStopped, evaluate
+from uptrain.training.learning_rate import Schedule, decay_start, learning_rate
+from uptrain.training.metrics_log import Metrics
 from uptrain.training.module import has_finite_weights
 from uptrain.training.optimizer import can_skip_on_device, set_learning_rate, step_unless
 from uptrain.training.trackers import log_to_trackers

@@ -26,6 +26,7 @@ from model.decoder.devices import faster_products
 from model.decoder.losses import ChunkLogits
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
+from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.prepare.journal import machine_shards, open_staging, target
 from uptrain.data.prepare.quotas import MachineShard
 from uptrain.data.teacher_logits import (
@@ -41,7 +42,6 @@ from uptrain.data.token_cache import Cache, Integers
 from uptrain.distributed.accelerator import choose_device
 from uptrain.runs.checks import check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import of_model
-from uptrain.runs.settings import default_micro_batch
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.losses.distill import whole_logits
 from uptrain.training.models import build_meta, load_teacher

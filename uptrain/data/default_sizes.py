@@ -1,0 +1,25 @@
+"""Choose the default lengths of windows and sizes of micro-batches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from model.common import checks
+from model.common.errors import InputError
+
+MICRO_BATCH_TOKENS = 8192
+"""Default size of a micro-batch, in tokens."""
+MAX_DEFAULT_SEQ_LEN = 4096
+"""Models with a context of 100 000 tokens were pre-trained on shorter windows for most of their steps."""
+
+
+def default_seq_len(config: Mapping[str, Any]) -> int:
+    """Return the default length of windows: the model's context, at most 4096."""
+    context = config.get("max_position_embeddings")
+    if context is None:
+        raise InputError("config.json does not say the model's context; give --seq-len.")
+    return min(checks.whole_number(context, "config.json has max_position_embeddings", least=2), MAX_DEFAULT_SEQ_LEN)
+
+
+def default_micro_batch(seq_len: int) -> int:
+    """Return the default number of windows in a micro-batch."""
+    return max(1, MICRO_BATCH_TOKENS // seq_len)
