@@ -208,7 +208,7 @@ def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int
                     "(DDP, FSDP, DeepSpeed, torch.compile or PEFT); save the model without the wrapper."
                 )
             raise CheckpointError(
-                f"the tensor {name} (shape {tensor.shape}) is attention in a layout that "
+                f"the tensor {name} (shape {tensor.shape}) is attention in a layout, or under a name, that "
                 f"model_type {family.model_type!r} does not have; refused."
             )
     return layers

@@ -89,8 +89,11 @@ class TransformersLayer(LayerModule):
         self._calls: dict[int, Call] = {}
         self._last_call: Call = {}
         """The last arguments of the class's attention function."""
-        if self._attention_call(1).get("attention_mask") is None:
-            raise CheckpointError(f"layer {index} has no causal mask (is_causal), which calibrating needs.")
+        mask = self._attention_call(1).get("attention_mask")
+        if mask is None or torch.equal(mask[..., 0, -1], mask[..., 0, 0]):  # the first token sees the last, as itself
+            raise CheckpointError(
+                f"layer {index} has no causal mask (is_causal, use_bidirectional_attention), which calibrating needs."
+            )
         self.rotation = self._rotation()
         self._check_heads()
 

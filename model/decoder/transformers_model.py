@@ -57,11 +57,17 @@ class TransformersModel(nn.Module):
     def check_packing(self, seq_len: int) -> None:
         """Raise CheckpointError if documents packed into rows of `seq_len` tokens cannot be separated.
 
-        Separation needs a mask. Some families change it: those with sliding windows, and those whose scores depend on
-        distance (ALiBi). Separation is also impossible if transformers chooses the rotary frequencies of all documents
-        by the longest one.
+        Separation needs a causal mask. Some families change it: those with sliding windows, and those whose scores
+        depend on distance (ALiBi). Separation is also impossible if transformers chooses the rotary frequencies of all
+        documents by the longest one.
         """
         config: Any = self.theirs.config
+        both_ways = getattr(config, "use_bidirectional_attention", None)
+        if getattr(config, "is_causal", None) is False or both_ways in (True, "all"):
+            raise CheckpointError(
+                f"model_type {config.model_type!r} has attention to later tokens here (is_causal = false or "
+                "use_bidirectional_attention in config.json); only causal models can be trained or evaluated."
+            )
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
         if slides and (window is None or seq_len > window):

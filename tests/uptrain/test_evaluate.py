@@ -70,6 +70,9 @@ def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
     uptrain("evaluate", narrow, *data).refused("rows of 32 tokens", "the last 16 tokens only", "--seq-len 16 at most")
     falcon = tiny.save(tiny.build("falcon", vocab_size=real_runs.VOCAB, alibi=True), tmp_path / "falcon")
     uptrain("evaluate", falcon, *data).refused("'falcon'", "ALiBi")
+    for family, change in (("qwen3", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})):
+        both_ways = tiny.save(tiny.build(family, vocab_size=real_runs.VOCAB, **change), tmp_path / family)
+        uptrain("evaluate", both_ways, *data).refused("attention to later tokens", "only causal models")
 
 
 def test_texts_are_tokenised_into_a_temporary_folder(uptrain, tmp_path):

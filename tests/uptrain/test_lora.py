@@ -19,8 +19,9 @@ from real_runs import (
     tensors,
 )
 
+from model.decoder.transformers_model import TransformersModel
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions
-from uptrain.training.lora import initialise_adapters
+from uptrain.training.lora import AdaptedLinear, add_adapters, initialise_adapters
 from uptrain.training.models import load_student
 
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
@@ -126,6 +127,18 @@ def test_export_merges_the_adapters(inputs, tmp_path, uptrain, family):
     assert changed == {name for name in before if ADAPTED.search(name)}
     record = json.loads((tmp_path / "out/uptraining.json").read_text())
     assert (record["settings"]["trainable"], record["settings"]["lora_rank"]) == ("lora", 4)
+
+
+def test_the_linear_layers_of_falcon_are_adapted():
+    student = TransformersModel(tiny.build("falcon", alibi=False))
+    add_adapters(student, 2)
+    adapted = {name for name, module in student.named_modules() if isinstance(module, AdaptedLinear)}
+    assert {name.rsplit(".", 1)[1] for name in adapted} == {
+        "query_key_value",
+        "dense",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+    }
 
 
 def test_the_export_is_the_model_that_was_trained(inputs, tmp_path, uptrain):

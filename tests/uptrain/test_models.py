@@ -1,5 +1,7 @@
 """What is trained, how it begins when it is trained from scratch, and which optimizer trains it."""
 
+import re
+
 import pytest
 import tiny
 import torch
@@ -33,6 +35,24 @@ def test_only_matrices_decay(student):
     assert decays.keys() == set(names.values())
     for name, decay in decays.items():
         assert decay == (0.0 if name.endswith("bias") or "norm" in name or "embed" in name else 0.1), name
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "spared"),
+    [
+        ("cohere", {"use_qk_norm": True}, r"norm|embed"),  # a row of the norm for each head
+        ("gpt_oss", {}, r"norm|embed|bias|sinks"),  # a bias for each expert
+        ("mpt", {}, r"norm|wte"),
+        ("gpt_neox", {"tie_word_embeddings": False}, r"norm|embed_in|bias"),  # its LM head is called embed_out
+    ],
+)
+def test_what_does_not_decay_in_classes_of_transformers(family, config, spared):
+    model = tiny.build(family, **config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = make_optimizer("adamw", model, 0.1).param_groups
+    decays = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+    assert {name for name, decay in decays.items() if not decay} == {n for n in decays if re.search(spared, n)}
+    assert decays.keys() == set(names.values())
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adafactor", Adafactor)])

@@ -36,9 +36,20 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
     del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a matrix but not the embedding, which MPT calls wte."""
-    return parameter.ndim >= 2 and not ("embed" in name or ".wte." in name)
+def _not_decayed(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of embeddings and norms, of biases, and of all vectors.
+
+    Some norms have a row for each head, and some biases one for each expert, so the number of dimensions does not tell.
+    """
+    return {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim < 2
+        or name.endswith("bias")
+        or isinstance(module, nn.Embedding)
+        or "norm" in type(module).__name__.lower()
+    }
 
 
 def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
@@ -50,9 +61,10 @@ def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.op
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for parameter_name, parameter in trainable:
         assert parameter.dtype == torch.float32, (parameter_name, parameter.dtype)
+    not_decayed = _not_decayed(model)
     groups = [
-        {"params": [p for n, p in trainable if _is_decayed(n, p)], "weight_decay": weight_decay},
-        {"params": [p for n, p in trainable if not _is_decayed(n, p)], "weight_decay": 0.0},
+        {"params": [p for _, p in trainable if id(p) not in not_decayed], "weight_decay": weight_decay},
+        {"params": [p for _, p in trainable if id(p) in not_decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if name == "adafactor":

@@ -79,7 +79,7 @@ def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
 
     `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.
     """
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":  # which computes the same
         module.__class__ = FrozenLinear
     elif type(module) is nn.Embedding:
         module.__class__ = FrozenEmbedding
