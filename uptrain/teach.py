@@ -42,8 +42,8 @@ from uptrain.data.token_cache import Cache, Integers
 from uptrain.distributed.accelerator import choose_device
 from uptrain.runs.checks import check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import of_model
+from uptrain.training.kl import whole_logits
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.losses.distill import whole_logits
 from uptrain.training.models import build_meta, load_teacher
 
 UINT16_IDS = 1 << 16

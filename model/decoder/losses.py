@@ -3,7 +3,7 @@
 The logits of N tokens are N x V numbers, often the largest tensor of a training step. Here they are computed for one
 chunk of tokens at a time. The gradients of a chunk are computed in the forward pass; the backward pass scales them.
 
-Letters: N tokens, C tokens of a chunk, D hidden size, V vocabulary.
+Letters: N tokens, C tokens of a chunk, M hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -24,18 +24,18 @@ _MIN_LOGITS = 1 << 23
 gradient."""
 
 
-def chunked_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+def chunked_cross_entropy(hidden_NM: Tensor, weight_VM: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of −log softmax(hidden · weightᵀ)[label] in nats, float32, and the number of labels that count.
 
     Labels of −100 (IGNORED) do not count.
     """
-    counts_N = labels_N != IGNORED
+    has_target_N = labels_N != IGNORED
     labels_N1 = labels_N.clamp(min=0)[:, None]
 
     def loss_and_gradient(chunk: slice, logits_CV: Tensor) -> Tensor:
         return _cross_entropy(labels_N1[chunk], logits_CV)
 
-    return chunked_loss(hidden_ND, weight_VD, counts_N, loss_and_gradient), counts_N.sum()
+    return chunked_loss(hidden_NM, weight_VM, has_target_N, loss_and_gradient), has_target_N.sum()
 
 
 def _cross_entropy(labels_C1: Tensor, logits_CV: Tensor) -> Tensor:
@@ -48,32 +48,32 @@ def _cross_entropy(labels_C1: Tensor, logits_CV: Tensor) -> Tensor:
 
 
 def chunked_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, counts_N: Tensor, loss_and_gradient: LossAndGradient
+    hidden_NM: Tensor, weight_VM: Tensor, has_target_N: Tensor, loss_and_gradient: LossAndGradient
 ) -> Tensor:  # fmt: skip
-    """Return the float32 sum of a loss over the tokens where `counts_N` is True. Logits are hidden · weightᵀ.
+    """Return the float32 sum of a loss over the tokens where `has_target_N` is True. Logits are hidden · weightᵀ.
 
     Matrix products run in autocast's dtype, all other operations in float32.
     """
-    loss_sum: Tensor = _ChunkedLoss.apply(hidden_ND, weight_VD, counts_N, loss_and_gradient)  # type: ignore[no-untyped-call]
+    loss_sum: Tensor = _ChunkedLoss.apply(hidden_NM, weight_VM, has_target_N, loss_and_gradient)  # type: ignore[no-untyped-call]
     return loss_sum
 
 
 class ChunkLogits:
     """The logits of one chunk at a time. All chunks share memory: new memory costs more than the arithmetic."""
 
-    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, chunk_size: int) -> None:
-        dtype = matmul_dtype(hidden_ND)
-        self.hidden_ND, self.weight_VD = hidden_ND.detach().to(dtype), weight_VD.detach().to(dtype)
-        shape = (min(chunk_size, len(hidden_ND)), len(weight_VD))
-        self._product_CV = self.hidden_ND.new_empty(shape)
+    def __init__(self, hidden_NM: Tensor, weight_VM: Tensor, chunk_size: int) -> None:
+        dtype = matmul_dtype(hidden_NM)
+        self.hidden_NM, self.weight_VM = hidden_NM.detach().to(dtype), weight_VM.detach().to(dtype)
+        shape = (min(chunk_size, len(hidden_NM)), len(weight_VM))
+        self._product_CV = self.hidden_NM.new_empty(shape)
         in_place = dtype == torch.float32
-        self._logits_CV = self._product_CV if in_place else self.hidden_ND.new_empty(shape, dtype=torch.float32)
+        self._logits_CV = self._product_CV if in_place else self.hidden_NM.new_empty(shape, dtype=torch.float32)
 
     def of(self, chunk: slice) -> Tensor:
         """Return the float32 logits of a chunk, [C, V]. The caller may overwrite them; the next call does."""
-        hidden_CD = self.hidden_ND[chunk]
-        product_CV, logits_CV = self._product_CV[: len(hidden_CD)], self._logits_CV[: len(hidden_CD)]
-        torch.mm(hidden_CD, self.weight_VD.T, out=product_CV)
+        hidden_CM = self.hidden_NM[chunk]
+        product_CV, logits_CV = self._product_CV[: len(hidden_CM)], self._logits_CV[: len(hidden_CM)]
+        torch.mm(hidden_CM, self.weight_VM.T, out=product_CV)
         return product_CV if self._logits_CV is self._product_CV else logits_CV.copy_(product_CV)
 
     def for_products(self, gradient_CV: Tensor) -> Tensor:
@@ -83,36 +83,36 @@ class ChunkLogits:
         return self._product_CV[: len(gradient_CV)].copy_(gradient_CV)
 
 
-def chunk_size(hidden_ND: Tensor, weight_VD: Tensor) -> int:
-    """Return the number of tokens per chunk, at least 1. A chunk has at most max(_MIN_LOGITS, N · D) logits.
+def chunk_size(hidden_NM: Tensor, weight_VM: Tensor) -> int:
+    """Return the number of tokens per chunk, at least 1. A chunk has at most max(_MIN_LOGITS, N · M) logits.
 
     So the weight of a wide model, which takes long to read, is read rarely (the rule of Liger, Hsu et al. 2024).
     """
-    return max(1, max(_MIN_LOGITS, hidden_ND.numel()) // len(weight_VD))
+    return max(1, max(_MIN_LOGITS, hidden_NM.numel()) // len(weight_VM))
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, counts_N: Tensor, loss_and_gradient: LossAndGradient
+        ctx: Any, hidden_NM: Tensor, weight_VM: Tensor, has_target_N: Tensor, loss_and_gradient: LossAndGradient
     ) -> Tensor:
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
-        loss = hidden_ND.new_zeros((), dtype=torch.float32)
-        step = chunk_size(hidden_ND, weight_VD)
-        logits = ChunkLogits(hidden_ND, weight_VD, step)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            for start in range(0, len(hidden_ND), step):
+        grad_hidden = torch.empty_like(hidden_NM) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight_VM, dtype=torch.float32) if wants_weight else None
+        loss = hidden_NM.new_zeros((), dtype=torch.float32)
+        step = chunk_size(hidden_NM, weight_VM)
+        logits = ChunkLogits(hidden_NM, weight_VM, step)
+        with torch.autocast(hidden_NM.device.type, enabled=False):
+            for start in range(0, len(hidden_NM), step):
                 chunk = slice(start, start + step)
-                logits_CV, counts_C1 = logits.of(chunk), counts_N[chunk, None]
-                loss += (loss_and_gradient(chunk, logits_CV) * counts_C1).sum()
+                logits_CV, has_target_C1 = logits.of(chunk), has_target_N[chunk, None]
+                loss += (loss_and_gradient(chunk, logits_CV) * has_target_C1).sum()
                 grad_CV = logits.for_products(logits_CV)
                 if grad_hidden is not None:
-                    grad_hidden[chunk] = (grad_CV @ logits.weight_VD) * counts_C1
+                    grad_hidden[chunk] = (grad_CV @ logits.weight_VM) * has_target_C1
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad_CV.T, logits.hidden_ND[chunk] * counts_C1)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype))
+                    _add_product(grad_weight, grad_CV.T, logits.hidden_NM[chunk] * has_target_C1)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VM.dtype))
         return loss
 
     @staticmethod
@@ -128,9 +128,9 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _add_product(sum_VD: Tensor, grad_VC: Tensor, hidden_CD: Tensor) -> None:
+def _add_product(sum_VM: Tensor, grad_VC: Tensor, hidden_CM: Tensor) -> None:
     """Add grad · hidden to a float32 sum. A product in half precision is computed first, then added."""
     if grad_VC.dtype == torch.float32:
-        sum_VD.addmm_(grad_VC, hidden_CD)
+        sum_VM.addmm_(grad_VC, hidden_CM)
     else:
-        sum_VD += grad_VC @ hidden_CD
+        sum_VM += grad_VC @ hidden_CM

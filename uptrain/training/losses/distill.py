@@ -1,74 +1,26 @@
-"""Compute the distillation loss: KL(teacher ‖ student) of the next-token distributions.
-
-The temperature is 1, and the sum runs over the whole vocabulary (Hinton et al. 2015): the top k alone would give a
-biased teacher (Anshumann et al. 2025). `top_k` does it with a teacher's logits that were computed before. Logits are
-computed chunk by chunk (`model.decoder.losses`). transformers models may scale, cap or bias their logits, so their
-forward pass computes them, for all tokens at once.
-
-Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
-"""
+"""Compute the distillation loss: KL(teacher ‖ student) of the next-token distributions."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.losses import IGNORED, ChunkLogits, chunk_size, chunked_loss
+from model.decoder.losses import IGNORED
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
+from uptrain.training.kl import chunked_kl, hidden_states, whole_kl, whole_logits
 from uptrain.training.language_model import LanguageModel
+from uptrain.training.lumped_kl import chunked_lumped_kl, whole_lumped_kl
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
-    """Return Σ KL(teacher ‖ student) over the targets, in nats."""
-    counts_N = batch.labels_BT[:, 1:].flatten() != IGNORED
-    if batch.top is not None:
-        from uptrain.training.losses.top_k import lumped_kl
-
-        return lumped_kl(student, batch, counts_N)
-    assert teacher is not None
+    """Return Σ KL(teacher ‖ student) over the targets, in nats. Without a teacher, `batch.top` holds its logits."""
+    has_target_N = batch.labels_BT[:, 1:].flatten() != IGNORED
     if isinstance(student, TransformersModel) or isinstance(teacher, TransformersModel):
-        return whole_kl(whole_logits(student, batch), teacher, batch, counts_N)
+        logits_NV = whole_logits(student, batch)
+        if teacher is None:
+            return whole_lumped_kl(logits_NV, batch, has_target_N)
+        return whole_kl(logits_NV, teacher, batch, has_target_N)
+    if teacher is None:
+        return chunked_lumped_kl(hidden_states(student, batch), student.head_weight, batch, has_target_N)
     with torch.no_grad():
-        teacher_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
-    student_NM = student.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
-    return chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight, counts_N)
-
-
-def chunked_kl(
-    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, counts_N: Tensor
-) -> Tensor:
-    """Return Σ Σ_v p_teacher (log p_teacher − log p_student) in float32, over the tokens where `counts_N`.
-
-    p = softmax(hidden · weightᵀ). Gradients flow to the student only.
-    """
-    teacher_logits = ChunkLogits(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
-    return chunked_loss(
-        student_NM, weight_VM, counts_N, lambda chunk, logits_CV: _loss_and_grad(teacher_logits.of(chunk), logits_CV)
-    )
-
-
-def whole_logits(model: LanguageModel, batch: Batch) -> Tensor:
-    """Return the logits of each row's tokens except the last, [N, V]."""
-    logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
-    assert isinstance(logits_BTV, Tensor)
-    return logits_BTV[:, :-1].flatten(0, 1)
-
-
-def whole_kl(student_NV: Tensor, teacher: LanguageModel, batch: Batch, counts_N: Tensor) -> Tensor:
-    """Return the divergence for computed student logits, [N, V]; gradients flow to them."""
-    with torch.no_grad():
-        log_p_NV = whole_logits(teacher, batch)[counts_N].log_softmax(dim=1)
-    log_q_NV = student_NV[counts_N].log_softmax(dim=1)
-    return F.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)
-
-
-def _loss_and_grad(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:
-    """Return the divergences, and overwrite the student's logits with their gradient, p_student − p_teacher."""
-    for logits_CV in (teacher_CV, student_CV):
-        logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
-    ratio_CV = teacher_CV - student_CV
-    teacher_sum_C1, student_sum_C1 = (x.exp_().sum(dim=1, keepdim=True) for x in (teacher_CV, student_CV))
-    p_teacher_CV = teacher_CV.div_(teacher_sum_C1)
-    student_CV.div_(student_sum_C1).sub_(p_teacher_CV)
-    mean_ratio_C1: Tensor = torch.linalg.vecdot(p_teacher_CV, ratio_CV)[:, None]
-    return mean_ratio_C1 - teacher_sum_C1.log() + student_sum_C1.log()
+        teacher_NM = hidden_states(teacher, batch)
+    return chunked_kl(hidden_states(student, batch), student.head_weight, teacher_NM, teacher.head_weight, has_target_N)

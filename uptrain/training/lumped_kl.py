@@ -1,4 +1,4 @@
-"""Compute the distillation loss from a teacher's top k log-probabilities and the mass of the rest, as one category.
+"""Compute KL(teacher ‖ student) from the teacher's top k log-probabilities and the mass of the rest, as one category.
 
 Σ over the top k of p (log p − log q), and p_rest (log p_rest − log q_rest): the KL divergence of the distributions in
 which all other tokens are lumped. It is at most the full divergence (by the log-sum inequality), and equal to it if k
@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from model.decoder.losses import LossAndGradient, chunked_loss
-from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch, TopK
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.losses.distill import whole_logits
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -53,25 +50,17 @@ class _Target:
         return of_top_C1 + torch.where(rest_C1 > 0, of_rest_C1, 0.0)
 
 
-def lumped_kl(student: LanguageModel, batch: Batch, counts_N: Tensor) -> Tensor:
-    """Return Σ KL(teacher ‖ student) with the rest lumped, in nats, over the tokens where `counts_N`."""
-    if isinstance(student, TransformersModel):
-        return whole_lumped_kl(whole_logits(student, batch), batch, counts_N)
-    student_NM = student.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
-    return chunked_lumped_kl(student_NM, student.head_weight, batch, counts_N)
-
-
-def chunked_lumped_kl(student_NM: Tensor, weight_VM: Tensor, batch: Batch, counts_N: Tensor) -> Tensor:
+def chunked_lumped_kl(student_NM: Tensor, weight_VM: Tensor, batch: Batch, has_target_N: Tensor) -> Tensor:
     """Return the divergence of a student with logits hidden · weightᵀ, computed in chunks of tokens."""
     assert batch.top is not None
-    return chunked_loss(student_NM, weight_VM, counts_N, _Target.of(batch.top).loss_and_gradient)
+    return chunked_loss(student_NM, weight_VM, has_target_N, _Target.of(batch.top).loss_and_gradient)
 
 
-def whole_lumped_kl(student_NV: Tensor, batch: Batch, counts_N: Tensor) -> Tensor:
+def whole_lumped_kl(student_NV: Tensor, batch: Batch, has_target_N: Tensor) -> Tensor:
     """Return the divergence for computed student logits, [N, V]; gradients flow to them."""
     assert batch.top is not None
     target = _Target.of(batch.top)
-    loss: Tensor = _LossOfLogits.apply(student_NV, counts_N, target.loss_and_gradient)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LossOfLogits.apply(student_NV, has_target_N, target.loss_and_gradient)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -79,11 +68,11 @@ class _LossOfLogits(torch.autograd.Function):
     """The sum of a loss over computed logits, whose gradient is known when the loss is."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, counts_N: Tensor, loss_and_gradient: LossAndGradient) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, has_target_N: Tensor, loss_and_gradient: LossAndGradient) -> Tensor:
         gradient_NV = logits_NV.float().clone()
         losses_N1 = loss_and_gradient(slice(None), gradient_NV)
-        ctx.save_for_backward(gradient_NV.mul_(counts_N[:, None]))
-        return (losses_N1 * counts_N[:, None]).sum()
+        ctx.save_for_backward(gradient_NV.mul_(has_target_N[:, None]))
+        return (losses_N1 * has_target_N[:, None]).sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:

@@ -1,0 +1,64 @@
+"""Compute KL(teacher ‖ student) of the next-token distributions, from a teacher that runs beside the student.
+
+The temperature is 1, and the sum runs over the whole vocabulary (Hinton et al. 2015): the top k alone would give a
+biased teacher (Anshumann et al. 2025). Logits are computed chunk by chunk (`model.decoder.losses`). transformers models
+may scale, cap or bias their logits, so their forward pass computes them, for all tokens at once.
+
+Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.decoder.losses import ChunkLogits, chunk_size, chunked_loss
+from uptrain.data.batch import Batch
+from uptrain.training.language_model import LanguageModel
+
+
+def chunked_kl(
+    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, has_target_N: Tensor
+) -> Tensor:
+    """Return Σ Σ_v p_teacher (log p_teacher − log p_student) in float32, over the tokens where `has_target_N`.
+
+    p = softmax(hidden · weightᵀ). Gradients flow to the student only.
+    """
+    teacher_logits = ChunkLogits(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
+    return chunked_loss(
+        student_NM,
+        weight_VM,
+        has_target_N,
+        lambda chunk, logits_CV: _loss_and_grad(teacher_logits.of(chunk), logits_CV),
+    )  # fmt: skip
+
+
+def hidden_states(model: LanguageModel, batch: Batch) -> Tensor:
+    """Return the hidden states of each row's tokens except the last, [N, M]."""
+    return model.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+
+
+def whole_logits(model: LanguageModel, batch: Batch) -> Tensor:
+    """Return the logits of each row's tokens except the last, [N, V]."""
+    logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
+    assert isinstance(logits_BTV, Tensor)
+    return logits_BTV[:, :-1].flatten(0, 1)
+
+
+def whole_kl(student_NV: Tensor, teacher: LanguageModel, batch: Batch, has_target_N: Tensor) -> Tensor:
+    """Return the divergence for computed student logits, [N, V]; gradients flow to them."""
+    with torch.no_grad():
+        log_p_NV = whole_logits(teacher, batch)[has_target_N].log_softmax(dim=1)
+    log_q_NV = student_NV[has_target_N].log_softmax(dim=1)
+    return F.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)
+
+
+def _loss_and_grad(teacher_CV: Tensor, student_CV: Tensor) -> Tensor:
+    """Return the divergences, and overwrite the student's logits with their gradient, p_student − p_teacher."""
+    for logits_CV in (teacher_CV, student_CV):
+        logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
+    ratio_CV = teacher_CV - student_CV
+    teacher_sum_C1, student_sum_C1 = (x.exp_().sum(dim=1, keepdim=True) for x in (teacher_CV, student_CV))
+    p_teacher_CV = teacher_CV.div_(teacher_sum_C1)
+    student_CV.div_(student_sum_C1).sub_(p_teacher_CV)
+    mean_ratio_C1: Tensor = torch.linalg.vecdot(p_teacher_CV, ratio_CV)[:, None]
+    return mean_ratio_C1 - teacher_sum_C1.log() + student_sum_C1.log()
