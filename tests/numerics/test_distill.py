@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from model.decoder import losses
-from uptrain.training.losses import LOSSES, distill, find_loss
+from uptrain.training import kl
+from uptrain.training.losses import LOSSES, find_loss
 
 N, V, M, TEACHER_M = 50, 67, 16, 24
 
@@ -24,10 +25,10 @@ def plain_kl(student, weight, teacher, teacher_weight, counts):
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 def test_value_and_gradients(monkeypatch, chunk):
-    for module in (losses, distill):
+    for module in (losses, kl):
         monkeypatch.setattr(module, "chunk_size", lambda hidden, weight: chunk)
     ours, exact = inputs(), inputs(torch.float64)
-    loss = distill.chunked_kl(*ours)
+    loss = kl.chunked_kl(*ours)
     wanted = plain_kl(*exact)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(wanted.item(), rel=2e-6)
@@ -39,7 +40,7 @@ def test_value_and_gradients(monkeypatch, chunk):
 
 def test_of_a_model_with_itself_is_zero_with_zero_gradient():
     student, weight, _, _, counts = inputs()
-    loss = distill.chunked_kl(student, weight, student.detach(), weight.detach(), counts)
+    loss = kl.chunked_kl(student, weight, student.detach(), weight.detach(), counts)
     loss.backward()
     assert loss.abs() <= 1e-5
     assert student.grad.abs().max() <= 1e-6
@@ -48,7 +49,7 @@ def test_of_a_model_with_itself_is_zero_with_zero_gradient():
 def test_frozen_head_gets_no_gradient():
     student, weight, teacher, teacher_weight, counts = inputs()
     weight.requires_grad_(False)
-    distill.chunked_kl(student, weight, teacher, teacher_weight, counts).backward()
+    kl.chunked_kl(student, weight, teacher, teacher_weight, counts).backward()
     assert weight.grad is None
     assert student.grad is not None
 
@@ -59,7 +60,7 @@ def test_half_precision_accumulates_in_float32():
     exact = inputs(torch.float64)
     plain_kl(*exact).backward()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = distill.chunked_kl(student, weight, teacher, teacher_weight, counts)
+        loss = kl.chunked_kl(student, weight, teacher, teacher_weight, counts)
     loss.backward()
     assert (weight.grad - exact[1].grad).norm() <= 0.02 * exact[1].grad.norm()
 
