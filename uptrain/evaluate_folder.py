@@ -12,7 +12,7 @@ from model.common.errors import InputError
 from model.decoder.devices import faster_products
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_of, is_cache, seq_len_of
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
@@ -75,7 +75,7 @@ def _evaluate_folder(
     path = on_main(
         accelerator, lambda: cache_of([data], model, seq_len, scratch / "tokens", temporary=True, quiet=quiet)
     )
-    cache = Cache.open(path)
+    cache = TokenCache.open(path)
     check_tokenizer(cache, path, model)
     student = load_student(model)
     check_vocabulary(cache, student.head_weight.shape[0], data)

@@ -38,17 +38,14 @@ from uptrain.data.teacher_logits import (
     window_bytes,
     windows_per_shard,
 )
-from uptrain.data.token_cache import Cache, Integers
+from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device
 from uptrain.runs.checks import check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import of_model
-from uptrain.training.kl import whole_logits
+from uptrain.training.eval_metrics import CHUNK_LOGITS
+from uptrain.training.kl import hidden_states, whole_logits
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import build_meta, load_teacher
-
-UINT16_IDS = 1 << 16
-_CHUNK_LOGITS = 1 << 22
-"""Logits that are there at a time."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     check_out(options.out)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
-    cache = Cache.open(options.data)
+    cache = TokenCache.open(options.data)
     wanted = _describe(options, cache)
     if options.out.exists():
         return _summary(options.out, _already_complete(options.out, wanted), was_complete=True)
@@ -108,7 +105,7 @@ def _publish(manifest: LogitsManifest, staging: Staging) -> None:
     staging.publish()
 
 
-def _describe(options: TeachOptions, cache: Cache) -> LogitsManifest:
+def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
     """Return the manifest without its shards. Raises InputError if model, data and top k do not go together."""
     model = build_meta(options.model)
     vocab_size = len(model.head_weight)
@@ -122,7 +119,7 @@ def _describe(options: TeachOptions, cache: Cache) -> LogitsManifest:
         seq_len=cache.seq_len,
         n_windows=cache.n_windows,
         vocab_size=vocab_size,
-        dtype="uint16" if vocab_size <= UINT16_IDS else "uint32",
+        dtype=id_dtype(vocab_size),
         cache_sha256=cache.manifest.sha256,
         teacher=options.model.resolve().name,
         teacher_sha256=of_model(options.model),
@@ -188,7 +185,7 @@ def _move(machine_shard: Staging, staging: Staging) -> None:
 def _write_shards(
     missing: list[tuple[int, Integers]],
     folder: Path,
-    cache: Cache,
+    cache: TokenCache,
     wanted: LogitsManifest,
     staging: Staging,
     advance: Callable[[float], None],
@@ -219,19 +216,19 @@ def _write_shards(
 
 
 def _logits_of(
-    teacher: LanguageModel, cache: Cache, windows: Integers, top_k: int, advance: Callable[[float], None]
+    teacher: LanguageModel, cache: TokenCache, windows: Integers, top_k: int, advance: Callable[[float], None]
 ) -> tuple[Floats, Integers]:
     """Return the values [B, T − 1, k + 1] and ids [B, T − 1, k] of windows; zeros for padding."""
     device = teacher.head_weight.device
     batch = Batch.read(cache, windows, device)
     is_text_N = (batch.documents_BT[:, :-1] >= 0).flatten()
-    chunk_size = max(1, _CHUNK_LOGITS // len(teacher.head_weight))
+    chunk_size = max(1, CHUNK_LOGITS // len(teacher.head_weight))
     chunks: Iterable[Tensor]
     if isinstance(teacher, TransformersModel):
         logits_NV = whole_logits(teacher, batch)
         chunks = (logits_NV[start : start + chunk_size] for start in range(0, len(logits_NV), chunk_size))
     else:
-        states_NM = teacher.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+        states_NM = hidden_states(teacher, batch)
         logits = ChunkLogits(states_NM, teacher.head_weight, chunk_size)
         chunks = (logits.of(slice(start, start + chunk_size)) for start in range(0, len(states_NM), chunk_size))
     parts = [top_k_of(logits_CV, top_k) for logits_CV in chunks]

@@ -38,9 +38,9 @@ def read_bytes_up_to(path: Path, limit: int) -> bytes:
         return file.read(limit)
 
 
-def read_json(path: Path, limit: int = CONFIG_BYTES) -> Any:
-    """Return the value of a JSON file. Raises CheckpointError if it is larger than `limit` bytes or not JSON."""
-    text = read_bytes_up_to(path, limit)
+def read_json(path: Path) -> Any:
+    """Return the value of a small JSON file. Raises CheckpointError if it is above CONFIG_BYTES or not JSON."""
+    text = read_bytes_up_to(path, CONFIG_BYTES)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

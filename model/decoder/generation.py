@@ -23,11 +23,11 @@ from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 
 
-def pad_left(prompts: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor | None]:
+def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
     """Return left-padded prompts, [B, T], and the number of padding tokens of each, [B]; None without padding."""
     longest = max(map(len, prompts))
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts])
-    ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    ids_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     return ids_BT, padding_B if padding_B.any() else None
 
 

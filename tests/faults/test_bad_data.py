@@ -10,7 +10,7 @@ import pytest
 from model.common.errors import InputError
 from uptrain.data.prepare import build, work_units
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 
 
 def line(text="good"):
@@ -68,7 +68,7 @@ def test_good_in_spite_of_bom_crlf_length_and_a_missing_newline(prepare, tmp_pat
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + line("a")[:-1] + b"\r\n" + line("ab" * 1_500_000) + line("b")[:-1])
     assert prepare(path).code == 0
-    assert Cache.open(tmp_path / "out").manifest.n_documents == 3
+    assert TokenCache.open(tmp_path / "out").manifest.n_documents == 3
 
 
 def test_place_in_other_formats(prepare, tmp_path):
@@ -104,7 +104,7 @@ def test_skipped_records_are_counted(prepare, tmp_path):
     result = prepare(path, options=SKIP)
     assert result.code == 0
     assert "1 bad" in result.out
-    manifest = Cache.open(tmp_path / "out").manifest
+    manifest = TokenCache.open(tmp_path / "out").manifest
     assert manifest.n_documents == 1999
     assert manifest.sources[0]["skipped"] == 1
 
@@ -140,7 +140,7 @@ def test_a_corrected_file_is_all_that_is_done_anew(prepare, tmp_path):
     sources[1].write_bytes(line("b") * 9)
     assert prepare(*sources).code == 0
     assert (tmp_path / "out" / kept.name).stat().st_ino == inode
-    assert Cache.open(tmp_path / "out").manifest.n_documents == 27
+    assert TokenCache.open(tmp_path / "out").manifest.n_documents == 27
 
 
 def test_units_with_skipped_records_are_not_taken_over_by_a_strict_build(prepare, tmp_path, monkeypatch):

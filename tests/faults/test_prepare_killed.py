@@ -16,7 +16,7 @@ from model.common.errors import InputError
 from model.common.staging import Staging
 from uptrain.data.prepare import work_units
 from uptrain.data.prepare.tokenise import shard_names
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 
 # Kills and signals
 
@@ -197,4 +197,4 @@ def test_truncated_cache(prepare, tmp_path, ids_source):
     assert prepare(ids_source, ids=True).code == 0
     os.truncate(tmp_path / "out/tokens-00000.bin", 100)
     with pytest.raises(InputError, match=r"tokens-00000\.bin has 100 bytes where the manifest says 1600; prepare"):
-        Cache.open(tmp_path / "out")
+        TokenCache.open(tmp_path / "out")

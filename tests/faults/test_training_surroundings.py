@@ -15,7 +15,7 @@ from tiny_tokenizers import SENTENCES, make_tokenizer
 from model.common import console
 from model.common.machine import available_memory
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.runs import progress, resolve_settings
 from uptrain.training import loop
 
@@ -46,7 +46,7 @@ def test_held_out_windows_that_are_longer(uptrain, inputs, tmp_path, monkeypatch
         arguments = real_runs.arguments(inputs, tmp_path / out, "--eval-data", held_out, "--micro-batch", 5, steps=4)
         assert uptrain(*arguments).code == 0
     assert {*sizes[:5]} == {5} and {*sizes[5:]} == {2}, sizes
-    assert Cache.open(longer).seq_len == 2 * Cache.open(inputs["data"]).seq_len
+    assert TokenCache.open(longer).seq_len == 2 * TokenCache.open(inputs["data"]).seq_len
 
 
 @pytest.mark.parametrize("option", ["--data", "--eval-data"])
@@ -275,7 +275,7 @@ def test_a_tokenizer_that_cannot_be_compared_is_told(uptrain, inputs, tmp_path):
 def test_a_longer_run_that_repeats_its_data_says_so(uptrain, inputs, tmp_path):
     run, longer = tmp_path / "run", tmp_path / "longer"
     assert uptrain(*real_runs.arguments(inputs, run, steps=4)).code == 0
-    windows = Cache.open(inputs["data"]).n_windows
+    windows = TokenCache.open(inputs["data"]).n_windows
     per_step = json.loads((run / "run.json").read_text())["settings"]["global_batch"]
     ran = uptrain("extend", run, "--out", longer, "--steps", 2 * windows // per_step, "--max-minutes", 0)
     assert ran.code == 0, ran.err

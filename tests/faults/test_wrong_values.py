@@ -15,7 +15,7 @@ from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError, InputError
 from model.decoder.loading import stop_ids
 from uptrain.commands.run import command
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.training.models import random_student
 
 NOT_FINITE = ("nan", "-nan", "inf", "-inf", "infinity", "1e999")
@@ -211,7 +211,7 @@ def test_a_token_cache_s_manifest(tmp_path, change, words):
     inside.update(change)
     path.write_text(json.dumps(manifest))
     with pytest.raises(InputError) as error:
-        Cache.open(path.parent)
+        TokenCache.open(path.parent)
     assert words in str(error.value)
     assert "prepare the cache anew" in str(error.value)
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from model import load_model
 from uptrain.data.batch import Batch
 from uptrain.data.order import windows_of_step
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def inputs(tmp_path_factory):
 
 def gradients_by_hand(inputs: dict[str, Path]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the gradient of the first step's windows as one batch, and the mean of the windows' mean gradients."""
-    cache = Cache.open(inputs["data"])
+    cache = TokenCache.open(inputs["data"])
     batch = Batch.read(cache, windows_of_step(0, cache.n_windows, 8, 0), "cpu")
     model = load_model(inputs["model"], torch.float64).train()
 
@@ -86,7 +86,7 @@ def test_small_learning_rates_move_float32_masters(tmp_path):
 
 def train_bf16(inputs: dict[str, Path], steps: int) -> dict[str, torch.Tensor]:
     """Train bf16 weights, the usual mistake."""
-    cache, model = Cache.open(inputs["data"]), load_model(inputs["model"], torch.bfloat16).train()
+    cache, model = TokenCache.open(inputs["data"]), load_model(inputs["model"], torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
         batch = Batch.read(cache, windows_of_step(step, cache.n_windows, 8, 0), "cpu")

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import has_accelerator
 from uptrain.training.learning_rate import Schedule
 from uptrain.training.loop import Training
@@ -45,7 +45,7 @@ def make_training(folder: Path, steps: int, report: Any, optimizer: str = "adamw
     documents = [[(3 * i + j) % VOCAB for j in range(9)] for i in range(40)]
     values = {
         "loss_module": module, "optimizer": updated, "accelerator": accelerator,
-        "cache": Cache.open(caches.write_cache(folder / "cache", [documents], 8, VOCAB)),
+        "cache": TokenCache.open(caches.write_cache(folder / "cache", [documents], 8, VOCAB)),
         "schedule": Schedule("constant", 0.1, steps, 0), "global_batch": 6, "micro_batch": 2, "seed": 0,
         "checkpoints": SimpleNamespace(save=lambda *_: None, rotate=lambda *_: ""),
         "metrics": SimpleNamespace(write=lambda record: ""), "stop_request": SimpleNamespace(reason=""),

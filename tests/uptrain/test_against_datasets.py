@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from model.common.errors import InputError
 from uptrain.data.prepare import work_units
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 
 SEQ_LEN, N_DOCUMENTS = 32, 400
 BATCH = 50
@@ -39,7 +39,7 @@ def source(tmp_path):
 
 def ours(source, tokenizer, out, workers=1):
     prepare(PrepareOptions((str(source),), out, SEQ_LEN, tokenizer, workers=workers))
-    return Cache.open(out)
+    return TokenCache.open(out)
 
 
 def theirs(source, tokenizer, out, n_processes=1, seen=lambda n: None):

@@ -6,12 +6,12 @@ import torch
 
 from model.decoder.losses import IGNORED
 from uptrain.data.batch import Batch, micro_batches
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 
 
 def test_targets_are_all_but_the_first_of_each_document(tmp_path):
     shards = [[[1, 2, 3], [4], [5, 6, 7, 8, 9]], [[10, 11]]]  # the last document goes into a short last window
-    cache = Cache.open(caches.write_cache(tmp_path / "cache", shards, 5))
+    cache = TokenCache.open(caches.write_cache(tmp_path / "cache", shards, 5))
     batch = Batch.read(cache, np.arange(cache.n_windows), "cpu")
     assert batch.ids_BT.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 0, 0, 0, 0]]
     _ = IGNORED
@@ -21,7 +21,7 @@ def test_targets_are_all_but_the_first_of_each_document(tmp_path):
 
 
 def test_micro_batches_are_the_windows_in_turn(tmp_path):
-    cache = Cache.open(caches.write_cache(tmp_path / "cache", [[[*range(20)]]], 2))
+    cache = TokenCache.open(caches.write_cache(tmp_path / "cache", [[[*range(20)]]], 2))
     first_ids = [batch.ids_BT[:, 0].tolist() for batch in micro_batches(cache, np.array([9, 3, 0, 1, 5]), 2, "cpu")]
     assert first_ids == [[18, 6], [0, 2], [10]]
 

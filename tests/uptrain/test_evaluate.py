@@ -13,7 +13,7 @@ from faulty_runs import succeed
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def inputs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(inputs):
     """Return the measures as sums over each document alone."""
-    cache = Cache.open(inputs["held_out"])
+    cache = TokenCache.open(inputs["held_out"])
     models = [AutoModelForCausalLM.from_pretrained(inputs[name], dtype=torch.float32) for name in ("model", "parent")]
     sums = np.zeros(5)
     for window in range(cache.n_windows):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from uptrain.data.prepare import work_units
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer, tokenizer_sha256
-from uptrain.data.token_cache import Cache, Manifest
+from uptrain.data.token_cache import Manifest, TokenCache
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def make(uptrain, tmp_path, tokenizer):
         arguments += ["--seq-len", seq_len, "--tokens", tokens, "--out", tmp_path / out, *options]
         result = uptrain("prepare", *arguments, "--json")
         assert result.code == 0, result.err
-        return Cache.open(tmp_path / out)
+        return TokenCache.open(tmp_path / out)
 
     return run
 

@@ -207,7 +207,7 @@ def test_checkpoint_without_a_readable_state(tmp_path, uptrain):
     assert "its state cannot be read" in uptrain("status", run).out
 
 
-@pytest.mark.parametrize("function", ["_is_kept", "find_damage"])
+@pytest.mark.parametrize("function", ["is_kept", "find_damage"])
 def test_checkpoint_may_vanish_meanwhile(tmp_path, uptrain, monkeypatch, function):
     """The resumed run removes old checkpoints."""
     run = write_run(tmp_path / "run")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.common.errors import InputError
-from uptrain.data.token_cache import MANIFEST, Cache, Manifest
+from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache
 
 DOCUMENTS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
@@ -35,7 +35,7 @@ def test_windows_and_targets(lengths, seq_len):
     shards = shards_of(lengths)
     expected = brute_force(shards, seq_len)
     with tempfile.TemporaryDirectory() as folder:
-        cache = Cache.open(write_cache(Path(folder) / "cache", shards, seq_len, vocab_size=10_000))
+        cache = TokenCache.open(write_cache(Path(folder) / "cache", shards, seq_len, vocab_size=10_000))
         assert cache.n_windows == len(expected)
         for index, window in enumerate(expected):
             ids, documents = cache.window(index)
@@ -51,7 +51,7 @@ def test_windows_and_targets(lengths, seq_len):
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
 def test_highest_id(tmp_path, vocab_size, dtype):
     top = vocab_size - 1
-    cache = Cache.open(write_cache(tmp_path / "cache", [[[0, top, top]]], 2, vocab_size))
+    cache = TokenCache.open(write_cache(tmp_path / "cache", [[[0, top, top]]], 2, vocab_size))
     assert cache.manifest.dtype == dtype
     assert cache.window(0)[0].tolist() == [0, top]
     assert cache.window(1)[0].tolist() == [top]
@@ -59,7 +59,7 @@ def test_highest_id(tmp_path, vocab_size, dtype):
 
 def test_identity_is_of_what_training_sees(tmp_path):
     def identity(name, shards, seq_len=4, **options):
-        return Cache.open(write_cache(tmp_path / name, shards, seq_len, **options)).manifest.sha256
+        return TokenCache.open(write_cache(tmp_path / name, shards, seq_len, **options)).manifest.sha256
 
     first = identity("first", [[[1, 2, 3], [4, 5]]])
     assert identity("same", [[[1, 2, 3], [4, 5]]], tokenizer="other") == first
@@ -85,7 +85,7 @@ def folder(tmp_path):
 
 def refused(folder, *words):
     with pytest.raises(InputError) as error:
-        Cache.open(folder)
+        TokenCache.open(folder)
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
@@ -140,7 +140,7 @@ def test_altered_to_an_id_that_cannot_be(tmp_path):
     folder = write_cache(tmp_path / "cache", [[[1, 2, 3, 4, 5]]], 2, 300)
     path = folder / "tokens-00000.bin"
     path.write_bytes(path.read_bytes()[:4] + b"\x2c\x01" + path.read_bytes()[6:])
-    cache = Cache.open(folder)
+    cache = TokenCache.open(folder)
     assert cache.window(0)[0].tolist() == [1, 2]
     with pytest.raises(InputError, match=r"window 1 holds the id 300, .* all are below 300; .* Prepare it anew"):
         cache.window(1)

@@ -64,6 +64,14 @@ def read_state(checkpoint: Path) -> State:
     return state
 
 
+def is_kept(checkpoint: Path) -> bool | None:
+    """Return whether rotation must keep a checkpoint; None if its state is unreadable, which makes it useless."""
+    try:
+        return bool(read_state(checkpoint)["keep"])
+    except InputError:
+        return None
+
+
 def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
     """Compare every `world_size`-th file of a checkpoint, from `rank` on, with its manifest; return an error or ""."""
     path = checkpoint / MANIFEST

@@ -63,6 +63,7 @@ from uptrain.checkpoints.files import (
     checksum,
     find_damage,
     folder_name,
+    is_kept,
     list_checkpoints,
     read_state,
     step_of,
@@ -196,7 +197,7 @@ class Checkpoints:
                 if damaged.exists():
                     _remove(damaged)
                 steps = [step for step in steps if folder_name(step) != damaged.name]
-            kept = [step for step in steps if _is_kept(self.folder / folder_name(step))]
+            kept = [step for step in steps if is_kept(self.folder / folder_name(step))]
             for step in steps[: -self._keep_last]:
                 if step not in kept[-1:]:  # `extend` copies one, which is of no use once the longer run has its own
                     _remove(self.folder / folder_name(step))
@@ -228,14 +229,6 @@ class Checkpoints:
         rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
         damages = [damage for damage in gather(self._accelerator, find_damage(folder, rank, world_size)) if damage]
         return damages[0] if damages else ""
-
-
-def _is_kept(checkpoint: Path) -> bool:
-    """Return whether rotation must keep a checkpoint. One with an unreadable state is useless, and not kept."""
-    try:
-        return bool(read_state(checkpoint)["keep"])
-    except InputError:
-        return False
 
 
 def _remove(checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from model.decoder.losses import IGNORED
 from uptrain.data.order import windows_of_step
 from uptrain.data.teacher_logits import TeacherLogits
-from uptrain.data.token_cache import Cache, Integers
+from uptrain.data.token_cache import Integers, TokenCache
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Batch:
     top: TopK | None = None
 
     @classmethod
-    def read(cls, cache: Cache, windows: Integers, device: torch.device | str) -> "Batch":
+    def read(cls, cache: TokenCache, windows: Integers, device: torch.device | str) -> "Batch":
         """Read windows. Pad a short last window with a separate document without targets."""
         shape = (len(windows), cache.seq_len)
         ids_BT, labels_BT = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
@@ -84,7 +84,7 @@ def _copy(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def micro_batches(
-    cache: Cache, windows: Integers, size: int, device: torch.device | str, logits: TeacherLogits | None = None
+    cache: TokenCache, windows: Integers, size: int, device: torch.device | str, logits: TeacherLogits | None = None
 ) -> Iterator[Batch]:
     """Yield the windows in batches of at most `size`, with a teacher's logits if they are given."""
     for start in range(0, len(windows), size):
@@ -98,7 +98,7 @@ def batches_of_steps(
     global_batch: int,
     seed: int,
     part: slice,
-    cache: Cache,
+    cache: TokenCache,
     size: int,
     device: torch.device | str,
     logits: TeacherLogits | None = None,

@@ -9,7 +9,7 @@ from model.common.errors import InputError
 from model.common.machine import n_cores
 from uptrain.data.default_sizes import default_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
-from uptrain.data.token_cache import MANIFEST, Cache
+from uptrain.data.token_cache import MANIFEST, TokenCache
 from uptrain.distributed.collectives import main_process_first
 from uptrain.distributed.signals import interruptible
 
@@ -52,7 +52,7 @@ def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int
     """Return the length of the windows of `cache_of`. Raises InputError if an existing cache has another."""
     if not is_cache(data):
         return seq_len or default_seq_len(read_config(tokenizer)[1])
-    of_cache = Cache.open(Path(data[0])).seq_len
+    of_cache = TokenCache.open(Path(data[0])).seq_len
     if seq_len not in (None, of_cache):
         raise InputError(f"{data[0]} has windows of {of_cache} tokens, not {seq_len}; leave --seq-len out.")
     return of_cache

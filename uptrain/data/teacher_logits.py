@@ -22,7 +22,7 @@ from model.common.errors import InputError
 from model.common.files import is_plain_name
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import make, parse_object
-from uptrain.data.token_cache import DTYPES, Cache, Integers
+from uptrain.data.token_cache import DTYPES, Integers, TokenCache
 
 MANIFEST, FORMAT, VALUES = "manifest.json", 1, "<f4"
 SHARD_BYTES = 64 << 20
@@ -106,7 +106,7 @@ class LogitsManifest:
         if sum(shard.n_windows for shard in self.shards) != self.n_windows:
             raise InputError("its shards do not hold n_windows")
 
-    def check_cache(self, cache: Cache, folder: Path) -> None:
+    def check_cache(self, cache: TokenCache, folder: Path) -> None:
         """Raise InputError if the logits in `folder` are of another token cache."""
         if self.cache_sha256 != cache.manifest.sha256:
             raise InputError(
@@ -138,7 +138,7 @@ class TeacherLogits:
     _verified: set[int] = field(default_factory=set, repr=False)
 
     @classmethod
-    def open(cls, folder: Path, cache: Cache) -> Self:
+    def open(cls, folder: Path, cache: TokenCache) -> Self:
         """Map logits into memory. Raises InputError if they are of another cache, or a file's size is wrong."""
         manifest = LogitsManifest.parse(folder)
         manifest.check_cache(cache, folder)

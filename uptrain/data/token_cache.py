@@ -33,6 +33,11 @@ Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
 
 
+def id_dtype(vocab_size: int) -> str:
+    """Return the narrowest of DTYPES that holds every token id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
 @dataclass(frozen=True)
 class CacheShard:
     """Cache shard: a file of tokens and a file of document offsets."""
@@ -119,7 +124,7 @@ class Manifest:
 
 
 @dataclass
-class Cache:
+class TokenCache:
     """Open token cache."""
 
     folder: Path

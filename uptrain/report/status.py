@@ -5,8 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from model.common.errors import InputError
-from uptrain.checkpoints.files import find_damage, list_checkpoints, read_state
+from uptrain.checkpoints.files import find_damage, is_kept, list_checkpoints
 from uptrain.report.history import History
 from uptrain.runs.folder import CHECKPOINTS, METRICS, is_running
 
@@ -64,7 +63,7 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
     for step, path in list_checkpoints(folder).items():
         try:
             size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-            entry: dict[str, Any] = {"step": step, "bytes": size, "kept": _is_kept(path)}
+            entry: dict[str, Any] = {"step": step, "bytes": size, "kept": is_kept(path)}
             if verify:
                 entry["damage"] = find_damage(path)
         except FileNotFoundError:
@@ -73,11 +72,3 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
         if path.exists():
             listed.append(entry)
     return listed
-
-
-def _is_kept(checkpoint: Path) -> bool | None:
-    """Return whether a checkpoint is exempt from rotation; None if its state is unreadable."""
-    try:
-        return bool(read_state(checkpoint)["keep"])
-    except InputError:
-        return None

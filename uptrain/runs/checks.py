@@ -13,13 +13,13 @@ from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.prepare.tokenizer import tokenizer_sha256
 from uptrain.data.teacher_logits import TeacherLogits
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.runs.fingerprints import of_model
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import build_meta_from_config
 
 
-def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
+def check_tokenizer(cache: TokenCache, path: Path, folder: Path) -> None:
     """Raise InputError if the cache was made with another tokenizer than the model's."""
     recorded = cache.manifest.tokenizer_sha256
     if recorded and tokenizer_sha256(folder) != recorded:
@@ -29,7 +29,7 @@ def check_tokenizer(cache: Cache, path: Path, folder: Path) -> None:
         )
 
 
-def check_vocabulary(cache: Cache, vocab_size: int, name: str) -> None:
+def check_vocabulary(cache: TokenCache, vocab_size: int, name: str) -> None:
     """Raise InputError if the cache holds ids outside the model's vocabulary.
 
     Ids that do not occur are ignored: some tokenizers have padding tokens without an embedding.

@@ -8,7 +8,7 @@ from pathlib import Path
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.common.errors import InputError
 from uptrain.data.teacher_logits import LogitsManifest
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.runs.settings import Settings
 from uptrain.training.models import frozen_names
 
@@ -30,7 +30,9 @@ def identities(settings: Settings) -> dict[str, str]:
         sha256s["frozen"] = _of_frozen_tensors(settings)
     if settings.teacher_logits:
         sha256s["teacher_logits"] = LogitsManifest.parse(Path(settings.teacher_logits)).sha256
-    return sha256s | ({"eval_data": Cache.open(Path(settings.eval_data)).manifest.sha256} if settings.eval_data else {})
+    return sha256s | (
+        {"eval_data": TokenCache.open(Path(settings.eval_data)).manifest.sha256} if settings.eval_data else {}
+    )
 
 
 def check_same_frozen(settings: Settings, recorded: dict[str, str]) -> None:
@@ -60,7 +62,7 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
         "model": of_model,
         "teacher": of_model,
         "teacher_logits": lambda path: LogitsManifest.parse(path).sha256,
-        "eval_data": lambda path: Cache.open(path).manifest.sha256,
+        "eval_data": lambda path: TokenCache.open(path).manifest.sha256,
     }
     for name, sha256 in to_check.items():
         path = Path(getattr(settings, name))

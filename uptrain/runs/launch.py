@@ -16,7 +16,7 @@ from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
 from uptrain.data.run_data import cache_of, run_cache_folder, seq_len_of
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import (
@@ -66,7 +66,7 @@ def launch_new(options: RunOptions) -> None:
         _make_cache([options.eval_data], folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
-        TeacherLogits.open(options.teacher_logits, Cache.open(Path(settings.data)))
+        TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
     warnings = warnings_of(settings)
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(warnings, show))
@@ -137,7 +137,7 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
     Raises InputError if its tokenizer is another, or there is nothing to predict in it.
     """
     path = cache_of(data, folder, seq_len, out, option)
-    cache = Cache.open(path)
+    cache = TokenCache.open(path)
     check_tokenizer(cache, path, folder)
     if not cache.n_targets(np.arange(cache.n_windows)):
         raise InputError(f"{option} {path} has nothing to predict: no document in it has two tokens.")
@@ -145,9 +145,9 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
 
 def warnings_of(settings: Settings) -> list[str]:
     """Return warnings about a run's data."""
-    cache = Cache.open(Path(settings.data))
+    cache = TokenCache.open(Path(settings.data))
     warnings = [repetition_warning(settings.steps * settings.global_batch / cache.n_windows)]
-    if settings.eval_data and Cache.open(Path(settings.eval_data)).manifest.sha256 == cache.manifest.sha256:
+    if settings.eval_data and TokenCache.open(Path(settings.eval_data)).manifest.sha256 == cache.manifest.sha256:
         warnings.append("the held-out data are the training data, so held-out losses will not be those of new text.")
     return [warning for warning in warnings if warning]
 

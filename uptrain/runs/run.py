@@ -32,7 +32,7 @@ from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.data.teacher_logits import TeacherLogits
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
@@ -148,7 +148,7 @@ def make_folder(
     run = Run(
         settings=settings,
         budget=budget,
-        cache_sha256=Cache.open(Path(settings.data)).manifest.sha256,
+        cache_sha256=TokenCache.open(Path(settings.data)).manifest.sha256,
         identities=identities,
         versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
         parent=parent,
@@ -279,8 +279,8 @@ def build(
 
     Raises InputError if data, student and teacher are incompatible.
     """
-    cache = Cache.open(Path(settings.data))
-    eval_cache = Cache.open(Path(settings.eval_data)) if settings.eval_data else None
+    cache = TokenCache.open(Path(settings.data))
+    eval_cache = TokenCache.open(Path(settings.eval_data)) if settings.eval_data else None
     for opened in filter(None, (cache, eval_cache)):
         check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
         check_packing(student, opened.seq_len)
@@ -358,7 +358,7 @@ def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
 
 def check_same_data(data: str, sha256: str) -> None:
     """Raise InputError if the training data differ from those the run began with."""
-    current = Cache.open(Path(data)).manifest.sha256
+    current = TokenCache.open(Path(data)).manifest.sha256
     if current != sha256:
         raise InputError(
             f"{data} holds other data than when the run began (sha256 {current[:12]}, then {sha256[:12]}); "

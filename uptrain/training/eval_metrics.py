@@ -15,12 +15,15 @@ from model.decoder.devices import float64_device, to_float64
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.losses import IGNORED, ChunkLogits
 from uptrain.data.batch import Batch
+from uptrain.training.kl import hidden_states, whole_logits
 from uptrain.training.language_model import LanguageModel
 
 _MAX_LOSS = math.log(sys.float_info.max)
 """Largest loss whose perplexity is a finite float."""
-_CHUNK_LOGITS = 1 << 22
-"""Logits that each model computes at a time."""
+CHUNK_LOGITS = 1 << 22
+"""Logits that a model computes at a time."""
+N_SUMS = 5
+"""Number of sums that `measure_batch` returns."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,13 @@ class EvalResult:
 def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
     """Return the sums [targets, loss, teacher's loss, KL, agreements] of a batch, in float64."""
     targets_N = batch.labels_BT[:, 1:].flatten()
-    kept_N = targets_N != IGNORED
-    targets_N = targets_N[kept_N]
-    sums = torch.zeros(5, dtype=torch.float64, device=float64_device(targets_N.device))
+    has_target_N = targets_N != IGNORED
+    targets_N = targets_N[has_target_N]
+    sums = torch.zeros(N_SUMS, dtype=torch.float64, device=float64_device(targets_N.device))
     sums[0] = len(targets_N)
-    step = max(1, _CHUNK_LOGITS // len(student.head_weight))
-    student_NV = _logits(student, batch, kept_N, step)
-    teacher_NV = None if teacher is None else _logits(teacher, batch, kept_N, step)
+    step = max(1, CHUNK_LOGITS // len(student.head_weight))
+    student_NV = _logits(student, batch, has_target_N, step)
+    teacher_NV = None if teacher is None else _logits(teacher, batch, has_target_N, step)
     for start in range(0, len(targets_N), step):
         chunk = slice(start, start + step)
         p_CV = student_NV.of(chunk).log_softmax(dim=1)
@@ -84,13 +87,11 @@ class _StoredLogits:
         return self.logits_NV[chunk].float()
 
 
-def _logits(model: LanguageModel, batch: Batch, kept_N: Tensor, chunk_size: int) -> ChunkLogits | _StoredLogits:
-    """Return the logits of the kept targets.
+def _logits(model: LanguageModel, batch: Batch, has_target_N: Tensor, chunk_size: int) -> ChunkLogits | _StoredLogits:
+    """Return the logits of the tokens that have a target.
 
     transformers models may scale or cap logits, so theirs come from the model's own forward pass.
     """
     if isinstance(model, LlamaForCausalLM):
-        states_BTM = model.hidden(batch.ids_BT, batch.documents_BT)
-        return ChunkLogits(states_BTM[:, :-1].flatten(0, 1)[kept_N], model.head_weight, chunk_size)
-    logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
-    return _StoredLogits(logits_BTV[:, :-1].flatten(0, 1)[kept_N])
+        return ChunkLogits(hidden_states(model, batch)[has_target_N], model.head_weight, chunk_size)
+    return _StoredLogits(whole_logits(model, batch)[has_target_N])

@@ -9,9 +9,9 @@ from torch import nn
 
 from model.decoder.devices import float64_device
 from uptrain.data.batch import Batch, micro_batches
-from uptrain.data.token_cache import Cache
+from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import all_reduce_sum
-from uptrain.training.eval_metrics import EvalResult
+from uptrain.training.eval_metrics import N_SUMS, EvalResult
 
 
 class EvaluationStopped(Exception):
@@ -20,7 +20,7 @@ class EvaluationStopped(Exception):
 
 def evaluate(
     loss_module: nn.Module,
-    cache: Cache,
+    cache: TokenCache,
     micro_batch: int,
     accelerator: Accelerator,
     with_teacher: bool,
@@ -31,7 +31,7 @@ def evaluate(
 
     Raises EvaluationStopped on all ranks once `should_stop` is true on one.
     """
-    sums = torch.zeros(5, dtype=torch.float64, device=float64_device(accelerator.device))
+    sums = torch.zeros(N_SUMS, dtype=torch.float64, device=float64_device(accelerator.device))
     was_training = loss_module.training
     loss_module.eval()
     with torch.no_grad():
@@ -46,7 +46,7 @@ def evaluate(
     return EvalResult.from_sums(all_reduce_sum(accelerator, sums), with_teacher)
 
 
-def _batches(cache: Cache, micro_batch: int, accelerator: Accelerator) -> Iterator[Batch]:
+def _batches(cache: TokenCache, micro_batch: int, accelerator: Accelerator) -> Iterator[Batch]:
     """Yield this process's batches. All ranks get the same number, since sharded models run collectively."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     n_batches = -(-cache.n_windows // (micro_batch * world_size))

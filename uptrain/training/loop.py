@@ -27,7 +27,7 @@ from uptrain.checkpoints.save_load import Checkpoints, SaveError
 from uptrain.data.batch import Batch, batches_of_steps, one_ahead
 from uptrain.data.order import windows_of_step
 from uptrain.data.teacher_logits import TeacherLogits
-from uptrain.data.token_cache import Cache, Integers
+from uptrain.data.token_cache import Integers, TokenCache
 from uptrain.distributed.collectives import all_reduce_sum, gather
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.distributed.signals import StopRequest
@@ -65,7 +65,7 @@ class Training:
     loss_module: nn.Module
     optimizer: torch.optim.Optimizer
     accelerator: Accelerator
-    cache: Cache
+    cache: TokenCache
     schedule: Schedule
     checkpoints: Checkpoints
     metrics: Metrics
@@ -76,7 +76,7 @@ class Training:
     """Windows per forward pass of one process."""
     seed: int
     save_every: int
-    eval_cache: Cache | None
+    eval_cache: TokenCache | None
     eval_every: int
     spike_sigma: float | None
     deadline: float
@@ -255,7 +255,7 @@ def _record(
     note_trackers(training, state.step, log_to_trackers(training.accelerator, numbers, state.step))
 
 
-def _n_tokens(cache: Cache, windows: Integers) -> int:
+def _n_tokens(cache: TokenCache, windows: Integers) -> int:
     begins = windows * cache.seq_len
     return int((np.minimum(begins + cache.seq_len, cache.manifest.n_tokens) - begins).sum())
 

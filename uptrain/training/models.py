@@ -25,14 +25,14 @@ from uptrain.training.parts import common_dtype, part_pattern
 from uptrain.training.trainable import choose_trainable, set_dtypes
 
 
-def load_student(folder: Path, part: str = "all", rank: int = 0) -> LanguageModel:
+def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
     """Load a model to train a part of it: float32 masters of that part, the rest in the checkpoint's dtype.
 
-    `rank` is that of the adapters of the part `lora`, which are zero.
+    `lora_rank` is that of the adapters of the part `lora`, which are zero.
     """
     if part == "all":
         return load_model(folder, torch.float32)
-    return _with_frozen_part(folder, part, rank, lambda dtype: load_model(folder, dtype))
+    return _with_frozen_part(folder, part, lora_rank, lambda dtype: load_model(folder, dtype))
 
 
 def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> LanguageModel:
@@ -40,11 +40,11 @@ def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> Lan
     return load_model(folder, teacher_dtype(precision), skip=skip).requires_grad_(False)
 
 
-def empty_student(folder: Path, part: str = "all", rank: int = 0) -> LanguageModel:
+def empty_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
     """Return the model of a folder's config.json with undefined weights, in the dtypes of `load_student`."""
     if part == "all":
         return _empty(folder, torch.float32)
-    return _with_frozen_part(folder, part, rank, lambda dtype: _empty(folder, dtype))
+    return _with_frozen_part(folder, part, lora_rank, lambda dtype: _empty(folder, dtype))
 
 
 def empty_teacher(folder: Path, precision: str) -> LanguageModel:
@@ -53,7 +53,7 @@ def empty_teacher(folder: Path, precision: str) -> LanguageModel:
 
 
 def _with_frozen_part(
-    folder: Path, part: str, rank: int, make: Callable[[torch.dtype], LanguageModel]
+    folder: Path, part: str, lora_rank: int, make: Callable[[torch.dtype], LanguageModel]
 ) -> LanguageModel:  # fmt: skip
     """Return the model of a folder that `make` returns in a dtype, to train a part of it.
 
@@ -65,15 +65,15 @@ def _with_frozen_part(
         native = is_native(checkpoint.config)
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
     student = make(dtype if native else torch.float32)
-    choose_part(student, part, rank, folder)
+    choose_part(student, part, lora_rank, folder)
     set_dtypes(student, dtype)
     return student
 
 
-def choose_part(student: LanguageModel, part: str, rank: int, folder: Path) -> None:
+def choose_part(student: LanguageModel, part: str, lora_rank: int, folder: Path) -> None:
     """Train a part of a folder's model, other than `all`. Raises InputError if the model does not have it."""
     if part == "lora":
-        add_adapters(student, rank)
+        add_adapters(student, lora_rank)
     else:
         choose_trainable(student, part, folder)
 

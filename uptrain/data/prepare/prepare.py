@@ -22,11 +22,10 @@ from uptrain.data.prepare.tokenise import Job
 from uptrain.data.prepare.tokenizer import load_tokenizer, tokenizer_sha256
 from uptrain.data.prepare.work_units import Unit, make_units
 from uptrain.data.prepare.workers import Pool
-from uptrain.data.token_cache import MANIFEST, Manifest
+from uptrain.data.token_cache import MANIFEST, Manifest, id_dtype
 
 UNITS_FORMAT = 1
 """Version of the content of work units. Increase it with each change, so that units of old versions are not reused."""
-UINT16_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     vocab_size = tokenizer.vocab_size if tokenizer else options.vocab_size
     assert vocab_size is not None
     kind = Kind(
-        options.seq_len, "uint16" if vocab_size <= UINT16_IDS else "uint32", vocab_size,
+        options.seq_len, id_dtype(vocab_size), vocab_size,
         tokenizer.sha256 if tokenizer else "",
     )  # fmt: skip
     target = journal.target(options.out, options.machine_shard)
