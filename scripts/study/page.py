@@ -197,13 +197,15 @@ def headline(results: Path) -> str:
 def latent_smollm2(results: Path) -> str:
     """Return the table of latent attention on SmolLM2, beside the default merge distilled as long."""
     own = read(results / "latent_smollm2.jsonl")
+    starts = {line["arm"]: line["held_out_loss"] for line in own if not line["alpha"]}
+    own.sort(key=lambda line: starts[line["arm"]])
     stages = {(line["alpha"], line["trainable"]) for line in own}
     heads = [
         line | {"arm": "merged"} if line["arm"] == "default" else line
         for line in read(results / "smollm2_tokens.jsonl")
         if is_parent(line) or (line["alpha"], line["trainable"]) in stages
     ]
-    return by_cache([*heads, *own])
+    return by_cache([*heads, *own], "{tokens:,} tokens")
 
 
 FIELD = (

@@ -150,10 +150,11 @@ def by_part(lines: list[Result], length: str = "α {alpha:g}") -> str:
     return markdown(["trained", *(f"{column[0]}, {length.format(**first[column])}" for column in columns)], rows)
 
 
-def by_cache(lines: list[Result]) -> str:
+def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
     """Return the table of losses beyond the parent by cached numbers, of merged heads and of latent attention.
 
     Each uptraining is at its best rate, which the cell names, with the number of parents where not all are in it.
+    `length` names how long it was, from a line.
     """
     cached = {line["groups"]: sum(line["latent"]) for line in lines if line["latent"]}
     n_parents = len(losses(lines))
@@ -169,7 +170,7 @@ def by_cache(lines: list[Result]) -> str:
             if best and len(losses(best)) < n_parents:
                 remarks.append(f"{len(losses(best))} of {n_parents} parents")
             cells.append(show(gaps(best)) + (f" ({'; '.join(remarks)})" if remarks else ""))
-        rows.append([arm, "–" if stage == START else f"α {stage[0]:g}, {part}", *cells])
+        rows.append([arm, "–" if stage == START else f"{length.format(**own[0])}, {part}", *cells])
     return markdown(["", "distilled", *(f"{cached[groups]} numbers" for groups in sorted(cached))], rows)
 
 

@@ -142,9 +142,9 @@ def test_table_of_latent_attention_on_smollm2(tmp_path):
         )
     assert page.latent_smollm2(tmp_path).splitlines()[2:] == [
         "| merged | – | 0.6000 |",
-        "| merged | α 0.01, attention | 0.3000 (lr 0.0005) |",
+        "| merged | 10,000 tokens, attention | 0.3000 (lr 0.0005) |",
         "| latent | – | 0.5000 |",
-        "| latent | α 0.01, attention | 0.1000 (lr 0.0005) |",
+        "| latent | 10,000 tokens, attention | 0.1000 (lr 0.0005) |",
     ]
 
 
