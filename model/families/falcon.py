@@ -19,7 +19,6 @@ FAMILY = Family(
     fused_by="group",
     switch=Switch("multi_query", default=True, values={True: 1, False: "n_heads"}, merged=True),
     only_multi_query=True,
-    rotary_fraction=1.0,
     alibi="alibi",
     refused={
         "new_decoder_architecture": (True, "that is falcon-40b or 180b, which is grouped already; use it as it is.")

@@ -131,9 +131,8 @@ class Family:
     """Row order of the fused projection. `kind`: all queries, all keys, all values. `group`: group by group, the
     queries of the group, its key and its value; in an MHA model query, key and value of each head."""
     head_norms: HeadNorms | None = None
-    rotary_fraction: float | None = None
-    """Rotary fraction of head_dim; None if positions enter otherwise. Methods that map heads before merging need it.
-    The first dimensions of a head are rotated."""
+    rotary_fraction: float | None = 1.0
+    """Rotary fraction of head_dim; None if positions enter otherwise. The first dimensions of a head are rotated."""
     partial_rotary: bool = False
     """Whether the class reads `partial_rotary_factor`. Then `rotary_fraction` is its default."""
     rotary_pairing: Literal["half", "interleaved"] = "half"
@@ -177,11 +176,11 @@ class Wrapper:
     """A `model_type` that contains a language model of one of the families. Only that model's heads are merged."""
 
     model_type: str
-    text_config: str
-    """The key of `config.json` that holds the language model's config."""
     default_text_type: str
     """The language model's `model_type` if its config has none."""
-    prefix: str
-    """As in `Family`, for the language model inside."""
-    other_towers: str
+    text_config: str = "text_config"
+    """The key of `config.json` that holds the language model's config."""
+    prefix: str = r"language_model\.(?:model\.)?|model\.language_model\."
+    """As in `Family`, for the language model inside. Two spellings; the second since transformers 4.52."""
+    other_towers: str = r"(?:model\.)?vision_tower\."
     """As in `Family`."""

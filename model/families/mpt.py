@@ -26,6 +26,7 @@ FAMILY = Family(
         merged="grouped_query_attention",
     ),
     needs_own_code="kv_n_heads",
+    rotary_fraction=None,
     alibi="attn_config.alibi",
     class_ignores={
         "attn_config.alibi_bias_max": (None, 8),

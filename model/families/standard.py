@@ -11,36 +11,22 @@ FLAT_NORMS = HeadNorms("q_norm", "k_norm", "flat")
 
 STANDARD = (
     # Apertus: Qwen 3's layout, with another activation.
-    Family(
-        "apertus",
-        default_n_kv_heads="n_heads",
-        attention_norm="attention_layernorm",
-        head_norms=SHARED_NORMS,
-        rotary_fraction=1.0,
-    ),
+    Family("apertus", attention_norm="attention_layernorm", head_norms=SHARED_NORMS),
     # Arcee (AFM): Llama's layout, with another activation.
-    Family("arcee", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    Family("arcee"),
     # Command R and Aya: optionally a norm for each head of queries and keys, all in one matrix.
-    Family(
-        "cohere",
-        default_n_kv_heads="n_heads",
-        head_norms=HeadNorms("q_norm", "k_norm", "matrix", kind="layer"),
-        rotary_fraction=1.0,
-        rotary_pairing="interleaved",
-    ),
+    Family("cohere", head_norms=HeadNorms("q_norm", "k_norm", "matrix", kind="layer"), rotary_pairing="interleaved"),
     # Command R7B, Command A and newer Aya: Llama's layout. Layers without a sliding window are not rotated.
     Family(
         "cohere2",
-        default_n_kv_heads="n_heads",
         default_sizes={"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 40},
-        rotary_fraction=1.0,
         rotary_pairing="interleaved",
         rotates_only="sliding_attention",
     ),
     # dots.llm1: Qwen 3's layout, with experts, which are copied.
-    Family("dots1", default_n_kv_heads=32, head_norms=SHARED_NORMS, rotary_fraction=1.0),
+    Family("dots1", default_n_kv_heads=32, head_norms=SHARED_NORMS),
     # ERNIE 4.5, the dense ones: Llama's layout.
-    Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128, rotary_fraction=1.0, rotary_pairing="interleaved"),
+    Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128, rotary_pairing="interleaved"),
     # EXAONE 4: Qwen 3's layout. With sliding windows, layers without a window are not rotated.
     Family(
         "exaone4",
@@ -48,12 +34,11 @@ STANDARD = (
         null_n_kv_heads="refused",
         attention_norm=None,
         head_norms=SHARED_NORMS,
-        rotary_fraction=1.0,
         rotates_only="sliding_attention",
         null_window_rotates=True,
     ),
     # FlexOlmo: as OLMo 2, with experts, which are copied.
-    Family("flex_olmo", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS, rotary_fraction=1.0),
+    Family("flex_olmo", attention_norm=None, head_norms=FLAT_NORMS),
     # Gemma and CodeGemma: Llama's layout with a head size of its own.
     Family(
         "gemma",
@@ -61,7 +46,6 @@ STANDARD = (
         null_n_kv_heads="refused",
         default_head_dim=256,
         default_sizes={"hidden_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28},
-        rotary_fraction=1.0,
     ),
     # Gemma 2: as Gemma; windows and caps on logits have no weights.
     Family(
@@ -70,7 +54,6 @@ STANDARD = (
         null_n_kv_heads="refused",
         default_head_dim=256,
         default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
-        rotary_fraction=1.0,
     ),
     # Gemma 3 1B, and the language model of the larger ones: Gemma's layout, and norms that all heads share.
     Family(
@@ -80,7 +63,6 @@ STANDARD = (
         default_head_dim=256,
         head_norms=HeadNorms("q_norm", "k_norm", "shared", offset=1.0),
         default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
-        rotary_fraction=1.0,
     ),
     # GLM-4 9B and GLM-Edge in transformers' own format, and GLM-4-0414: Llama's layout with q, k and v biases.
     *(
@@ -96,47 +78,32 @@ STANDARD = (
         for model_type in ("glm", "glm4")
     ),
     # gpt-oss: Llama's layout with biases, and a sink for each query head, which is copied.
-    Family(
-        "gpt_oss",
-        default_n_kv_heads=8,
-        null_n_kv_heads="refused",
-        default_head_dim=64,
-        not_per_head=("sinks",),
-        rotary_fraction=1.0,
-    ),
+    Family("gpt_oss", default_n_kv_heads=8, null_n_kv_heads="refused", default_head_dim=64, not_per_head=("sinks",)),
     # Granite: Llama's layout; its multipliers are in the config.
-    Family("granite", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    Family("granite"),
     # Granite 3 with experts, and PowerMoE: Llama's layout; the experts are copied.
-    Family("granitemoe", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    Family("granitemoe"),
     # Helium: Llama's layout.
     Family(
         "helium",
         default_n_kv_heads=20,
         null_n_kv_heads="refused",
         default_head_dim=128,
-        rotary_fraction=1.0,
         rotary_pairing="interleaved",
     ),
     # Hunyuan, the dense ones: Llama's layout, and RMS norms that all heads share.
-    Family(
-        "hunyuan_v1_dense",
-        default_n_kv_heads="n_heads",
-        head_norms=HeadNorms("query_layernorm", "key_layernorm", "shared", after_rotation=True),
-        rotary_fraction=1.0,
-    ),
+    Family("hunyuan_v1_dense", head_norms=HeadNorms("query_layernorm", "key_layernorm", "shared", after_rotation=True)),
     # Jais 2: Llama's layout with biases everywhere.
-    Family("jais2", default_n_kv_heads="n_heads", rotary_fraction=1.0),
+    Family("jais2"),
     # Llama 1 to 3, Vicuna, CodeLlama, OpenLLaMA, SmolLM, and everything else that says `"model_type": "llama"`.
     Family(
         "llama",
-        default_n_kv_heads="n_heads",
         default_sizes={
             "hidden_size": 4096,
             "num_attention_heads": 32,
             "num_hidden_layers": 32,
             "max_position_embeddings": 2048,
         },
-        rotary_fraction=1.0,
     ),
     # Ministral 3, its language model: Mistral's layout.
     Family(
@@ -145,7 +112,6 @@ STANDARD = (
         null_n_kv_heads="refused",
         default_head_dim=128,
         default_sizes={"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 34},
-        rotary_fraction=1.0,
     ),
     # Mistral 7B and its relatives: Llama's layout.
     Family(
@@ -158,17 +124,14 @@ STANDARD = (
             "num_hidden_layers": 32,
             "max_position_embeddings": 131072,
         },
-        rotary_fraction=1.0,
     ),
     # Mixtral: Mistral's attention; the experts are copied.
-    Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused", rotary_fraction=1.0),
+    Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused"),
     # nanochat: Llama's layout; its norms have no weights.
     Family(
         "nanochat",
-        default_n_kv_heads="n_heads",
         attention_norm=None,
         head_norms=HeadNorms("q_norm", "k_norm", "none", after_rotation=True),
-        rotary_fraction=1.0,
         rotates_back=True,
     ),
     # Nemotron 3 and 4, Minitron: Llama's layout; the class raises an error if the number of K/V heads is missing.
@@ -180,26 +143,25 @@ STANDARD = (
         partial_rotary=True,
     ),
     # OLMo: Llama's layout, norms without weights; `clip_qkv` clips merged heads too.
-    Family("olmo", default_n_kv_heads="n_heads", attention_norm=None, rotary_fraction=1.0),
+    Family("olmo", attention_norm=None),
     # OLMo 2: queries and keys are normalised over all heads together.
-    Family("olmo2", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS, rotary_fraction=1.0),
+    Family("olmo2", attention_norm=None, head_norms=FLAT_NORMS),
     # OLMo 3: as OLMo 2, with sliding windows.
-    Family("olmo3", default_n_kv_heads="n_heads", attention_norm=None, head_norms=FLAT_NORMS, rotary_fraction=1.0),
+    Family("olmo3", attention_norm=None, head_norms=FLAT_NORMS),
     # OLMoE: as OLMo 2, with experts, which are copied.
-    Family("olmoe", default_n_kv_heads="n_heads", head_norms=FLAT_NORMS, rotary_fraction=1.0),
+    Family("olmoe", head_norms=FLAT_NORMS),
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.
     Family(
         "phi",
-        default_n_kv_heads="n_heads",
         output="dense",
         head_norms=HeadNorms("q_layernorm", "k_layernorm", "shared", kind="layer"),
         rotary_fraction=0.5,
         partial_rotary=True,
     ),
     # Phi 3: queries, keys and values in one projection.
-    Family("phi3", default_n_kv_heads="n_heads", fused="qkv_proj", rotary_fraction=1.0, partial_rotary=True),
+    Family("phi3", fused="qkv_proj", partial_rotary=True),
     # Phi 3.5 MoE: Mixtral's layout; the experts are copied.
-    Family("phimoe", default_n_kv_heads=8, null_n_kv_heads="refused", rotary_fraction=1.0),
+    Family("phimoe", default_n_kv_heads=8, null_n_kv_heads="refused"),
     # Qwen 1.5 and 2: Llama's layout with q, k and v biases.
     Family(
         "qwen2",
@@ -210,18 +172,17 @@ STANDARD = (
             "num_hidden_layers": 32,
             "max_position_embeddings": 32768,
         },
-        rotary_fraction=1.0,
     ),
     # Qwen 1.5 MoE and Qwen 2 MoE: Qwen 2's attention; the experts are copied.
-    Family("qwen2_moe", default_n_kv_heads=16, null_n_kv_heads="refused", rotary_fraction=1.0),
+    Family("qwen2_moe", default_n_kv_heads=16, null_n_kv_heads="refused"),
     # Qwen 3: one norm for the queries and one for the keys, each shared by all heads.
-    Family("qwen3", default_n_kv_heads=32, default_head_dim=128, head_norms=SHARED_NORMS, rotary_fraction=1.0),
+    Family("qwen3", default_n_kv_heads=32, default_head_dim=128, head_norms=SHARED_NORMS),
     # Qwen 3 with experts, which are copied: as Qwen 3.
-    Family("qwen3_moe", default_n_kv_heads=4, null_n_kv_heads="refused", head_norms=SHARED_NORMS, rotary_fraction=1.0),
+    Family("qwen3_moe", default_n_kv_heads=4, null_n_kv_heads="refused", head_norms=SHARED_NORMS),
     # Seed-OSS: Llama's layout with q, k and v biases.
-    Family("seed_oss", default_n_kv_heads=8, default_head_dim=128, rotary_fraction=1.0),
+    Family("seed_oss", default_n_kv_heads=8, default_head_dim=128),
     # SmolLM3: Llama's layout; some layers have no rotary embedding.
-    Family("smollm3", default_n_kv_heads=4, rotary_fraction=1.0, no_rope_every=4),
+    Family("smollm3", default_n_kv_heads=4, no_rope_every=4),
     # StableLM 3B and 2: optional biases, and optionally a norm for each head of queries and keys.
     Family(
         "stablelm",
@@ -232,5 +193,5 @@ STANDARD = (
         partial_rotary=True,
     ),
     # StarCoder 2: Llama's layout with biases everywhere.
-    Family("starcoder2", default_n_kv_heads=2, null_n_kv_heads="refused", rotary_fraction=1.0),
+    Family("starcoder2", default_n_kv_heads=2, null_n_kv_heads="refused"),
 )
