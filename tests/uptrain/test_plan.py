@@ -9,8 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from model.common.console import size
 from uptrain.budget import identify, pretraining
+from uptrain.budget.budget import BudgetOptions
 from uptrain.data.run_data import seq_len_of
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.runs.resolve_settings import resolve_settings
+from uptrain.runs.settings import RunOptions
 from uptrain.training.choices import TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
 
@@ -248,3 +251,17 @@ def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expe
     }
     (source / "groupwise.json").write_text(json.dumps(record))
     assert plan(uptrain, source, "--steps", 10, *SIZE)["first_loss"].startswith(expected)
+
+
+@pytest.mark.parametrize(("method", "peak"), [("mean", 1e-4), ("fit", 5e-5), ("latent", 5e-5)])
+def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, peak):
+    (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": method}))
+    budget = ("--steps", 10, "--original", "llama-2-7b", "--global-batch-tokens", "64K", "--seq-len", 1000)
+    assert plan(uptrain, source, *budget)["schedule"]["peak"] == peak
+    # A run resolves the same.
+    budget_options = BudgetOptions(steps=10, original="llama-2-7b", global_batch_tokens=64_000)
+    options = RunOptions(
+        budget=budget_options, model=source, init=None, data=("cache",), out=source.parent / "run", schedule="wsd",
+        optimizer="adamw", weight_decay=0.0, seed=0, keep_last=2, micro_batch=1,
+    )  # fmt: skip
+    assert resolve_settings(options, source, 1000)[0].lr == peak
