@@ -23,17 +23,17 @@ class CalibrationText:
     """Tokens per window."""
     ids_NT: NDArray[np.int64] | None
     """None until the model has written its windows, and if `verify` has no tokens."""
-    own: tuple[int, ...] = ()
+    generated: tuple[int, ...] = ()
     """Indices of the windows that the model writes."""
-    first: tuple[int, ...] = ()
+    bos_ids: tuple[int, ...] = ()
     """Tokens that the tokenizer puts before a text."""
     read_NT: NDArray[np.int64] | None = None
     """The other windows, in order."""
-    own_bytes: int = 0
+    generation_bytes: int = 0
     """Peak memory of writing, in bytes."""
-    own_steps: int = 0
+    generation_steps: int = 0
     """Number of times that writing runs the whole model."""
-    own_inputs: str = ""
+    generation_inputs: str = ""
     """SHA-256 of what determines the text that the model writes, besides its weights and config."""
 
     @property
@@ -65,14 +65,18 @@ class CalibrationText:
     @property
     def facts(self) -> dict[str, object]:
         """Everything that determines the output before the model has written its windows."""
-        return {**self.record, "sha256_of_read": sha256_of_ids(self.read_NT), "own_inputs": self.own_inputs}
+        return {
+            **self.record,
+            "sha256_of_read": sha256_of_ids(self.read_NT),
+            "generation_inputs": self.generation_inputs,
+        }
 
-    def with_own(self, own_NT: NDArray[np.int64]) -> "CalibrationText":
+    def with_generated(self, generated_NT: NDArray[np.int64]) -> "CalibrationText":
         """Return the text with the windows that the model has written."""
         assert self.read_NT is not None
         ids_NT = np.empty((self.n_windows, self.window), dtype=np.int64)
-        ids_NT[list(self.own)] = own_NT
-        ids_NT[np.setdiff1d(np.arange(self.n_windows), self.own)] = self.read_NT
+        ids_NT[list(self.generated)] = generated_NT
+        ids_NT[np.setdiff1d(np.arange(self.n_windows), self.generated)] = self.read_NT
         return replace(self, ids_NT=ids_NT)
 
 

@@ -98,7 +98,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     check_space(plan, checkpoint, staging)
     requested, before = plan, fingerprint(checkpoint, plan)
     with _resumable(staging, before), naming(checkpoint.home):
-        plan = _with_own_text(checkpoint, plan, staging, quiet)
+        plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
@@ -127,17 +127,19 @@ def _resumable(staging: Staging, fingerprint: str) -> Iterator[None]:
             raise
 
 
-def _with_own_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
+def _with_generated_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
     """Return the plan with all windows of its calibration text. The model writes its own windows, if any."""
     text = plan.recipe.text
     if text is None or text.ids_NT is not None or not plan.conversions:
         return plan
-    from convert.calibration.generated_text import OwnText  # imported here, because it needs torch
+    from convert.calibration.generated_text import GeneratedText  # imported here, because it needs torch
 
-    own = OwnText(checkpoint, text.first, len(text.own), text.window, plan.recipe.seed, plan.recipe.device)
-    with console.progress_bar("Writing text", own.n_tokens, quiet, unit="tokens") as progress:
-        own_NT = own.write(staging.scratch / "own-text", progress)
-    recipe = replace(plan.recipe, text=text.with_own(own_NT))
+    generated = GeneratedText(
+        checkpoint, text.bos_ids, len(text.generated), text.window, plan.recipe.seed, plan.recipe.device
+    )
+    with console.progress_bar("Writing text", generated.n_tokens, quiet, unit="tokens") as progress:
+        generated_NT = generated.write(staging.scratch / "generated-text", progress)
+    recipe = replace(plan.recipe, text=text.with_generated(generated_NT))
     return plan_recipe(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 

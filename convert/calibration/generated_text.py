@@ -49,11 +49,11 @@ _TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_tem
 
 
 @dataclass(frozen=True)
-class OwnText:
+class GeneratedText:
     """A request for text written by the model itself."""
 
     checkpoint: Checkpoint
-    first: tuple[int, ...]
+    bos_ids: tuple[int, ...]
     """Tokens that its tokenizer puts before a text."""
     n_windows: int
     window: int
@@ -82,7 +82,7 @@ class OwnText:
     @property
     def inputs_sha256(self) -> str:
         """SHA-256 of the files that the text depends on besides the weights and config, and of its first tokens."""
-        digest = hashlib.sha256(repr(self.first).encode())
+        digest = hashlib.sha256(repr(self.bos_ids).encode())
         for name, content in sorted(self.checkpoint.side_files.items()):
             if name.startswith((*_TOKENIZER_FILES, "generation_config.json")):
                 digest.update(f"\n{name} ".encode())
@@ -112,7 +112,7 @@ class OwnText:
         unwritten = {file: start for file, start in batches.items() if not file.exists()}
         progress(self.n_tokens - sum(self._rows_from(start) * self.window for start in unwritten.values()))
         if unwritten:
-            writer = _Writer(self.checkpoint, self.first, self.device)
+            writer = _Writer(self.checkpoint, self.bos_ids, self.device)
             for file, start in unwritten.items():
                 ids_BT = writer.write(self._rows_from(start), self.window, (self.seed, start), progress)
                 replace_file(file, ids_BT.tobytes())

@@ -75,7 +75,7 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     """Read `n_tokens` tokens of a text, or of several texts with their windows alternating.
 
     A text is `shipped`, or what `model.texts.sources` finds. The windows of `self` stay open, for the model to write
-    later (`with_own`).
+    later (`with_generated`).
 
     Raises UnsupportedMethodError if the checkpoint has no tokenizer.json, CheckpointError if the text is too short.
     """
@@ -95,26 +95,26 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     # Every fourth window is held out (`convert.calibration.refit_output`), so the order's period must not divide four.
     part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
     tokenizer = _open_tokenizer(checkpoint)
-    first = _before_texts(tokenizer, checkpoint)
+    bos_ids = _bos_ids(tokenizer, checkpoint)
     read_NT = np.zeros((n_windows, window), dtype=np.int64)
     for number, part in enumerate(parts):
         if part != SELF:
             rows = np.flatnonzero(np.equal(part_N, number))
-            read_NT[rows] = _read_windows(tokenizer, checkpoint, part, first, (len(rows), window))
-    own = tuple(n for n in range(n_windows) if parts[part_N[n]] == SELF)
-    read_NT = np.delete(read_NT, own, axis=0)
-    return CalibrationText(name, n_windows, window, None if own else read_NT, own, tuple(first), read_NT)
+            read_NT[rows] = _read_windows(tokenizer, checkpoint, part, bos_ids, (len(rows), window))
+    generated = tuple(n for n in range(n_windows) if parts[part_N[n]] == SELF)
+    read_NT = np.delete(read_NT, generated, axis=0)
+    return CalibrationText(name, n_windows, window, None if generated else read_NT, generated, tuple(bos_ids), read_NT)
 
 
 def _read_windows(
-    tokenizer: "Tokenizer", checkpoint: Checkpoint, name: str, first: list[int], shape: tuple[int, int]
+    tokenizer: "Tokenizer", checkpoint: Checkpoint, name: str, bos_ids: list[int], shape: tuple[int, int]
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Return windows of a text, `shape` = (windows, tokens), each with the tokens `first` before it.
+    """Return windows of a text, `shape` = (windows, tokens), each with the tokens `bos_ids` before it.
 
     Raises CheckpointError if the text is too short.
     """
     n_windows, window = shape
-    length = window - len(first)
+    length = window - len(bos_ids)
     ids: list[int] = []
     for document in _documents(name):
         if isinstance(document, np.ndarray):
@@ -132,7 +132,7 @@ def _read_windows(
             "give a longer one with --calibration, or fewer --calibration-tokens."
         )
     body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
-    return np.concatenate([np.tile(np.asarray(first, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
+    return np.concatenate([np.tile(np.asarray(bos_ids, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
 
 
 def _context(checkpoint: Checkpoint) -> int:
@@ -166,7 +166,7 @@ def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
     return tokenizer
 
 
-def _before_texts(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
+def _bos_ids(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
     """Return the tokens that the tokenizer puts before a text: a beginning-of-text token, or none."""
     added, bare = (_encode(tokenizer, "a", checkpoint, special) for special in (True, False))
     starts = added.index(bare[0]) if bare and bare[0] in added else 0

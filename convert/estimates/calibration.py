@@ -77,12 +77,12 @@ def _layer_seconds(plan: Plan, measured: _Measured) -> float:
 
 def _writing_seconds(plan: Plan, measured: _Measured) -> float:
     text = plan.recipe.text
-    if text is None or not text.own:
+    if text is None or not text.generated:
         return 0.0
     n_weights = sum(prod(tensor.shape) for tensor in plan.tensors.values())
     speed = 2 * _layer_weights(plan) * text.window / measured.run
-    computing = 2.0 * n_weights * len(text.own) * text.window / (_WRITING_EFFICIENCY * speed)
-    return max(computing, text.own_steps * text.own_bytes / _BYTES_PER_SECOND)
+    computing = 2.0 * n_weights * len(text.generated) * text.window / (_WRITING_EFFICIENCY * speed)
+    return max(computing, text.generation_steps * text.generation_bytes / _BYTES_PER_SECOND)
 
 
 def _width(plan: Plan) -> int:

@@ -105,7 +105,7 @@ class Plan:
         text = self.recipe.text
         if text is None:
             return merging
-        return max(merging, self._calibration_memory(), TORCH_BYTES + text.own_bytes if text.own else 0)
+        return max(merging, self._calibration_memory(), TORCH_BYTES + text.generation_bytes if text.generated else 0)
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""

@@ -111,7 +111,7 @@ def _check_clipping(checkpoint: Checkpoint, method: str) -> None:
 def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[CalibrationText, str]:
     """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
-        from convert.calibration.generated_text import OwnText
+        from convert.calibration.generated_text import GeneratedText
         from convert.calibration.layer_stream import check_tokens, open_checked
         from convert.calibration.next_token import check_writes_text
     except ImportError as error:
@@ -123,10 +123,15 @@ def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Calibratio
         check_writes_text(checkpoint)
     text = read_calibration_text(checkpoint, name, n_tokens)
     check_tokens(layers, text)
-    if text.own:
-        own = OwnText(checkpoint, text.first, len(text.own), text.window, options.seed, str(layers.device))
-        own.check_memory(layers.n_embeddings)
+    if text.generated:
+        generated = GeneratedText(
+            checkpoint, text.bos_ids, len(text.generated), text.window, options.seed, str(layers.device)
+        )
+        generated.check_memory(layers.n_embeddings)
         text = replace(
-            text, own_bytes=own.memory(layers.n_embeddings), own_steps=own.n_steps, own_inputs=own.inputs_sha256
+            text,
+            generation_bytes=generated.memory(layers.n_embeddings),
+            generation_steps=generated.n_steps,
+            generation_inputs=generated.inputs_sha256,
         )
     return text, str(layers.device)

@@ -57,14 +57,14 @@ def text_of(kind: str, parent: Path, registers: Path, work: Path) -> Path:
         return registers / "own" / f"{kind}.jsonl"
     own = work / "self.jsonl"
     if not own.exists():
-        from convert.calibration.generated_text import OwnText
+        from convert.calibration.generated_text import GeneratedText
         from convert.calibration.text import read_calibration_text
         from convert.calibration_text import SELF
 
         with open_checkpoint(parent) as checkpoint:
             text = read_calibration_text(checkpoint, SELF, OWN_TOKENS)
-            writing = OwnText(checkpoint, text.first, len(text.own), text.window, seed=1)
-            ids_NT = writing.write(work / "own-text", lambda n: None)
+            writing = GeneratedText(checkpoint, text.bos_ids, len(text.generated), text.window, seed=1)
+            ids_NT = writing.write(work / "generated-text", lambda n: None)
         replace_file(own, "".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids_NT).encode())
     return own
 

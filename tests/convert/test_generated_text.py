@@ -49,7 +49,7 @@ def kept(out):
 
 def written(folder, n_windows=6, first=(), seed=0, scratch="scratch"):
     with open_checkpoint(folder) as checkpoint:
-        text = generated_text.OwnText(checkpoint, first, n_windows, 64, seed)
+        text = generated_text.GeneratedText(checkpoint, first, n_windows, 64, seed)
         return text.write(folder.parent / scratch, lambda n: None)
 
 
@@ -194,7 +194,7 @@ def test_plan_says_memory_and_time(convert, source, tmp_path):
 def test_memory_is_the_weights_the_cache_and_the_logits(source):
     with open_checkpoint(source) as checkpoint:
         config, n_bytes = checkpoint.config, sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        text = generated_text.OwnText(checkpoint, (), 16, 64, 0)
+        text = generated_text.GeneratedText(checkpoint, (), 16, 64, 0)
     layers, heads, size = (config[k] for k in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     cache = 2 * 2 * layers * heads * size * 64 * 16
     assert n_bytes + cache < text.memory(300) < n_bytes + cache + 16 * 300 * 16

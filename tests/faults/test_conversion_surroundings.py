@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from convert.calibration.generated_text import OwnText
+from convert.calibration.generated_text import GeneratedText
 from model.checkpoint import open_checkpoint
 from model.common import console
 from model.common.errors import CheckpointError
@@ -97,7 +97,7 @@ def test_the_text_that_was_written_is_that_of_the_tokenizer(source):
 
     def inputs():
         with open_checkpoint(source) as checkpoint:
-            return OwnText(checkpoint, (0,), 4, 64, 0).inputs_sha256
+            return GeneratedText(checkpoint, (0,), 4, 64, 0).inputs_sha256
 
     before = inputs()
     (source / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
