@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.latent.check_source import check_latent_source
 from convert.latent.sizes import ENGINE_SIZES, LatentSizes, suggested_sizes
-from convert.planning.notices import find_notes
+from convert.planning.notes import notes_of_checkpoint
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import Geometry, read_geometry
@@ -39,7 +39,7 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "files": [path.name for path in checkpoint.weight_files],
         "side_files": sorted(checkpoint.side_files),
         "left_out": list(checkpoint.skipped_files),
-        "notes": list(find_notes(checkpoint, geometry.attention.family)),
+        "notes": list(notes_of_checkpoint(checkpoint, geometry.attention.family)),
         "repeats": list(geometry.legal_repeats),
         "latent": [_latent_row(geometry, sizes) for sizes in latent_sizes],
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],

@@ -13,7 +13,7 @@ from typing import Any
 from convert.merging.layer import LayerConversion, LayerMerge
 from convert.merging.methods import REPEAT
 from convert.merging.recipe import Recipe
-from convert.planning import notices
+from convert.planning.notes import notes_of_checkpoint, notes_of_recipe
 from convert.planning.remote_code import Code, find_code
 from convert.planning.tensors import OutputTensor, Reported, regroup
 from model.checkpoint import Checkpoint, Shard, Tensor
@@ -179,7 +179,7 @@ def make_plan(
         shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
         regrouped=regrouped,
         code=find_code(checkpoint, family) if regrouped else None,
-        notes=(*notices.find_notes(checkpoint, family), *(notices.of_recipe(recipe) if regrouped else ())),
+        notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_recipe(recipe) if regrouped else ())),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
         reader_bytes=checkpoint.reader_bytes,
         largest_group=max(map(_group_nbytes, regrouped.values()), default=0),

@@ -6,8 +6,6 @@ Each function takes the value and its name as the message begins with it, such a
 import sys
 from typing import Any, TypeGuard
 
-import click
-
 from model.common.errors import CheckpointError
 
 LARGEST_SIZE = 1 << 28
@@ -76,16 +74,3 @@ def table(value: object, name: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise CheckpointError(f"{name} = {show(value)}; it must be an object.")
     return dict(value or {})
-
-
-class FiniteFloat(click.FloatRange):
-    """A float option of a range. NaN, which `click.FloatRange` accepts, and infinity are refused."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not is_finite(number := super().convert(value, param, ctx)):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-    def _describe_range(self) -> str:
-        """Return the range for the help; without bounds, click would show `x<=None`."""
-        return "" if self.min is None and self.max is None else super()._describe_range()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from model.common.checks import LARGEST_COUNT, show
+from model.common.checks import LARGEST_COUNT, is_finite, show
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -89,3 +89,16 @@ class RenamedOption(click.Option):
         shown = copy(self)
         shown.opts = [name for name in self.opts if name != self.earlier]
         return click.Option.get_help_record(shown, context)
+
+
+class FiniteFloat(click.FloatRange):
+    """A float option of a range. NaN, which `click.FloatRange` accepts, and infinity are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not is_finite(number := super().convert(value, param, ctx)):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+    def _describe_range(self) -> str:
+        """Return the range for the help; without bounds, click would show `x<=None`."""
+        return "" if self.min is None and self.max is None else super()._describe_range()

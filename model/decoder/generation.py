@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.common import checks, console
-from model.common.command_options import PathType, device_option
+from model.common.command_options import FiniteFloat, PathType, device_option
 from model.common.console import echo
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
@@ -176,14 +176,14 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
 )
 @click.option(
     "--temperature",
-    type=checks.FiniteFloat(min=0),
+    type=FiniteFloat(min=0),
     default=0.0,
     show_default=True,
     help="Temperature of the sampling. 0 takes the likeliest token.",
 )
 @click.option(
     "--top-p",
-    type=checks.FiniteFloat(0, 1, min_open=True),
+    type=FiniteFloat(0, 1, min_open=True),
     default=1.0,
     show_default=True,
     help="Draw from the likeliest tokens that together have this probability.",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 
-from convert.planning.notices import find_notes
+from convert.planning.notes import notes_of_checkpoint
 from model.families import find_family
 
 LLAMA = find_family({"model_type": "llama"}).family
@@ -54,8 +54,8 @@ def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monk
     [None, {}, [], "x", {"AutoTokenizer": ["tokenization_x.X", None]}, {"AutoModel": None}, {"AutoModel": 3}],
 )
 def test_no_note_where_no_model_s_code_is_named(auto_map):
-    assert find_notes(SimpleNamespace(config={"auto_map": auto_map}, notes=(), tensors={}), LLAMA) == ()
-    assert find_notes(SimpleNamespace(config={}, notes=(), tensors={}), LLAMA) == ()
+    assert notes_of_checkpoint(SimpleNamespace(config={"auto_map": auto_map}, notes=(), tensors={}), LLAMA) == ()
+    assert notes_of_checkpoint(SimpleNamespace(config={}, notes=(), tensors={}), LLAMA) == ()
 
 
 def test_no_note_where_that_code_is_needed(convert, tmp_path):

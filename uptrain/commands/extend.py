@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from model.common.checks import FiniteFloat
-from model.common.command_options import PathType
+from model.common.command_options import FiniteFloat, PathType
 from uptrain.commands.options import count_option, max_minutes_option
 from uptrain.distributed.signals import stop_request
 

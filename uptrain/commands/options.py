@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from model.common.checks import LARGEST_SIZE, FiniteFloat
-from model.common.command_options import Command, PathType, add_options
+from model.common.checks import LARGEST_SIZE
+from model.common.command_options import Command, FiniteFloat, PathType, add_options
 from model.common.errors import InputError
 from uptrain.budget.counts import parse_count
 from uptrain.runs.settings import OPTIMIZERS

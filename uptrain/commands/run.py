@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from model.common.checks import FiniteFloat, show
-from model.common.command_options import PathType, RenamedOption, pop_fields
+from model.common.checks import show
+from model.common.command_options import FiniteFloat, PathType, RenamedOption, pop_fields
 from uptrain.budget.budget import BudgetOptions
 from uptrain.commands.options import (
     ModelFolder,

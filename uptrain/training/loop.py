@@ -158,7 +158,7 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     if queued:
         step_unless(training.optimizer, ~device_norm.isfinite() | (device_norm > limit))
     loss_sum, grad_norm, stop = _fetch(training, device_loss, device_norm)
-    skip = _note_norm(training, state, grad_norm, limit)
+    skip = _record_norm(training, state, grad_norm, limit)
     if np.isfinite(grad_norm):
         _rotate_if_due(training)
     if skip:
@@ -217,7 +217,7 @@ def _spike_limit(training: Training, state: RunState) -> float:
     return float(np.mean(recent) + training.spike_sigma * np.std(recent))
 
 
-def _note_norm(training: Training, state: RunState, grad_norm: float, limit: float) -> bool:
+def _record_norm(training: Training, state: RunState, grad_norm: float, limit: float) -> bool:
     """Record a gradient norm; return whether to skip the update. It is global, so all ranks return the same."""
     if not np.isfinite(grad_norm):
         state.not_finite.append(state.step + 1)

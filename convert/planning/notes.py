@@ -11,7 +11,7 @@ from model.families import Family
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
 
 
-def of_recipe(recipe: Recipe) -> tuple[str, ...]:
+def notes_of_recipe(recipe: Recipe) -> tuple[str, ...]:
     """Return the notes on a recipe."""
     if not recipe.by_layer or recipe.text:
         return ()
@@ -21,7 +21,7 @@ def of_recipe(recipe: Recipe) -> tuple[str, ...]:
     )
 
 
-def find_notes(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
+def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
     """Return the notes of the checkpoint's reader, and notes on misleading keys of config.json."""
     config = checkpoint.config
     return (
