@@ -66,7 +66,7 @@ def test_a_number_that_is_not_finite_for_generating(generation, tmp_path, option
 
 def test_every_number_of_a_run_is_finite():
     """A new option of a float cannot forget it."""
-    from model.common.checks import FiniteFloat
+    from model.common.command_options import FiniteFloat
 
     floats = [option for option in command.params if "float" in option.type.name]
     assert len(floats) == 5
