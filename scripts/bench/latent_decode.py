@@ -54,7 +54,7 @@ def main() -> None:
 def configs() -> dict[str, dict[str, Any]]:
     """Return config.json of each model, by name."""
     llamas = {
-        f"{n} K/V heads": {**COMMON, "model_type": "llama", "num_key_value_heads": n, "head_dim": HEAD_DIM}
+        f"{n} K/V head{'s' * (n > 1)}": {**COMMON, "model_type": "llama", "num_key_value_heads": n, "head_dim": HEAD_DIM}
         for n in GROUPS
     }  # fmt: skip
     deepseek = {
