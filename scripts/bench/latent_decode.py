@@ -53,10 +53,8 @@ def main() -> None:
 
 def configs() -> dict[str, dict[str, Any]]:
     """Return config.json of each model, by name."""
-    llamas = {
-        f"{n} K/V head{'s' * (n > 1)}": {**COMMON, "model_type": "llama", "num_key_value_heads": n, "head_dim": HEAD_DIM}
-        for n in GROUPS
-    }  # fmt: skip
+    llama = {**COMMON, "model_type": "llama", "head_dim": HEAD_DIM}
+    llamas = {f"{n} K/V head{'s' * (n > 1)}": {**llama, "num_key_value_heads": n} for n in GROUPS}
     deepseek = {
         **COMMON, "model_type": "deepseek_v3", "q_lora_rank": None, "qk_nope_head_dim": HEAD_DIM,
         "v_head_dim": HEAD_DIM, "first_k_dense_replace": LAYERS, "hidden_act": "silu", "attention_bias": False,
