@@ -40,7 +40,7 @@ def test_run_that_was_resumed_and_finished(distilled, uptrain):
     assert [status[key] for key in ("loss", "learning_rate", "grad_norm")] == [
         last[key] for key in ("loss", "learning_rate", "grad_norm")
     ]
-    assert status["minimised"] == "KL divergence from the teacher"
+    assert status["objective"] == "KL divergence from the teacher"
     assert status["tokens_per_s"] == statistics.median(r["tokens_per_s"] for r in steps)
     assert status["seconds_left"] == 0
     measured = next(r["evaluation"] for r in reversed(records) if "evaluation" in r)

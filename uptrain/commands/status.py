@@ -72,7 +72,7 @@ def _last_step(status: dict[str, Any]) -> list[tuple[str, str]]:
     if status["tokens_per_s"] is None:
         return []
     rows = [
-        ("training loss", f"{_number(status['loss'], '.4f', ' nats per token')}, {status['minimised']}"),
+        ("training loss", f"{_number(status['loss'], '.4f', ' nats per token')}, {status['objective']}"),
         ("learning rate", f"{status['learning_rate']:.3e}"),
         ("gradient norm", _number(status["grad_norm"], ".4g", "")),
         ("speed", f"{status['tokens_per_s']:,.0f} tokens/s"),

@@ -31,7 +31,7 @@ def read_status(folder: Path, verify: bool) -> dict[str, Any]:
         "tokens": history.tokens,
         "total_tokens": run.budget.tokens,
         "alpha": run.budget.alpha,
-        "minimised": history.objective,
+        "objective": history.objective,
         **{name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
         "tokens_per_s": speed,
         "seconds_left": (settings.steps - history.step) * run.budget.global_batch_tokens / speed if speed else None,
