@@ -3,9 +3,12 @@
 import math
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from accelerate import Accelerator
 
 from model.common import console
 from model.common.errors import InputError
@@ -30,72 +33,92 @@ from uptrain.training.models import block_names, load_student, load_teacher
 from uptrain.training.module import LossModule
 
 
-def _on_several_machines() -> bool:
-    n_processes = os.environ.get("WORLD_SIZE", "1")
-    return os.environ.get("LOCAL_WORLD_SIZE", n_processes) != n_processes
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Options of `uptrain evaluate`; None stands for a default that depends on others."""
+
+    model: Path
+    data: str
+    seq_len: int | None
+    teacher: Path | None
+    precision: str | None
+    micro_batch: int | None
+    device: str
 
 
-def evaluate_folder(model: Path, **options: Any) -> dict[str, Any]:
+def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, Any]:
     """Evaluate a checkpoint folder on a token cache or texts; return the `EvalResult` and perplexity, ready for JSON.
 
     Raises InputError if model, teacher and data are incompatible, or the data have no targets.
     """
     with TemporaryDirectory(prefix="groupwise-") as scratch:
-        result = _evaluate_folder(model, scratch=Path(scratch), **options)
+        result = _evaluate(options, Path(scratch), quiet)
     destroy_process_group()
     return {**result.to_dict(), "perplexity": result.perplexity}
 
 
-def _evaluate_folder(
-    model: Path,
-    *,
-    data: str,
-    seq_len: int | None,
-    teacher: Path | None,
-    precision: str | None,
-    micro_batch: int | None,
-    device: str,
-    quiet: bool,
-    scratch: Path,
-) -> EvalResult:
-    seq_len = seq_len_of([data], model, seq_len)
-    chosen = choose_device(device)
-    if teacher is not None:
-        check_teachers_tokenizer(model, teacher)
-    if not is_cache([data]) and _on_several_machines():
-        raise InputError(
-            f"{data} is tokenised on one machine only; for several, write a token cache to a shared disk first: "
-            f"uptrain prepare --data {shlex.quote(data)} --tokenizer {shlex.quote(str(model))} --seq-len {seq_len} "
-            "--out CACHE"
-        )
-    precision = precision or ("fp32" if chosen.type in ("cpu", "mps") else "bf16")
-    accelerator = make_accelerator(precision, block_names(model), device=chosen)
+def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResult:
+    seq_len = seq_len_of([options.data], options.model, options.seq_len)
+    device = choose_device(options.device)
+    if options.teacher is not None:
+        check_teachers_tokenizer(options.model, options.teacher)
+    _check_one_machine(options, seq_len)
+    precision = options.precision or ("fp32" if device.type in ("cpu", "mps") else "bf16")
+    accelerator = make_accelerator(precision, block_names(options.model), device=device)
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
-    path = on_main(
-        accelerator, lambda: cache_of([data], model, seq_len, scratch / "tokens", temporary=True, quiet=quiet)
-    )
-    cache = TokenCache.open(path)
-    check_tokenizer(cache, path, model)
-    student = load_student(model)
-    check_vocabulary(cache, student.head_weight.shape[0], data)
-    check_packing(student, cache.seq_len)
-    teacher_model = None
-    if teacher is not None:
-        teacher_model = load_teacher(teacher, precision)
-        check_teacher(student.head_weight.shape[0], teacher_model.head_weight.shape[0], str(teacher))
-        check_packing(teacher_model, cache.seq_len)
-        teacher_model.to(accelerator.device)
-    loss_module = accelerator.prepare(LossModule(student, WITHOUT_TEACHER, teacher_model))
-    size = micro_batch or default_micro_batch(cache.seq_len)
+    cache = _open_data(options, seq_len, accelerator, scratch, quiet)
+    loss_module = accelerator.prepare(_load_models(options, cache, precision, accelerator))
+    size = options.micro_batch or default_micro_batch(cache.seq_len)
     progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
     with faster_products(accelerator.device.type), progress as advance:
-        result = evaluate(loss_module, cache, size, accelerator, teacher_model is not None, advance=advance)
+        result = evaluate(loss_module, cache, size, accelerator, options.teacher is not None, advance=advance)
     if not result.targets:
-        raise InputError(f"{data} has nothing to predict: no document in it has two tokens.")
-    for folder, loss in ((model, result.loss), (teacher, result.teacher_loss)):
+        raise InputError(f"{options.data} has nothing to predict: no document in it has two tokens.")
+    for folder, loss in ((options.model, result.loss), (options.teacher, result.teacher_loss)):
         if loss is not None and not math.isfinite(loss):
             raise InputError(
-                f"{folder} computes a loss of {loss} on {data}: its weights are damaged, or too large for {precision}."
+                f"{folder} computes a loss of {loss} on {options.data}: its weights are damaged, or too large for "
+                f"{precision}."
             )
     return result
+
+
+def _check_one_machine(options: EvaluateOptions, seq_len: int) -> None:
+    """Raise InputError if processes on several machines would evaluate texts, whose cache only one could open."""
+    n_processes = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", n_processes) != n_processes and not is_cache([options.data]):
+        raise InputError(
+            f"{options.data} is tokenised on one machine only; for several, write a token cache to a shared disk "
+            f"first: uptrain prepare --data {shlex.quote(options.data)} --tokenizer {shlex.quote(str(options.model))} "
+            f"--seq-len {seq_len} --out CACHE"
+        )
+
+
+def _open_data(
+    options: EvaluateOptions, seq_len: int, accelerator: Accelerator, scratch: Path, quiet: bool
+) -> TokenCache:  # fmt: skip
+    """Open the token cache, or make one of the texts in a temporary folder."""
+
+    def make() -> Path:
+        return cache_of([options.data], options.model, seq_len, scratch / "tokens", temporary=True, quiet=quiet)
+
+    path = on_main(accelerator, make)
+    cache = TokenCache.open(path)
+    check_tokenizer(cache, path, options.model)
+    return cache
+
+
+def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, accelerator: Accelerator) -> LossModule:
+    """Load student and teacher, and check that they fit each other and the data."""
+    student = load_student(options.model)
+    vocab_size = student.head_weight.shape[0]
+    check_vocabulary(cache, vocab_size, options.data)
+    check_packing(student, cache.seq_len)
+    teacher = None
+    if options.teacher is not None:
+        teacher = load_teacher(options.teacher, precision)
+        check_teacher(vocab_size, teacher.head_weight.shape[0], str(options.teacher))
+        check_packing(teacher, cache.seq_len)
+        teacher.to(accelerator.device)
+    return LossModule(student, WITHOUT_TEACHER, teacher)

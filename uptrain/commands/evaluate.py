@@ -1,6 +1,5 @@
 """Run `uptrain evaluate`: measure a model on held-out data."""
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -35,7 +34,7 @@ from uptrain.runs.settings import PRECISIONS
 )
 @device_option("evaluate on")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
-def command(model: Path, as_json: bool, **options: Any) -> None:
+def command(as_json: bool, **options: Any) -> None:
     """Measure MODEL's loss and perplexity on held-out text.
 
     Every predicted token counts once, whatever the batches. With --teacher, also measure the teacher's loss, the KL
@@ -43,14 +42,15 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     """
     from accelerate import PartialState
 
-    from uptrain.evaluate_folder import evaluate_folder
+    from uptrain.evaluate_folder import EvaluateOptions, evaluate_folder
 
+    given = EvaluateOptions(**options)
     with interruptible():  # so that temporary files are removed
-        result = evaluate_folder(model, quiet=as_json, **options)
+        result = evaluate_folder(given, quiet=as_json)
     if not PartialState().is_main_process:
         return
     if as_json:
-        console.print_json({"model": str(model), "data": options["data"], **result})
+        console.print_json({"model": str(given.model), "data": given.data, **result})
         return
     rows = [("targets", f"{result['targets']:,}"), ("loss", f"{result['loss']:.4f} nats per token")]
     rows.append(("perplexity", f"{result['perplexity']:.4g}"))
@@ -58,4 +58,4 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         rows.append(("teacher's loss", f"{result['teacher_loss']:.4f}"))
         rows.append(("KL to the teacher", f"{result['kl']:.4f}"))
         rows.append(("same choice", f"{result['agreement']:.1%} of tokens"))
-    console.print_key_values(str(model), rows)
+    console.print_key_values(str(given.model), rows)
