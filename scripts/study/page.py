@@ -160,7 +160,7 @@ def renewed(page: str, results: Path) -> str:
             "distilled_registers": distilled_registers,
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
             "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
-            "latent": lambda folder: by_cache(read(folder / "latent.jsonl")),
+            "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
             "field": field,
             "savings_better": lambda folder: savings(united(folder, BETTER), FORMER_DEFAULT),

@@ -63,12 +63,12 @@ def test_original_steps_and_default_peaks():
 
 
 @pytest.mark.parametrize(
-    ("method", "peak"), [(None, 1e-4), ("mean", 1e-4), ("pca", 1e-4), ("fit", 5e-5), ("latent", 5e-5)]
+    ("method", "peak"), [(None, 1e-4), ("mean", 1e-4), ("pca", 1e-4), ("fit", 5e-5), ("latent", 2e-5)]
 )
 def test_the_default_peak_is_lower_after_a_fitted_conversion(method, peak):
     budget = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN, method)
     assert budget.peak_lr == peak
-    share = {1e-4: "1/3", 5e-5: "1/6"}[peak]
+    share = {1e-4: "1/3", 5e-5: "1/6", 2e-5: "1/15"}[peak]
     with pytest.raises(InputError, match=f"--lr .peak learning rate; {share} of"):
         make_budget(BudgetOptions(steps=5, global_batch_tokens=4096), {}, (), SEQ_LEN, method)
 

@@ -16,12 +16,11 @@ from uptrain.budget.counts import show_count
 from uptrain.budget.identify import known_originals, named
 from uptrain.budget.pretraining import PretrainingRecord
 
-PEAK_SHARE, FITTED_PEAK_SHARE = 3, 6
-"""Divisors of the original's peak learning rate for the default peak: as in MHA2MLA and Sheared-LLaMA for Llama 2, and
-after a fitted conversion, which is so close to its parent that a third can do harm (docs/study.md, "Which parameters to
-train")."""
-FITTED = ("fit", "latent")
-"""Conversions whose attention was fitted to the parent's."""
+PEAK_SHARE = 3
+"""Divisor of the original's peak learning rate for the default peak, as in MHA2MLA and Sheared-LLaMA for Llama 2."""
+FITTED_PEAK_SHARES = {"fit": 6, "latent": 15}
+"""The same after a conversion whose attention was fitted to the parent's. It is so close to its parent that a third can
+do harm (docs/study.md, "Which parameters to train"; docs/latent.md, "Results")."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,12 @@ def repetition_warning(epochs: float) -> str | None:
 
 
 def default_peak(original_peak: float, method: str | None = None) -> float:
-    """Return a third of the original's peak learning rate, a sixth after a fitted conversion.
-
-    It is computed as a decimal fraction and rounded once.
-    """
+    """Return a share of the original's peak learning rate, as a decimal fraction rounded once."""
     return float(Fraction(str(original_peak)) / _peak_share(method))
 
 
 def _peak_share(method: str | None) -> int:
-    return FITTED_PEAK_SHARE if method in FITTED else PEAK_SHARE
+    return FITTED_PEAK_SHARES.get(method or "", PEAK_SHARE)
 
 
 def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord], method: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from model.common.read_files import UPTRAINING_RECORD
-from uptrain.budget.budget import FITTED, Budget, BudgetOptions, make_budget, repetition_warning
+from uptrain.budget.budget import FITTED_PEAK_SHARES, Budget, BudgetOptions, make_budget, repetition_warning
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.identify import named
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions, first_that_fits, parts_of
@@ -200,5 +200,5 @@ def _first_loss(model: Path, data: Path | None) -> str:
     if data is not None:
         return measure
     method = None if (model / UPTRAINING_RECORD).is_file() else merge_method(model)
-    expected = f"{FIRST_LOSS[method in FITTED]}. " if method else ""
+    expected = f"{FIRST_LOSS[method in FITTED_PEAK_SHARES]}. " if method else ""
     return f"{expected}With a token cache, {measure}"
