@@ -63,14 +63,19 @@ def test_original_steps_and_default_peaks():
 
 
 @pytest.mark.parametrize(
-    ("method", "peak"), [(None, 1e-4), ("mean", 1e-4), ("pca", 1e-4), ("fit", 5e-5), ("latent", 2e-5)]
-)
-def test_the_default_peak_is_lower_after_a_fitted_conversion(method, peak):
-    budget = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN, method)
+    ("method", "trainable", "peak"),
+    [
+        (None, "all", 1e-4), (None, "lora", 1e-4), ("mean", "attention", 1e-4), ("pca", "attention", 1e-4),
+        ("fit", "all", 2e-5), ("fit", "attention", 5e-5), ("fit", "kv", 1e-4), ("fit", "lora", 1e-4),
+        ("latent", "all", 2e-5), ("latent", "attention", 2e-5),
+    ],
+)  # fmt: skip
+def test_the_default_peak_is_lower_after_a_fitted_conversion(method, trainable, peak):
+    budget = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN, method, trainable)
     assert budget.peak_lr == peak
     share = {1e-4: "1/3", 5e-5: "1/6", 2e-5: "1/15"}[peak]
     with pytest.raises(InputError, match=f"--lr .peak learning rate; {share} of"):
-        make_budget(BudgetOptions(steps=5, global_batch_tokens=4096), {}, (), SEQ_LEN, method)
+        make_budget(BudgetOptions(steps=5, global_batch_tokens=4096), {}, (), SEQ_LEN, method, trainable)
 
 
 def test_rows_are_well_formed():
@@ -250,7 +255,7 @@ def test_show_count():
 
 
 def test_time_is_two_operations_for_each_product_of_a_parameter_and_a_token():
-    alone = training_time.time(training_time.flops_per_token(10**9, 10**9, 0) * 10**12, 4)
+    alone = training_time.estimate_time(training_time.flops_per_token(10**9, 10**9, 0) * 10**12, 4)
     assert alone["flops"] == 6 * 10**21
     assert alone["device_hours"]["H100"] == pytest.approx(6e21 / (0.4 * 989e12) / 3600)
     assert alone["hours"]["H100"] == alone["device_hours"]["H100"] / 4

@@ -257,11 +257,15 @@ def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expe
 def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, peak):
     (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": method}))
     budget = ("--steps", 10, "--original", "llama-2-7b", "--global-batch-tokens", "64K", "--seq-len", 1000)
-    assert plan(uptrain, source, *budget)["schedule"]["peak"] == peak
-    # A run resolves the same.
+    planned = plan(uptrain, source, *budget)
+    assert planned["schedule"]["peak"] == planned["default_peaks"]["attention"] == peak
+    shown = uptrain("plan", source, *budget).out
+    assert ("for --trainable: all 2e-05, attention 5e-05, kv 0.0001, lora 0.0001" in shown) == (method == "fit")
+    # A run resolves the same, for each part.
     budget_options = BudgetOptions(steps=10, original="llama-2-7b", global_batch_tokens=64_000)
-    options = RunOptions(
-        budget=budget_options, model=source, init=None, data=("cache",), out=source.parent / "run", schedule="wsd",
-        optimizer="adamw", weight_decay=0.0, seed=0, keep_last=2, micro_batch=1,
-    )  # fmt: skip
-    assert resolve_settings(options, source, 1000)[0].lr == peak
+    for part, default in {None: peak, **planned["default_peaks"]}.items():
+        options = RunOptions(
+            budget=budget_options, model=source, init=None, data=("cache",), out=source.parent / "run",
+            schedule="wsd", optimizer="adamw", weight_decay=0.0, seed=0, keep_last=2, micro_batch=1, trainable=part,
+        )  # fmt: skip
+        assert resolve_settings(options, source, 1000)[0].lr == default

@@ -15,12 +15,17 @@ from model.common.errors import InputError
 from uptrain.budget.counts import show_count
 from uptrain.budget.identify import known_originals, named
 from uptrain.budget.pretraining import PretrainingRecord
+from uptrain.training.choices import TRAINABLE
 
 PEAK_SHARE = 3
 """Divisor of the original's peak learning rate for the default peak, as in MHA2MLA and Sheared-LLaMA for Llama 2."""
-FITTED_PEAK_SHARES = {"fit": 6, "latent": 15}
-"""The same after a conversion whose attention was fitted to the parent's. It is so close to its parent that a third can
-do harm (docs/study.md, "Which parameters to train"; docs/latent.md, "Results")."""
+FITTED_PEAK_SHARES = {
+    "fit": {"all": 15, "attention": 6, "kv": 3, "lora": 3},
+    "latent": dict.fromkeys(TRAINABLE, 15),
+}
+"""The same for each choice of `--trainable` after a conversion that fitted the attention to the parent's. The model is so
+close to its parent that a third can do harm (docs/study.md, "Which parameters to train"; docs/latent.md, "Results"). For
+latent attention only `attention` was measured."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,9 @@ def make_budget(
     source_names: Sequence[str],
     seq_len: int,
     method: str | None = None,
+    trainable: str = "attention",
 ) -> Budget:
-    """Return the budget for a model with this `config.json`.
+    """Return the budget for a model with this `config.json`, of which the part `trainable` is trained.
 
     `source_names`, and the `method` of its conversion: see `uptrain.budget.conversion_record`.
 
@@ -85,7 +91,7 @@ def make_budget(
     candidates = (named(options.original),) if options.original else known_originals(config, source_names)
     original = candidates[0] if len(candidates) == 1 else None
     if original is None:
-        _check_complete(options, candidates, method)
+        _check_complete(options, candidates, peak_share(method, trainable))
     original_tokens = options.original_tokens or (original.tokens if original else None)
     batch = options.global_batch_tokens or (original.batch_tokens if original else 0)
     _check_batch(batch, seq_len)
@@ -100,7 +106,7 @@ def make_budget(
     alpha = options.alpha
     if alpha is None and original_tokens is not None:
         alpha = steps * batch / original_tokens
-    peak = options.lr or default_peak(original.peak_lr if original else math.nan, method)
+    peak = options.lr or default_peak(original.peak_lr if original else math.nan, peak_share(method, trainable))
     return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
 
 
@@ -111,16 +117,17 @@ def repetition_warning(epochs: float) -> str | None:
     return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
 
 
-def default_peak(original_peak: float, method: str | None = None) -> float:
-    """Return a share of the original's peak learning rate, as a decimal fraction rounded once."""
-    return float(Fraction(str(original_peak)) / _peak_share(method))
+def peak_share(method: str | None, trainable: str) -> int:
+    """Return the divisor of the original's peak learning rate that gives the default peak."""
+    return FITTED_PEAK_SHARES[method][trainable] if method in FITTED_PEAK_SHARES else PEAK_SHARE
 
 
-def _peak_share(method: str | None) -> int:
-    return FITTED_PEAK_SHARES.get(method or "", PEAK_SHARE)
+def default_peak(original_peak: float, share: int = PEAK_SHARE) -> float:
+    """Return the default peak learning rate, as a decimal fraction rounded once."""
+    return float(Fraction(str(original_peak)) / share)
 
 
-def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord], method: str | None) -> None:
+def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord], share: int) -> None:
     """Raise InputError if options are missing that only a single original could supply."""
     missing = []
     if options.alpha is not None and options.original_tokens is None:
@@ -128,7 +135,7 @@ def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingReco
     if options.global_batch_tokens is None:
         missing.append("--global-batch-tokens (tokens of one optimizer step, e.g. 4194304)")
     if options.lr is None:
-        missing.append(f"--lr (peak learning rate; 1/{_peak_share(method)} of the pre-training's is usual)")
+        missing.append(f"--lr (peak learning rate; 1/{share} of the pre-training's is usual)")
     if not missing:
         return
     if candidates:

@@ -9,11 +9,19 @@ from typing import Any
 from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from model.common.read_files import UPTRAINING_RECORD
-from uptrain.budget.budget import FITTED_PEAK_SHARES, Budget, BudgetOptions, make_budget, repetition_warning
+from uptrain.budget.budget import (
+    FITTED_PEAK_SHARES,
+    Budget,
+    BudgetOptions,
+    default_peak,
+    make_budget,
+    peak_share,
+    repetition_warning,
+)
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.identify import named
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions, first_that_fits, parts_of
-from uptrain.budget.training_time import MFU, TIME_FORMULA, count_parameters, flops_per_token, time
+from uptrain.budget.training_time import MFU, TIME_FORMULA, count_parameters, estimate_time, flops_per_token
 from uptrain.data.default_sizes import default_micro_batch, default_seq_len
 from uptrain.data.token_cache import Manifest
 from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
@@ -48,7 +56,8 @@ def make_plan(
     manifest = Manifest.parse(data) if data is not None else None
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
-        budget = make_budget(options, checkpoint.config, source_names(model), length, merge_method(model))
+        method, trainable = merge_method(model), default_trainable(model, checkpoint.config)
+        budget = make_budget(options, checkpoint.config, source_names(model), length, method, trainable)
     estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer)
     n_params = count_parameters(estimator.tensors)
     n_windows = budget.global_batch_tokens // length
@@ -78,6 +87,7 @@ def make_plan(
         "data": data_use,
         "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
         "learning_rates": learning_rates(plan_schedule),
+        "default_peaks": _default_peaks(budget, method),
         "memory": {
             **{part: _memory(estimator, part, numbers) for part in TRAINABLE},
             "micro_batch_tokens": default_micro_batch(length) * length,
@@ -103,6 +113,13 @@ def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
     steps = {0, last, *(round(last * share) for share in (0.25, 0.5, 0.75, 0.9))}
     steps |= {max(schedule.warmup_steps - 1, 0), min(decay_start(schedule) or 0, last)}
     return [{"step": step, "lr": learning_rate(schedule, step)} for step in sorted(steps)]
+
+
+def _default_peaks(budget: Budget, method: str | None) -> dict[str, float] | None:
+    """Return the default peak of each choice of `--trainable`; None if the original is unknown."""
+    if budget.original is None:
+        return None
+    return {part: default_peak(named(budget.original).peak_lr, peak_share(method, part)) for part in TRAINABLE}
 
 
 def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[str, Any]) -> int:
@@ -135,7 +152,7 @@ def _time(estimator: MemoryEstimator, part: str, tokens: int, processes: int) ->
         return None
     trained = count_parameters(estimator.trained(part))
     flops = flops_per_token(count_parameters(estimator.tensors), trained, count_parameters(estimator.teacher))
-    return time(flops * tokens, processes)
+    return estimate_time(flops * tokens, processes)
 
 
 def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:

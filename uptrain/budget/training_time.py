@@ -33,7 +33,7 @@ def flops_per_token(n_params: int, n_trained: int, n_teacher: int) -> int:
     return 4 * n_params + 2 * n_trained + 2 * n_teacher
 
 
-def time(flops: int, processes: int) -> dict[str, Any]:
+def estimate_time(flops: int, processes: int) -> dict[str, Any]:
     """Return the operations, and the hours that they take on the devices of PEAK_FLOPS."""
     device_hours = {name: flops / (MFU * peak) / 3600 for name, peak in PEAK_FLOPS.items()}
     return {

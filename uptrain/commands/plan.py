@@ -99,11 +99,15 @@ def _learning(plan: dict[str, Any]) -> list[tuple[str, str]]:
     schedule = Schedule(**{key: value for key, value in values.items() if key != "decay_start"})
     decay = f", decay from step {values['decay_start']:,}" if values["decay_start"] is not None else ""
     rates = "\n".join(f"{row['lr']:.3e} at step {row['step']:,}" for row in plan["learning_rates"])
+    peaks = plan["default_peaks"] or {}
+    differ = len(set(peaks.values())) > 1
+    listed = ", ".join(f"{part} {peak:.3g}" for part, peak in peaks.items())
     return [
         (
             "schedule",
             f"{values['kind']}, peak {values['peak']:.3g}, {values['warmup_steps']:,} steps of warm-up{decay}",
         ),
+        *([("default peaks", f"for --trainable: {listed}")] if differ else []),
         ("learning rate", f"{_curve(schedule)}\n{rates}"),
     ]
 

@@ -45,7 +45,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         raise InputError(f"--lora-rank is for --trainable lora, not {trainable}; leave one of the two out.")
     rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
     method = merge_method(folder) if options.model else None
-    budget = make_budget(options.budget, config, names, seq_len, method)
+    budget = make_budget(options.budget, config, names, seq_len, method, trainable)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
     precision = options.precision or ("bf16" if has_accelerator() else "fp32")
