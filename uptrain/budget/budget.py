@@ -23,9 +23,9 @@ FITTED_PEAK_SHARES = {
     "fit": {"all": 15, "attention": 6, "kv": 3, "lora": 3},
     "latent": dict.fromkeys(TRAINABLE, 15),
 }
-"""The same for each choice of `--trainable` after a conversion that fitted the attention to the parent's. The model is so
-close to its parent that a third can do harm (docs/study.md, "Which parameters to train"; docs/latent.md, "Results"). For
-latent attention only `attention` was measured."""
+"""The same for each choice of `--trainable` after a conversion that fitted the attention to the parent's. The model is
+so close to its parent that a third can do harm (docs/study.md, "Which parameters to train"; docs/latent.md, "Results").
+For latent attention only `attention` was measured."""
 
 
 @dataclass(frozen=True)
