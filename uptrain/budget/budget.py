@@ -88,7 +88,7 @@ def make_budget(
 
     Raises InputError with every option that would help if the original is unknown or ambiguous.
     """
-    candidates = (named(options.original),) if options.original else known_originals(config, source_names)
+    candidates = (named(options.original),) if options.original is not None else known_originals(config, source_names)
     original = candidates[0] if len(candidates) == 1 else None
     if original is None:
         _check_complete(options, candidates, peak_share(method, trainable))

@@ -1,0 +1,36 @@
+"""Default lengths of windows and sizes of micro-batches."""
+
+import pytest
+
+from model.common.errors import InputError
+from uptrain.data.default_sizes import default_micro_batch, default_seq_len
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": 131_072}, 4096),
+        ({"max_seq_len": 1024}, 1024),  # MPT
+        ({"text_config": {"max_position_embeddings": 512}}, 512),  # LLaVA
+        ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 512}}, 512),
+    ],
+)
+def test_windows_are_as_long_as_the_context_up_to_a_limit(config, expected):
+    assert default_seq_len(config) == expected
+
+
+@pytest.mark.parametrize("config", [{}, {"text_config": None}, {"text_config": "x"}, {"text_config": {}}])
+def test_an_unknown_context_asks_for_the_length(config):
+    with pytest.raises(InputError, match=r"does not say the model's context; give --seq-len\."):
+        default_seq_len(config)
+
+
+@pytest.mark.parametrize("context", [1, 2.5, "2048", True])
+def test_an_impossible_context_is_refused(context):
+    with pytest.raises(InputError, match="max_position_embeddings"):
+        default_seq_len({"max_position_embeddings": context})
+
+
+def test_a_micro_batch_has_8192_tokens_and_at_least_one_window():
+    assert [default_micro_batch(n) for n in (512, 4096, 8192, 10_000)] == [16, 2, 1, 1]
