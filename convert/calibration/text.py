@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from convert.calibration_text import SELF, SHIPPED, CalibrationText, sha256_of_ids, split_name
 from convert.merging.recipe import MAX_TOKENS, NONE, UnsupportedMethodError
 from model.checkpoint import Checkpoint
+from model.checkpoint.context import read_context
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
-from model.common import checks
 from model.common.console import INSTALL_EXTRA
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
-from model.families import find_family
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.sources import TextFiles, find_files
@@ -79,7 +78,7 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
 
     Raises UnsupportedMethodError if the checkpoint has no tokenizer.json, CheckpointError if the text is too short.
     """
-    window = min(_context(checkpoint), LONGEST_WINDOW)
+    window = min(read_context(checkpoint.config) or LONGEST_WINDOW, LONGEST_WINDOW)
     n_windows = n_tokens // window
     if n_windows < 4:
         raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {4 * window}.")
@@ -133,16 +132,6 @@ def _read_windows(
         )
     body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
     return np.concatenate([np.tile(np.asarray(bos_ids, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
-
-
-def _context(checkpoint: Checkpoint) -> int:
-    """Return the model's maximum context; LONGEST_WINDOW if its config has none."""
-    match = find_family(checkpoint.config)  # of a wrapper: its language model's
-    key = match.family.keys.context
-    context = match.config.get(key)
-    if context is None:
-        return LONGEST_WINDOW
-    return checks.whole_number(context, f"config.json has {key}", least=2)
 
 
 def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":

@@ -52,7 +52,6 @@ class ConfigKeys:
     hidden_size: str = "hidden_size"
     head_dim: str = "head_dim"
     n_kv_heads: str = "num_key_value_heads"
-    context: str = "max_position_embeddings"
     rope_theta: str = "rope_theta"
     """The key in transformers 4, as is the next one. Version 5 has `rope_parameters` in every family."""
     partial_rotary_factor: str = "partial_rotary_factor"

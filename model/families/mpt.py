@@ -9,7 +9,6 @@ FAMILY = Family(
         n_heads=("n_heads",),
         hidden_size="d_model",
         n_kv_heads="attn_config.kv_n_heads",
-        context="max_seq_len",
     ),
     default_sizes={"d_model": 2048, "n_heads": 16, "n_layers": 24},
     prefix=r"(?:transformer\.)?",
