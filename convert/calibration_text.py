@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from model.texts.hub import HUB
 
-SHIPPED, SELF = "shipped", "self"
+SHIPPED, SELF, NONE = "shipped", "self", "none"
 
 
 @dataclass(frozen=True, eq=False)

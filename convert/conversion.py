@@ -34,7 +34,7 @@ SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
 
-def open_target(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
+def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     """Return the staging area for OUT. Raises CheckpointError if a conversion must not or cannot write there."""
     source = checkpoint.path.resolve()
     check_name(Path(source.name), "SOURCE")
@@ -113,11 +113,11 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
 
 
 @contextmanager
-def _resumable(staging: Staging, fingerprint: str) -> Iterator[None]:
+def _resumable(staging: Staging, facts_sha256: str) -> Iterator[None]:
     """Open a staging area, with its finished parts from an earlier run. Remove it if the input is the error."""
     with staging:
         try:
-            staging.open(fingerprint)
+            staging.open(facts_sha256)
             yield
         except OSError as error:
             advice = f"finished work is kept in {staging.root}, and the same command continues from there"
@@ -192,7 +192,7 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
     record = build_record(checkpoint, plan, staging)
     index, text = index_text(plan.shards, plan.tensors), plan.recipe.text
     files: dict[str, Path | bytes] = {
-        **config_json.copied(checkpoint, plan),
+        **config_json.copied_files(checkpoint, plan),
         "config.json": config_json.config_text(checkpoint, plan),
         **({} if index is None else {INDEX: index}),
         **({} if text is None else {CALIBRATION_TOKENS: pack(text)}),

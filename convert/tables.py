@@ -9,7 +9,7 @@ from rich.table import Table
 from model.common.console import console, duration, print_key_values, size
 
 
-def inspection(summary: dict[str, Any]) -> None:
+def print_inspection(summary: dict[str, Any]) -> None:
     """Print the facts of a checkpoint, and a table of the possible numbers of groups."""
     dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in summary["bytes_by_dtype"].items())
     print_key_values(
@@ -71,7 +71,7 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     screen.print("groups among devices, and copies the latent to each. transformers takes all sizes.")
 
 
-def plan(planned: dict[str, Any]) -> None:
+def print_plan(planned: dict[str, Any]) -> None:
     """Print a plan's summary."""
     cache = planned["kv_cache_bytes_per_token"]
     action = {"repeat": "repeat", "latent": "compute"}.get(planned["method"], "merge")
@@ -114,7 +114,7 @@ def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [("not copied", skipped_files), *(("note", note) for note in summary["notes"])]
 
 
-def merges(report: list[dict[str, Any]]) -> None:
+def print_merge_report(report: list[dict[str, Any]]) -> None:
     """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
     if not report:
         console().print("The number of K/V heads is unchanged; every tensor was copied.")

@@ -14,7 +14,7 @@ from model.common import console
 from model.common.errors import InputError
 from model.decoder.devices import faster_products
 from uptrain.data.default_sizes import default_micro_batch
-from uptrain.data.run_data import cache_of, is_cache, seq_len_of
+from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main
@@ -101,7 +101,7 @@ def _open_data(
     """Open the token cache, or make one of the texts in a temporary folder."""
 
     def make() -> Path:
-        return cache_of([options.data], options.model, seq_len, scratch / "tokens", temporary=True, quiet=quiet)
+        return ensure_cache([options.data], options.model, seq_len, scratch / "tokens", temporary=True, quiet=quiet)
 
     path = on_main(accelerator, make)
     cache = TokenCache.open(path)

@@ -27,7 +27,7 @@ from model.decoder.losses import ChunkLogits
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
 from uptrain.data.default_sizes import default_micro_batch
-from uptrain.data.prepare.journal import machine_shards, open_staging, target
+from uptrain.data.prepare.journal import machine_shards, open_staging, staging_out
 from uptrain.data.prepare.quotas import MachineShard
 from uptrain.data.teacher_logits import (
     MANIFEST,
@@ -41,7 +41,7 @@ from uptrain.data.teacher_logits import (
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device
 from uptrain.runs.checks import check_packing, check_tokenizer, check_vocabulary
-from uptrain.runs.fingerprints import of_model
+from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.eval_metrics import CHUNK_LOGITS
 from uptrain.training.kl import hidden_states, whole_logits
 from uptrain.training.language_model import LanguageModel
@@ -74,14 +74,14 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     if options.out.exists():
         return _summary(options.out, _already_complete(options.out, wanted), was_complete=True)
     n_each = windows_per_shard(wanted.seq_len, wanted.n_windows, wanted.top_k, wanted.dtype)
-    share = options.machine_shard or MachineShard()
+    own_shard = options.machine_shard or MachineShard()
     parts = [
         (number, np.arange(start, min(start + n_each, wanted.n_windows)))
         for number, start in enumerate(range(0, wanted.n_windows, n_each))
     ]
-    own = [(number, windows) for number, windows in parts if number % share.of == share.number - 1]
+    own = [(number, windows) for number, windows in parts if own_shard.has(number)]
     fingerprint = hashlib.sha256(wanted.text()).hexdigest()
-    with open_staging(target(options.out, options.machine_shard), fingerprint) as staging, ExitStack() as joined:
+    with open_staging(staging_out(options.out, options.machine_shard), fingerprint) as staging, ExitStack() as joined:
         if options.machine_shard is None:
             differs = "another model, cache or --top-k"
             for machine_shard in joined.enter_context(machine_shards(staging, fingerprint, differs)):
@@ -92,7 +92,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
             _write_shards(missing, options.model, cache, wanted, staging, advance)
         if options.machine_shard is not None:
-            return {"share": f"{share.number}/{share.of}", "shards": len(own), "of": len(parts)}
+            return {"share": f"{own_shard.number}/{own_shard.of}", "shards": len(own), "of": len(parts)}
         manifest = replace(wanted, shards=tuple(LogitsShard(**staging.finished[_name(number)]) for number, _ in parts))
         _publish(manifest, staging)
     return _summary(options.out, manifest, was_complete=False)
@@ -122,7 +122,7 @@ def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
         dtype=id_dtype(vocab_size),
         cache_sha256=cache.manifest.sha256,
         teacher=options.model.resolve().name,
-        teacher_sha256=of_model(options.model),
+        teacher_sha256=model_sha256(options.model),
         shards=(),
     )
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.calibration_text import SELF, SHIPPED, CalibrationText, sha256_of_ids, split_name
-from convert.merging.recipe import MAX_TOKENS, NONE, UnsupportedMethodError
+from convert.calibration_text import NONE, SELF, SHIPPED, CalibrationText, sha256_of_ids, split_name
+from convert.merging.recipe import MAX_TOKENS, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.context import read_context
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS

@@ -43,7 +43,7 @@ def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> No
     if as_json:
         console.print_json(summary if report is None else {**summary, "heads": report.record})
         return
-    tables.inspection(summary)
+    tables.print_inspection(summary)
     if report is not None:
         from convert.inspection.table import print_heads
 

@@ -49,7 +49,7 @@ def _convert(
     source: Path, out: Path, planned: Callable[[Checkpoint, int | None], Plan], output: OutputOptions
 ) -> None:  # fmt: skip
     with open_checkpoint(source) as checkpoint:
-        staging = conversion.open_target(checkpoint, out, output.overwrite)
+        staging = conversion.staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
@@ -59,7 +59,7 @@ def _convert(
         left_out = {"left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:
             summary = about | plan.summary(output.workers) | left_out
-            (console.print_json if output.as_json else tables.plan)(summary)
+            (console.print_json if output.as_json else tables.print_plan)(summary)
             return
         plan, record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json)
     summary = about | plan.summary(output.workers) | left_out
@@ -78,8 +78,8 @@ def _refuse_to_replace_text(plan: Plan, out: Path) -> None:
 
 def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]) -> None:
     if plan.recipe.method not in (REPEAT, LATENT):
-        tables.merges(record["merge_report"])
-    tables.plan(summary)
+        tables.print_merge_report(record["merge_report"])
+    tables.print_plan(summary)
     console.echo(f"\nWrote {out}. Check it with: convert verify {shlex.quote(str(source))} {shlex.quote(str(out))}")
     text = plan.recipe.text
     if text and text.private:

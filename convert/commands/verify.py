@@ -47,12 +47,14 @@ def _print(findings: "Findings") -> None:
         console.echo_line(f"NOT CHECKED: {remark}")
     if findings.ok:
         errors = findings.rounded
-        rounded = (
-            f", {len(errors)} of them but for rounding (at most {max(errors.values()):.2g} of 1)" if errors else ""
-        )
+        rounded = ""
+        if errors:
+            rounded = (
+                f", {len(errors)} of them but for rounding (relative difference at most {max(errors.values()):.2g})"
+            )
         console.echo(
-            f"OK: {findings.n_regrouped} tensors with K/V heads recomputed, {findings.n_copied} other tensors, the "
-            f"config and {findings.n_files} other files compared; all agree{rounded}."
+            f"OK: {findings.n_regrouped} tensors recomputed; {findings.n_copied} other tensors, the config and "
+            f"{findings.n_files} other files compared; all agree{rounded}."
         )
     for difference in findings.differences:
         console.echo_line(f"DIFFERENT: {difference}")

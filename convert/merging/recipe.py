@@ -9,7 +9,6 @@ from model.common.errors import CheckpointError
 if TYPE_CHECKING:
     from convert.calibration_text import CalibrationText
 
-NONE = "none"
 MAX_TOKENS = 1 << 24
 """Maximum tokens of calibration text, and of refinement."""
 

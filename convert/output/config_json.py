@@ -55,6 +55,6 @@ def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
     config |= {key: value for key, value in added.items() if config.get(key) is None}
 
 
-def copied(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
+def copied_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
     """Return the copied files by relative name: the source's, and the model code that the output needs."""
     return {**checkpoint.side_files, **(plan.code.files if plan.code is not None else {})}

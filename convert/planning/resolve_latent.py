@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 
 from convert.calibration.text import DEFAULT_TOKENS
+from convert.calibration_text import NONE
 from convert.latent import Frequencies, LatentMethod, LatentNorm
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
 from convert.latent.rotation import SourceRope
 from convert.latent.sizes import LatentSizes, choose_sizes
-from convert.merging.recipe import NONE
 from convert.planning.resolve_merge import MergeOptions, read_text
 from model.checkpoint import Checkpoint
 from model.common.command_options import AUTO_DEVICE
@@ -33,7 +33,7 @@ class LatentOptions:
     seed: int = 0
 
     @property
-    def of_text(self) -> MergeOptions:
+    def text_options(self) -> MergeOptions:
         """The options that name the calibration text."""
         return MergeOptions(
             seed=self.seed, calibration=self.calibration, calibration_tokens=self.calibration_tokens, device=self.device
@@ -62,7 +62,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     fits, refine = options.method == "fit", options.refine
     if refine is None:
         refine = options.calibration_tokens or DEFAULT_TOKENS if fits else 0
-    text, device = read_text(checkpoint, options.of_text)
+    text, device = read_text(checkpoint, options.text_options)
     return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
 
 
@@ -90,7 +90,7 @@ def _frequencies(rope: SourceRope, sizes: LatentSizes, options: LatentOptions) -
 
 def _refuse_unused(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:
     """Raise CheckpointError for an option of the calibration where there is none."""
-    given = options.of_text.of_calibration or ("--refine" if options.refine else None)
+    given = options.text_options.calibration_option or ("--refine" if options.refine else None)
     if given is None:
         return
     if options.calibration == NONE:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, read_calibration_text
-from convert.calibration_text import SELF, SHIPPED, CalibrationText, split_name
+from convert.calibration_text import NONE, SELF, SHIPPED, CalibrationText, split_name
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
-from convert.merging.recipe import NONE, Recipe, UnsupportedMethodError
+from convert.merging.recipe import Recipe, UnsupportedMethodError
 from convert.planning.plan import check_n_kv_heads
 from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ class MergeOptions:
     device: str = AUTO_DEVICE
 
     @property
-    def of_calibration(self) -> str | None:
+    def calibration_option(self) -> str | None:
         """An option that was given and needs a calibration text."""
         given = {
             "--calibration": self.calibration not in (None, NONE),
@@ -49,8 +49,10 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
     Raises CheckpointError if the model does not support the options, or the options are incompatible. If it does not
     support the default method, another one must be requested: the others cost far more quality.
     """
-    if options.calibration == NONE and options.of_calibration:
-        raise CheckpointError(f"{options.of_calibration} needs a calibration text, but --calibration none was given.")
+    if options.calibration == NONE and options.calibration_option:
+        raise CheckpointError(
+            f"{options.calibration_option} needs a calibration text, but --calibration none was given."
+        )
     geometry = read_geometry(checkpoint)
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     check_n_kv_heads(geometry, n_kv_heads, options.method)
@@ -76,9 +78,9 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
     """Return the recipe of a requested method, with its calibration text."""
     assert options.method is not None
     by_layer = options.method in LAYER_METHODS
-    if not by_layer and options.of_calibration:
+    if not by_layer and options.calibration_option:
         raise UnsupportedMethodError(
-            f"{options.of_calibration} cannot be combined with --method {options.method}, which needs no text."
+            f"{options.calibration_option} cannot be combined with --method {options.method}, which needs no text."
         )
     recipe = Recipe(options.method, options.seed, options.refit, options.refine or 0)
     if by_layer:

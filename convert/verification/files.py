@@ -63,7 +63,7 @@ def _compare_side_files(
     source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
 ) -> None:  # fmt: skip
     origin = record["source"]["name"], record["source"]["revision"]  # as recorded, because the source may have moved
-    expected = {**config_json.copied(source, plan), "README.md": model_card(source, plan, origin)}
+    expected = {**config_json.copied_files(source, plan), "README.md": model_card(source, plan, origin)}
     for name, content in expected.items():
         path = out.path / name
         if not path.is_file():

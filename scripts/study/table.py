@@ -254,7 +254,7 @@ def measures(lines: list[Result]) -> str:
             show(recovered, "{:.0%}"), show(left_of(own, papers), "{:.0%}"),
             show(beyond(losses(own), control(lines, stage)) if is_trained_merge else {}, "{:+.3f}"),
         ])  # fmt: skip
-    headings = ["arm", "uptraining", "KL to parent", "same first choice", "recovered", "of the recipe's gap",
+    headings = ["arm", "uptraining", "KL from parent", "agreement", "recovered", "of the recipe's gap",
                 "over the control"]  # fmt: skip
     filled = [i for i in range(len(headings)) if any(row[i] != "–" for row in rows)]
     return markdown([headings[i] for i in filled], [[row[i] for i in filled] for row in rows])

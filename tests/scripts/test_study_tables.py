@@ -69,7 +69,7 @@ def test_table(tmp_path):
         "| --- | --- | --- | --- |",
         "| wsd, 1,024 tokens a step | 4.100 | 4.500 ± 0.000 | 4.700 ± 0.141 |",
         "",
-        "| arm | uptraining | KL to parent | same first choice | recovered | over the control |",
+        "| arm | uptraining | KL from parent | agreement | recovered | over the control |",
         "| --- | --- | --- | --- | --- | --- |",
         "| mean | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
         "| mean | distill, α 0.01 | 0.500 ± 0.000 | 75.0% ± 0.0% | 62% ± 18% | +0.500 |",

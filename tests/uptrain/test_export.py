@@ -99,7 +99,7 @@ def test_card_shows_teacher_and_recovered_fraction(tmp_path, uptrain, distilled)
         f"| Held-out loss | {first[1]['loss']:.4f} at step 0 → {last['loss']:.4f} at step {step} |",
         f"| Teacher's loss | {last['teacher_loss']:.4f} |",
         f"| Recovered fraction | {recovered:.1%} |",
-        f"| KL to the teacher | {last['kl']:.4f}; same choice at {last['agreement']:.1%} of tokens |",
+        f"| KL from the teacher | {last['kl']:.4f}; agreement {last['agreement']:.1%} |",
     ):
         assert row in card, (row, card)
 

@@ -242,7 +242,12 @@ def test_a_tensor_without_dimensions(uptrain, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"), [("mean", "far above the parent's"), ("fit", "above the parent's; in docs")]
+    ("method", "expected"),
+    [
+        ("mean", "far above the parent's"),
+        ("fit", "above the parent's; in docs/study.md, the default merge adds at most 12 %"),
+        ("latent", "above the parent's; docs/latent.md"),
+    ],
 )
 def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expected):
     record = {

@@ -350,7 +350,7 @@ def test_share_says_what_comes_next(uptrain, source, tokenizer, tmp_path):
     result = uptrain("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 32,
                      "--out", tmp_path / "out", "--shard", "1/2")  # fmt: skip
     assert result.code == 0
-    assert result.out.startswith("Share 1/2 is done: ")
+    assert result.out.startswith("Shard 1/2 is done: ")
     assert "the same command without --shard joins them" in result.out
 
 

@@ -17,9 +17,9 @@ from uptrain.budget.identify import known_originals, named
 from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.training.choices import TRAINABLE
 
-PEAK_SHARE = 3
+PEAK_DIVISOR = 3
 """Divisor of the original's peak learning rate for the default peak, as in MHA2MLA and Sheared-LLaMA for Llama 2."""
-FITTED_PEAK_SHARES = {
+FITTED_PEAK_DIVISORS = {
     "fit": {"all": 15, "attention": 6, "kv": 3, "lora": 3},
     "latent": dict.fromkeys(TRAINABLE, 15),
 }
@@ -91,7 +91,7 @@ def make_budget(
     candidates = (named(options.original),) if options.original is not None else known_originals(config, source_names)
     original = candidates[0] if len(candidates) == 1 else None
     if original is None:
-        _check_complete(options, candidates, peak_share(method, trainable))
+        _check_complete(options, candidates, peak_divisor(method, trainable))
     original_tokens = options.original_tokens or (original.tokens if original else None)
     batch = options.global_batch_tokens or (original.batch_tokens if original else 0)
     _check_batch(batch, seq_len)
@@ -106,7 +106,7 @@ def make_budget(
     alpha = options.alpha
     if alpha is None and original_tokens is not None:
         alpha = steps * batch / original_tokens
-    peak = options.lr or default_peak(original.peak_lr if original else math.nan, peak_share(method, trainable))
+    peak = options.lr or default_peak(original.peak_lr if original else math.nan, peak_divisor(method, trainable))
     return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
 
 
@@ -117,17 +117,17 @@ def repetition_warning(epochs: float) -> str | None:
     return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
 
 
-def peak_share(method: str | None, trainable: str) -> int:
+def peak_divisor(method: str | None, trainable: str) -> int:
     """Return the divisor of the original's peak learning rate that gives the default peak."""
-    return FITTED_PEAK_SHARES[method][trainable] if method in FITTED_PEAK_SHARES else PEAK_SHARE
+    return FITTED_PEAK_DIVISORS[method][trainable] if method in FITTED_PEAK_DIVISORS else PEAK_DIVISOR
 
 
-def default_peak(original_peak: float, share: int = PEAK_SHARE) -> float:
+def default_peak(original_peak: float, divisor: int = PEAK_DIVISOR) -> float:
     """Return the default peak learning rate, as a decimal fraction rounded once."""
-    return float(Fraction(str(original_peak)) / share)
+    return float(Fraction(str(original_peak)) / divisor)
 
 
-def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord], share: int) -> None:
+def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord], divisor: int) -> None:
     """Raise InputError if options are missing that only a single original could supply."""
     missing = []
     if options.alpha is not None and options.original_tokens is None:
@@ -135,7 +135,7 @@ def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingReco
     if options.global_batch_tokens is None:
         missing.append("--global-batch-tokens (tokens of one optimizer step, e.g. 4194304)")
     if options.lr is None:
-        missing.append(f"--lr (peak learning rate; 1/{share} of the pre-training's is usual)")
+        missing.append(f"--lr (peak learning rate; 1/{divisor} of the pre-training's is usual)")
     if not missing:
         return
     if candidates:

@@ -10,12 +10,11 @@ from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from model.common.read_files import UPTRAINING_RECORD
 from uptrain.budget.budget import (
-    FITTED_PEAK_SHARES,
     Budget,
     BudgetOptions,
     default_peak,
     make_budget,
-    peak_share,
+    peak_divisor,
     repetition_warning,
 )
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
@@ -30,10 +29,13 @@ from uptrain.training.learning_rate import Schedule, decay_start, default_warmup
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
 FIRST_LOSS = {
-    True: "above the parent's; in docs/study.md by at most 12 % of what averaging the heads costs",
-    False: "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged",
+    "fit": "above the parent's; in docs/study.md, the default merge adds at most 12 % of the loss that the mean adds",
+    "latent": "above the parent's; docs/latent.md has figures of other models",
 }
-"""Expected first loss, after the method `fit` or to latent attention (True), or after any other."""
+"""Expected first loss after the conversions that are fitted to the parent's attention."""
+FIRST_LOSS_OF_OTHERS = (
+    "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged"
+)
 
 
 def make_plan(
@@ -119,7 +121,7 @@ def _default_peaks(budget: Budget, method: str | None) -> dict[str, float] | Non
     """Return the default peak of each choice of `--trainable`; None if the original is unknown."""
     if budget.original is None:
         return None
-    return {part: default_peak(named(budget.original).peak_lr, peak_share(method, part)) for part in TRAINABLE}
+    return {part: default_peak(named(budget.original).peak_lr, peak_divisor(method, part)) for part in TRAINABLE}
 
 
 def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[str, Any]) -> int:
@@ -217,5 +219,5 @@ def _first_loss(model: Path, data: Path | None) -> str:
     if data is not None:
         return measure
     method = None if (model / UPTRAINING_RECORD).is_file() else merge_method(model)
-    expected = f"{FIRST_LOSS[method in FITTED_PEAK_SHARES]}. " if method else ""
+    expected = f"{FIRST_LOSS.get(method, FIRST_LOSS_OF_OTHERS)}. " if method else ""
     return f"{expected}With a token cache, {measure}"

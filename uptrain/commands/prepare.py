@@ -102,7 +102,7 @@ def _prepare_options(
 def _show(result: dict[str, Any]) -> None:
     if "share" in result:
         console.echo(
-            f"Share {result['share']} is done: {result['units']:,} units, {result['documents']:,} documents, "
+            f"Shard {result['share']} is done: {result['units']:,} units, {result['documents']:,} documents, "
             f"{result['tokens']:,} tokens. When all are, the same command without --shard joins them."
         )
         return

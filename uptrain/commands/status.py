@@ -94,8 +94,8 @@ def _evaluation(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
     if "kl" in evaluation:
         rows.append(("teacher's loss", _number(evaluation["teacher_loss"], ".4f", " nats per token")))
-        rows.append(("KL to the teacher", _number(evaluation["kl"], ".4f", " nats per token")))
-        rows.append(("same choice", f"{evaluation['agreement']:.1%} of tokens"))
+        rows.append(("KL from the teacher", _number(evaluation["kl"], ".4f", " nats per token")))
+        rows.append(("agreement", f"{evaluation['agreement']:.1%}"))
     if recovered := show_recovered(evaluation["recovered_fraction"], evaluation["merge_cost"]):
         rows.append(("recovered fraction", recovered))
     return rows

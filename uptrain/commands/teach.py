@@ -48,7 +48,7 @@ def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, a
         console.print_json(result)
     elif "share" in result:
         console.echo(
-            f"Share {result['share']} is done: {result['shards']:,} of {result['of']:,} shards. When all are, the same "
+            f"Shard {result['share']} is done: {result['shards']:,} of {result['of']:,} shards. When all are, the same "
             "command without --shard joins them."
         )
     else:

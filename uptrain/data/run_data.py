@@ -14,7 +14,7 @@ from uptrain.distributed.collectives import main_process_first
 from uptrain.distributed.signals import interruptible
 
 
-def cache_of(
+def ensure_cache(
     data: Sequence[str], tokenizer: Path, seq_len: int | None, out: Path, option: str = "--data",
     temporary: bool = False, quiet: bool = False,
 ) -> Path:  # fmt: skip
@@ -49,7 +49,7 @@ def is_cache(data: Sequence[str]) -> bool:
 
 
 def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:
-    """Return the length of the windows of `cache_of`. Raises InputError if an existing cache has another."""
+    """Return the length of the windows of `ensure_cache`. Raises InputError if an existing cache has another."""
     if not is_cache(data):
         return seq_len or default_seq_len(read_config(tokenizer)[1])
     of_cache = TokenCache.open(Path(data[0])).seq_len

@@ -82,5 +82,5 @@ def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
         recovered = show_recovered(recovered_fraction(first, last), merge_cost(first))
         if recovered:
             rows.append(("Recovered fraction", recovered))
-        rows.append(("KL to the teacher", f"{show_loss(last['kl'])}; same choice at {last['agreement']:.1%} of tokens"))
+        rows.append(("KL from the teacher", f"{show_loss(last['kl'])}; agreement {last['agreement']:.1%}"))
     return rows

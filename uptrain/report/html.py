@@ -93,7 +93,7 @@ def _summary(history: History, of_name: str) -> str:
         if "kl" in last:
             figures += [
                 ("teacher's loss", show_loss(last["teacher_loss"])),
-                ("KL to the teacher", show_loss(last["kl"])),
+                ("KL from the teacher", show_loss(last["kl"])),
             ]
         recovered = show_recovered(last["recovered_fraction"], last["merge_cost"])
         if recovered:
@@ -130,7 +130,7 @@ def _settings(history: History) -> list[tuple[str, str]]:
 def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
     headings = ["step", "tokens", "loss", "perplexity"]
     with_teacher = any("kl" in e for e in evaluations)
-    headings += ["teacher's loss", "KL", "same choice", "recovered"] if with_teacher else []
+    headings += ["teacher's loss", "KL", "agreement", "recovered"] if with_teacher else []
     rows = []
     for e in evaluations:
         loss = e["loss"]

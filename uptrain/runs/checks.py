@@ -14,7 +14,7 @@ from model.decoder.transformers_model import TransformersModel
 from uptrain.data.prepare.tokenizer import tokenizer_sha256
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
-from uptrain.runs.fingerprints import of_model
+from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import build_meta_from_config
 
@@ -63,7 +63,7 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
 
 def check_is_not_student(model: Path | None, teacher: Path) -> None:
     """Raise InputError if the teacher is the model itself: their divergence is 0, and nothing would be trained."""
-    if model is not None and of_model(model) == of_model(teacher):
+    if model is not None and model_sha256(model) == model_sha256(teacher):
         raise InputError(f"--teacher {teacher} is the same model as MODEL; give the parent that MODEL was merged from.")
 
 

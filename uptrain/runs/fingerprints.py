@@ -25,7 +25,7 @@ _BLOCK = 64 << 20
 def identities(settings: Settings) -> dict[str, str]:
     """Return the SHA-256 of those that the run has: model, frozen tensors, teacher and held-out data."""
     models = {"model": settings.model, "teacher": settings.teacher}
-    sha256s = {name: of_model(Path(path)) for name, path in models.items() if path}
+    sha256s = {name: model_sha256(Path(path)) for name, path in models.items() if path}
     if settings.trainable != "all":
         sha256s["frozen"] = _of_frozen_tensors(settings)
     if settings.teacher_logits:
@@ -59,8 +59,8 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
     skipped = {"frozen"} if with_model else {"frozen", "model"}
     to_check = {name: sha256 for name, sha256 in recorded.items() if name not in skipped}
     current: dict[str, Callable[[Path], str]] = {
-        "model": of_model,
-        "teacher": of_model,
+        "model": model_sha256,
+        "teacher": model_sha256,
         "teacher_logits": lambda path: LogitsManifest.parse(path).sha256,
         "eval_data": lambda path: TokenCache.open(path).manifest.sha256,
     }
@@ -89,7 +89,7 @@ def tensor_sha256(checkpoint: Checkpoint, name: str) -> str:
     return sha256.hexdigest()
 
 
-def of_model(folder: Path) -> str:
+def model_sha256(folder: Path) -> str:
     """Return the SHA-256 of a model: the config, and the names, sizes and sampled pieces of the weight files."""
     with open_checkpoint(folder) as checkpoint:
         sha256 = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())

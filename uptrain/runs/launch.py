@@ -14,7 +14,7 @@ from accelerate import PartialState
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
-from uptrain.data.run_data import cache_of, run_cache_folder, seq_len_of
+from uptrain.data.run_data import ensure_cache, run_cache_folder, seq_len_of
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
@@ -136,7 +136,7 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
 
     Raises InputError if its tokenizer is another, or there is nothing to predict in it.
     """
-    path = cache_of(data, folder, seq_len, out, option)
+    path = ensure_cache(data, folder, seq_len, out, option)
     cache = TokenCache.open(path)
     check_tokenizer(cache, path, folder)
     if not cache.n_targets(np.arange(cache.n_windows)):

@@ -51,7 +51,7 @@ from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, note_trackers, train
+from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, log_tracker_failures, train
 from uptrain.training.lora import initialise_adapters
 from uptrain.training.metrics_log import Metrics
 from uptrain.training.models import (
@@ -84,7 +84,7 @@ def start(
     # Each process chose the default by its own device. All must take as many windows at a time.
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
-    training = build_first(settings, config_folder, accelerator, out, deadline, show)
+    training = build_initial(settings, config_folder, accelerator, out, deadline, show)
     on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
     with _locked_on_main(accelerator, out):
         return train_run(out, settings, training, RunState(), None)
@@ -103,7 +103,7 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
         if reads_model:
-            training = build_first(settings, folder / MODEL, accelerator, folder, deadline, show)
+            training = build_initial(settings, folder / MODEL, accelerator, folder, deadline, show)
         else:
             training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
         if checkpoint is None:
@@ -191,7 +191,7 @@ def train_run(
         _write_state(folder, "running", state.step)
     if settings.track:
         config = {name: value for name, value in asdict(settings).items() if name != "track"}
-        note_trackers(training, state.step, start_trackers(accelerator, folder.name, config))
+        log_tracker_failures(training, state.step, start_trackers(accelerator, folder.name, config))
     try:
         with faster_products(accelerator.device.type):
             reason = train(training, state)
@@ -252,14 +252,14 @@ def _resumed_at(folder: Path) -> str:
     return "from the newest checkpoint" if is_saved else "at step 0, for want of a checkpoint"
 
 
-def build_first(
+def build_initial(
     settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
 ) -> Training:
     """Build a Training with the initial weights of a run."""
     part = settings.trainable
     student, weights = load_on_main(
         accelerator,
-        lambda: first_student(settings, config_folder),
+        lambda: initial_student(settings, config_folder),
         lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
     )
     training = build(settings, student, accelerator, folder, deadline, show)
@@ -345,7 +345,7 @@ def _build_teacher(
     return teacher, shared_bytes
 
 
-def first_student(settings: Settings, config_folder: Path) -> LanguageModel:
+def initial_student(settings: Settings, config_folder: Path) -> LanguageModel:
     """Return the student with its initial weights."""
     if not settings.model:
         return random_student(config_folder, settings.seed)

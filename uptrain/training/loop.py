@@ -166,9 +166,19 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     elif not queued:
         training.optimizer.step()
     training.optimizer.zero_grad()
-    state.step, state.tokens = step + 1, state.tokens + _n_tokens(training.cache, windows)
-    seconds = time.perf_counter() - started
-    _record(training, state, loss_sum / n_targets, rate, grad_norm, skip, windows, seconds)
+    n_tokens = _n_tokens(training.cache, windows)
+    state.step, state.tokens = step + 1, state.tokens + n_tokens
+    record = {
+        "step": state.step,
+        "loss": loss_sum / n_targets,
+        "learning_rate": rate,
+        "grad_norm": grad_norm,
+        "tokens": state.tokens,
+        "windows": zlib.crc32(windows.tobytes()),  # shows which windows were trained on
+        "tokens_per_s": n_tokens / (time.perf_counter() - started),
+        **({"skipped": True} if skip else {}),
+    }
+    _log_step(training, record)
     _halt_on_non_finite(training, state)
     return stop
 
@@ -228,31 +238,10 @@ def _record_norm(training: Training, state: RunState, grad_norm: float, limit: f
     return grad_norm > limit
 
 
-def _record(
-    training: Training,
-    state: RunState,
-    loss: float,
-    rate: float,
-    grad_norm: float,
-    skip: bool,
-    windows: Integers,
-    seconds: float,
-) -> None:
-    """Log the step. The key `windows` is a checksum of the window indices, the record of the data trained on."""
-    n_tokens = _n_tokens(training.cache, windows)
-    record = {
-        "step": state.step,
-        "loss": loss,
-        "learning_rate": rate,
-        "grad_norm": grad_norm,
-        "tokens": state.tokens,
-        "windows": zlib.crc32(windows.tobytes()),
-        "tokens_per_s": n_tokens / seconds,
-        **({"skipped": True} if skip else {}),
-    }
-    note(training, record)
+def _log_step(training: Training, record: dict[str, Any]) -> None:
+    log_record(training, record)
     numbers = {k: v for k, v in record.items() if k not in ("step", "windows")}
-    note_trackers(training, state.step, log_to_trackers(training.accelerator, numbers, state.step))
+    log_tracker_failures(training, record["step"], log_to_trackers(training.accelerator, numbers, record["step"]))
 
 
 def _n_tokens(cache: TokenCache, windows: Integers) -> int:
@@ -319,9 +308,9 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
     except EvaluationStopped:
         return _reason(training)
     means = result.to_dict()
-    note(training, {"step": step, "evaluation": means})
+    log_record(training, {"step": step, "evaluation": means})
     numbers = {f"held-out/{name}": value for name, value in means.items()}
-    note_trackers(training, step, log_to_trackers(training.accelerator, numbers, step))
+    log_tracker_failures(training, step, log_to_trackers(training.accelerator, numbers, step))
     return None
 
 
@@ -350,7 +339,7 @@ def _save(training: Training, state: RunState) -> None:
 def _rotate_if_due(training: Training) -> None:
     """Remove old checkpoints; called once the weights of the newest one are confirmed."""
     if training.rotation_is_due and (problem := training.checkpoints.rotate(training.saved_step)):
-        note(training, {"step": training.saved_step, "event": "old checkpoint not removed", "why": problem})
+        log_record(training, {"step": training.saved_step, "event": "old checkpoint not removed", "why": problem})
     training.rotation_is_due = False
 
 
@@ -359,16 +348,16 @@ def _try_to_save(training: Training, state: RunState) -> None:
     try:
         _save(training, state)
     except SaveError as error:
-        note(training, {"step": state.step, "event": "not saved", "why": str(error)})
+        log_record(training, {"step": state.step, "event": "not saved", "why": str(error)})
 
 
-def note_trackers(training: Training, step: int, failures: list[str]) -> None:
+def log_tracker_failures(training: Training, step: int, failures: list[str]) -> None:
     """Log that trackers failed."""
     for failure in failures:
-        note(training, {"step": step, "event": "not tracked from here", "why": failure})
+        log_record(training, {"step": step, "event": "not tracked from here", "why": failure})
 
 
-def note(training: Training, record: dict[str, Any]) -> None:
+def log_record(training: Training, record: dict[str, Any]) -> None:
     """Log a record and show it, on the main process."""
     if training.accelerator.is_main_process:
         if problem := training.metrics.write(record):

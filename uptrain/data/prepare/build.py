@@ -52,13 +52,18 @@ class CacheBuild:
 
     def _own(self) -> Iterator[Unit]:
         return (
-            unit for source_quota in self.source_quotas for unit in source_quota.units if self.machine_shard.has(unit)
+            unit
+            for source_quota in self.source_quotas
+            for unit in source_quota.units
+            if self.machine_shard.has(unit.number)
         )
 
     def _wanted(self) -> Iterator[Unit]:
         """Yield the next needed unit, given those finished when it is requested."""
         for source_quota in self.source_quotas:
-            for unit in filter(self.machine_shard.has, source_quota.units):
+            for unit in source_quota.units:
+                if not self.machine_shard.has(unit.number):
+                    continue
                 if source_quota.is_filled(self.records, self.machine_shard):
                     break
                 if unit.number not in self.records:
@@ -74,7 +79,11 @@ class CacheBuild:
             for unit in source_quota.units:
                 if unit.number in self._failed and not source_quota.is_filled(self.records, self.machine_shard):
                     raise self._failed[unit.number]
-                if unit.number not in self.records and source_quota.quota is not None and self.machine_shard.has(unit):
+                if (
+                    unit.number not in self.records
+                    and source_quota.quota is not None
+                    and self.machine_shard.has(unit.number)
+                ):
                     break
 
 

@@ -40,7 +40,7 @@ def open_staging(out: Path, fingerprint: str, temporary: bool = False) -> Iterat
             raise OSError(f"{error}; {hint}") from error
 
 
-def target(out: Path, machine_shard: MachineShard | None) -> Path:
+def staging_out(out: Path, machine_shard: MachineShard | None) -> Path:
     """Return the path beside which to stage the build: OUT, or a name of its own for a machine shard."""
     return (
         out

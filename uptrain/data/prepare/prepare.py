@@ -15,7 +15,7 @@ from model.common.errors import InputError
 from model.common.staging import check_out
 from uptrain.data.prepare import journal
 from uptrain.data.prepare.build import CacheBuild
-from uptrain.data.prepare.publish import INPUTS, Kind, publish
+from uptrain.data.prepare.publish import INPUTS, CacheFormat, publish
 from uptrain.data.prepare.quotas import MachineShard, Records, SourceQuota, make_source_quotas
 from uptrain.data.prepare.sources import Source, find_sources
 from uptrain.data.prepare.tokenise import Job
@@ -76,24 +76,24 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     vocab_size = tokenizer.vocab_size if tokenizer else options.vocab_size
     assert vocab_size is not None
-    kind = Kind(
+    cache_format = CacheFormat(
         options.seq_len, id_dtype(vocab_size), vocab_size,
         tokenizer.sha256 if tokenizer else "",
     )  # fmt: skip
-    target = journal.target(options.out, options.machine_shard)
-    with journal.open_staging(target, plan.fingerprint, options.temporary) as staging:
-        job = Job(staging.folder, vocab_size, kind.dtype, options.text_column, options.skip_bad)
+    staging_out = journal.staging_out(options.out, options.machine_shard)
+    with journal.open_staging(staging_out, plan.fingerprint, options.temporary) as staging:
+        job = Job(staging.folder, vocab_size, cache_format.dtype, options.text_column, options.skip_bad)
         with Pool(options.workers, job, tokenizer) as pool, ExitStack() as joined:
             if options.machine_shard is None:
-                joined.enter_context(journal.joined(staging, plan.units, kind.dtype, plan.fingerprint))
-            records = journal.load_records(staging, plan.units, kind.dtype)
+                joined.enter_context(journal.joined(staging, plan.units, cache_format.dtype, plan.fingerprint))
+            records = journal.load_records(staging, plan.units, cache_format.dtype)
             build = CacheBuild(
                 plan.source_quotas, options.machine_shard or MachineShard(), staging, pool, options.skip_bad, records
             )
             build.run(quiet)
             if options.machine_shard is not None:
                 return _summary_of_machine_shard(options.machine_shard, plan.units, records)
-            manifest = publish(build, plan.sources, options.n_tokens, kind, plan.inputs, quiet)
+            manifest = publish(build, plan.sources, options.n_tokens, cache_format, plan.inputs, quiet)
     return _summary(options.out, manifest, plan, complete=False)
 
 
@@ -114,7 +114,7 @@ def _summary(out: Path, manifest: Manifest, plan: _Plan, complete: bool) -> dict
 
 
 def _summary_of_machine_shard(machine_shard: MachineShard, units: list[Unit], records: Records) -> dict[str, Any]:
-    own = [records[unit.number] for unit in units if machine_shard.has(unit) and unit.number in records]
+    own = [records[unit.number] for unit in units if machine_shard.has(unit.number) and unit.number in records]
     return {
         "share": f"{machine_shard.number}/{machine_shard.of}",
         "units": len(own),

@@ -25,7 +25,7 @@ INPUTS = "inputs.sha256"
 
 
 @dataclass(frozen=True)
-class Kind:
+class CacheFormat:
     """Fields of the manifest that concern the whole cache."""
 
     seq_len: int
@@ -39,7 +39,7 @@ Taken = list[tuple[Unit, int]]
 
 
 def publish(
-    build: CacheBuild, sources: list[Source], n_tokens: int | None, kind: Kind, inputs: str, quiet: bool
+    build: CacheBuild, sources: list[Source], n_tokens: int | None, cache_format: CacheFormat, inputs: str, quiet: bool
 ) -> Manifest:
     """Turn the staging folder into the cache. Raises InputError if tokens are too few or a source has changed."""
     records, staging = build.records, build.staging
@@ -52,13 +52,15 @@ def publish(
     checksums = _checksums(taken, staging, build.pool, quiet)
     for unit, _ in taken:
         check_unchanged(unit, records[unit.number].identity)
-    shards = {unit.number: _shard(staging.folder, unit, n, records[unit.number], kind.dtype) for unit, n in taken}
+    shards = {
+        unit.number: _shard(staging.folder, unit, n, records[unit.number], cache_format.dtype) for unit, n in taken
+    }
     described = []
     for i, source in enumerate(sources):
         units = [unit for unit, _ in taken if unit.source == i]
         described.append(_describe(source, units, records, shards, checksums))
     filled = tuple(shard for shard in shards.values() if shard.n_tokens)
-    manifest = Manifest(**vars(kind), shards=filled, sources=tuple(described))
+    manifest = Manifest(**vars(cache_format), shards=filled, sources=tuple(described))
     _write(staging, manifest, inputs)
     staging.publish()
     return manifest

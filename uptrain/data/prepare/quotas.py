@@ -21,8 +21,8 @@ class MachineShard:
     number: int = 1
     of: int = 1
 
-    def has(self, unit: Unit) -> bool:
-        return unit.number % self.of == self.number - 1
+    def has(self, unit: int) -> bool:
+        return unit % self.of == self.number - 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SourceQuota:
         tokens_per_byte = self.n_finished(records) / max(n_bytes, 1)
         tokens = 0.0
         for unit in self.units:
-            if unit.number not in records and machine_shard.has(unit):
+            if unit.number not in records and machine_shard.has(unit.number):
                 break
             tokens += records[unit.number].n_tokens if unit.number in records else tokens_per_byte * unit.nbytes
         return tokens >= self.quota

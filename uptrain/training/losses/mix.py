@@ -9,7 +9,7 @@ from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
 from uptrain.training.kl import chunked_kl, hidden_states, whole_kl, whole_logits
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.lumped_kl import chunked_lumped_kl, whole_lumped_kl
+from uptrain.training.top_k_kl import chunked_top_k_kl, whole_top_k_kl
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
@@ -20,7 +20,7 @@ def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch
         logits_NV = whole_logits(student, batch)
         next_token = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
         if teacher is None:
-            return (next_token + whole_lumped_kl(logits_NV, batch, has_target_N)) / 2
+            return (next_token + whole_top_k_kl(logits_NV, batch, has_target_N)) / 2
         return (next_token + whole_kl(logits_NV, teacher, batch, has_target_N)) / 2
     teacher_NM = None
     if teacher is not None:
@@ -29,7 +29,7 @@ def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch
     student_NM = hidden_states(student, batch)
     next_token, _ = chunked_cross_entropy(student_NM, student.head_weight, targets_N)
     if teacher is None or teacher_NM is None:
-        kl = chunked_lumped_kl(student_NM, student.head_weight, batch, has_target_N)
+        kl = chunked_top_k_kl(student_NM, student.head_weight, batch, has_target_N)
     else:
         kl = chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight, has_target_N)
     return (next_token + kl) / 2

@@ -50,13 +50,13 @@ class _Target:
         return of_top_C1 + torch.where(rest_C1 > 0, of_rest_C1, 0.0)
 
 
-def chunked_lumped_kl(student_NM: Tensor, weight_VM: Tensor, batch: Batch, has_target_N: Tensor) -> Tensor:
+def chunked_top_k_kl(student_NM: Tensor, weight_VM: Tensor, batch: Batch, has_target_N: Tensor) -> Tensor:
     """Return the divergence of a student with logits hidden · weightᵀ, computed in chunks of tokens."""
     assert batch.top is not None
     return chunked_loss(student_NM, weight_VM, has_target_N, _Target.of(batch.top).loss_and_gradient)
 
 
-def whole_lumped_kl(student_NV: Tensor, batch: Batch, has_target_N: Tensor) -> Tensor:
+def whole_top_k_kl(student_NV: Tensor, batch: Batch, has_target_N: Tensor) -> Tensor:
     """Return the divergence for computed student logits, [N, V]; gradients flow to them."""
     assert batch.top is not None
     target = _Target.of(batch.top)
