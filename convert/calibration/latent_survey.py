@@ -16,7 +16,7 @@ from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_output import parents_output, squared_error
 from convert.calibration.layer_stream import Layer, Progress, is_held_out, iter_layers
-from convert.calibration_text import CalibrationText
+from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import plane_powers, solve
 from convert.latent.layer import LatentLayer
 from convert.latent.rotation import frequencies_at, spacings, stock_positions

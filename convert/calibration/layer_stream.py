@@ -23,9 +23,8 @@ from torch import Tensor
 
 from convert.calibration.layer_module import LayerModule, ModelLayers, Watch
 from convert.calibration.native_layers import NativeLayers
-from convert.calibration.text import NO_TORCH
-from convert.calibration_text import CalibrationText
-from convert.merging.recipe import UnsupportedMethodError
+from convert.calibration_text.text import CalibrationText
+from convert.errors import NO_TORCH, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.common.files import sync_file, sync_folder

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convert.calibration_text import SELF, SHIPPED
-from convert.merging.recipe import UnsupportedMethodError
+from convert.calibration_text.choices import SELF, SHIPPED
+from convert.errors import UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache

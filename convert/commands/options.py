@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import click
 
+from convert.calibration_text.choices import MAX_TOKENS
 from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_METHODS, LATENT_NORMS
 from convert.merging.methods import LAYER_METHODS, METHODS
-from convert.merging.recipe import MAX_TOKENS
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import Command, SizeType, add_options, device_option
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.errors import UnsupportedMethodError
 from convert.merging.heads import compare_heads
 from convert.merging.layer import LayerMerge, read_attention
 from convert.merging.methods import pca
@@ -24,7 +25,7 @@ from convert.merging.moments import (
     split,
 )
 from convert.merging.norms import normalise
-from convert.merging.recipe import Recipe, UnsupportedMethodError
+from convert.merging.recipe import Recipe
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.plan import make_plan
 from model.checkpoint import Checkpoint

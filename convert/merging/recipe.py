@@ -3,18 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from convert.errors import UnsupportedMethodError
 from convert.merging.methods import CALIBRATED, LAYER_METHODS, REPEAT
-from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from convert.calibration_text import CalibrationText
-
-MAX_TOKENS = 1 << 24
-"""Maximum tokens of calibration text, and of refinement."""
-
-
-class UnsupportedMethodError(CheckpointError):
-    """Raised if this checkpoint or the installed packages do not support a recipe. Another recipe may be supported."""
+    from convert.calibration_text.text import CalibrationText
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
 
-from convert.calibration.layer_file import load_layer
 from convert.merging.layer import LayerConversion, MergedLayer
+from convert.merging.layer_file import load_layer
 from model.checkpoint import Checkpoint
 
 

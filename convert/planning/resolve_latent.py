@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from convert.calibration.text import DEFAULT_TOKENS
-from convert.calibration_text import NONE
+from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
 from convert.latent import Frequencies, LatentMethod, LatentNorm
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
 from convert.latent.rotation import SourceRope

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from convert.calibration.text import DEFAULT_TOKENS, NO_TORCH, read_calibration_text
-from convert.calibration_text import NONE, SELF, SHIPPED, CalibrationText, split_name
+from convert.calibration_text.choices import DEFAULT_TOKENS, NONE, SELF, SHIPPED
+from convert.calibration_text.read import read_calibration_text
+from convert.calibration_text.text import CalibrationText, split_name
+from convert.errors import NO_TORCH, UnsupportedMethodError
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
-from convert.merging.recipe import Recipe, UnsupportedMethodError
+from convert.merging.recipe import Recipe
 from convert.planning.plan import check_n_kv_heads
 from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint

@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from convert.errors import UnsupportedMethodError
 from convert.merging.heads import HeadMerge
 from convert.merging.layer import LayerConversion, LayerMerge
 from convert.merging.methods import METHODS
-from convert.merging.recipe import Recipe, UnsupportedMethodError
+from convert.merging.recipe import Recipe
 from model.attention_layout import Heads, projections
 from model.checkpoint import Tensor
 from model.families.family import Family

@@ -4,11 +4,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from convert.calibration.text import NO_TORCH, read_stored
-from convert.calibration_text import CalibrationText
+from convert.calibration_text.choices import MAX_TOKENS
+from convert.calibration_text.read import read_stored
+from convert.calibration_text.text import CalibrationText
+from convert.errors import NO_TORCH, UnsupportedMethodError
 from convert.latent.recipe import LATENT, read_latent_recipe
 from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
-from convert.merging.recipe import MAX_TOKENS, Recipe, UnsupportedMethodError
+from convert.merging.recipe import Recipe
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError

@@ -34,7 +34,7 @@ SKIPPED_FOLDERS = (
 )  # fmt: skip
 
 CALIBRATION_TOKENS = "groupwise_calibration.xz"
-"""The file of the tokens that a converted model was calibrated on (`convert.calibration.text.pack`)."""
+"""The file of the tokens that a converted model was calibrated on (`convert.calibration_text.read.pack`)."""
 
 # The converter writes these files itself instead of copying them.
 OWN_FILES = ("config.json", CONVERSION_RECORD, CALIBRATION_TOKENS)

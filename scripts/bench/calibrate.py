@@ -23,7 +23,7 @@ import torch
 
 from convert.calibration import calibrate_layers
 from convert.calibration.refine import refine as refine_layer
-from convert.calibration.text import DEFAULT_TOKENS
+from convert.calibration_text.choices import DEFAULT_TOKENS
 from convert.estimates import calibration as estimate
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from model.common.files import replace_file
 from scripts.study import programs
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
-MIXTURE = programs.ROOT / "convert/calibration/sample_texts/mixture.jsonl.xz"
+MIXTURE = programs.ROOT / "convert/calibration_text/sample_texts/mixture.jsonl.xz"
 KINDS = ("chat", "python", "shipped", "self")
 """Texts to train on: a register, the shipped calibration text, or what the parent writes itself."""
 STEPS, STEP_TOKENS, WINDOW = 12, 2048, 512
@@ -58,8 +58,8 @@ def text_of(kind: str, parent: Path, registers: Path, work: Path) -> Path:
     own = work / "self.jsonl"
     if not own.exists():
         from convert.calibration.generated_text import GeneratedText
-        from convert.calibration.text import read_calibration_text
-        from convert.calibration_text import SELF
+        from convert.calibration_text.choices import SELF
+        from convert.calibration_text.read import read_calibration_text
 
         with open_checkpoint(parent) as checkpoint:
             text = read_calibration_text(checkpoint, SELF, OWN_TOKENS)

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from convert.calibration.text import DEFAULT_TOKENS
+from convert.calibration_text.choices import DEFAULT_TOKENS
 
 Result = dict[str, Any]
 Seeds = dict[int, float]

@@ -12,7 +12,7 @@ from numerics.test_other_families import t5
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import generated_text
-from convert.calibration_text import split_name
+from convert.calibration_text.text import split_name
 from model.checkpoint import open_checkpoint
 
 OPTIONS = ("--groups", 2, "--method", "pca", "--calibration-tokens", 1024)

@@ -22,7 +22,7 @@ from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import _most_useful
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_stream import iter_layers
-from convert.calibration.text import read_calibration_text
+from convert.calibration_text.read import read_calibration_text
 from convert.latent.closed_form import moments_from_norm, solve
 from convert.latent.recipe import LATENT, LatentRecipe
 from convert.latent.rotation import evenly, frequencies_at

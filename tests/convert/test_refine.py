@@ -17,7 +17,7 @@ import convert as package
 from convert.calibration import refine
 
 DEMO = Path(__file__).parents[2] / "assets/demo-mha"
-SHIPPED = Path(package.__file__).parent / "calibration/sample_texts/mixture.jsonl.xz"
+SHIPPED = Path(package.__file__).parent / "calibration_text/sample_texts/mixture.jsonl.xz"
 OPTIONS = ("--groups", 2, "--calibration-tokens", 1024)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import convert
 
-FOLDER = Path(convert.__file__).parent / "calibration/sample_texts"
+FOLDER = Path(convert.__file__).parent / "calibration_text/sample_texts"
 PACKED = FOLDER / "mixture.jsonl.xz"
 PARTS = 16
 BEGINNING = 425_000

@@ -108,15 +108,15 @@ def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, parent, tmp_
 @pytest.mark.parametrize("name", ["hub:evil/data", "text.txt", "../text.txt"])
 def test_verify_opens_no_text_that_only_out_names(convert, parent, tmp_path, prose, name, monkeypatch):
     """It may come from anybody."""
-    import convert.calibration.text as sample
-
     out, opened = tmp_path / "out", []
     assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).code == 0
     named = record(out)
     named["calibration"]["text"] = str(tmp_path / name) if name == "text.txt" else name
     (out / "groupwise.json").write_text(json.dumps(named))
-    monkeypatch.setattr(sample, "find_files", lambda *given: opened.append(given))
-    monkeypatch.setattr(sample, "find_reader", lambda *given: opened.append(given))
+    from convert.calibration_text import read
+
+    monkeypatch.setattr(read, "find_files", lambda *given: opened.append(given))
+    monkeypatch.setattr(read, "find_reader", lambda *given: opened.append(given))
     result = convert("verify", parent, out)
     assert (result.code, opened) == (3 if "hub" in name else 0, [])  # 3: the card names the text, too
 

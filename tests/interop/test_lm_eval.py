@@ -18,7 +18,7 @@ from model.decoder.loading import load_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DEMO = interop.ROOT / "assets/demo-mha"
-SAMPLE = Path(convert.__file__).parent / "calibration/sample_texts/mixture.jsonl.xz"
+SAMPLE = Path(convert.__file__).parent / "calibration_text/sample_texts/mixture.jsonl.xz"
 PASSAGES = 12
 
 

@@ -11,8 +11,8 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from convert.calibration import calibrate_layers, layer_stream, moment_sums
-from convert.calibration.layer_file import load_layer
-from convert.calibration.text import read_calibration_text
+from convert.calibration_text.read import read_calibration_text
+from convert.merging.layer_file import load_layer
 from convert.merging.moments import Moments
 from convert.merging.recipe import Recipe
 from convert.merging.weights import Real

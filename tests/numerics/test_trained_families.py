@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 
-TEXT = Path(__file__).parents[2] / "convert/calibration/sample_texts/mixture.jsonl.xz"
+TEXT = Path(__file__).parents[2] / "convert/calibration_text/sample_texts/mixture.jsonl.xz"
 LENGTH, BATCH, STEPS = 64, 16, 250
 CHANGES = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},

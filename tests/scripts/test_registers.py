@@ -12,7 +12,7 @@ from scripts.study.register_sources import PARTS
 from scripts.study.winnowing import RUN, WINDOW, fingerprints
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "convert/calibration/sample_texts").glob("*.xz"))
+SHIPPED = sorted((ROOT / "convert/calibration_text/sample_texts").glob("*.xz"))
 RECORD = ROOT / "docs/study/registers.json"
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from convert.calibration_text.choices import SELF, SHIPPED
 from model.texts.hub import HUB
-
-SHIPPED, SELF, NONE = "shipped", "self", "none"
 
 
 @dataclass(frozen=True, eq=False)

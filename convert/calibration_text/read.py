@@ -1,7 +1,7 @@
 """Read the calibration text of a conversion, as windows of the model's own tokens.
 
 The text is the one that ships with Groupwise, a file, a dataset, or text that the model writes itself
-(`generated_text.py`). Several texts are mixed window by window.
+(`convert/calibration/generated_text.py`). Several texts are mixed window by window.
 """
 
 import lzma
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.calibration_text import NONE, SELF, SHIPPED, CalibrationText, sha256_of_ids, split_name
-from convert.merging.recipe import MAX_TOKENS, UnsupportedMethodError
+from convert.calibration_text.choices import MAX_TOKENS, NONE, SELF, SHIPPED
+from convert.calibration_text.text import CalibrationText, sha256_of_ids, split_name
+from convert.errors import NO_TORCH, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.context import read_context
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
-from model.common.console import INSTALL_EXTRA
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
 from model.texts import Problem, find_reader
@@ -28,10 +28,8 @@ from model.texts.sources import TextFiles, find_files
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-DEFAULT_TOKENS = 65_536
 LONGEST_WINDOW = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
-NO_TORCH = f"calibrating runs the model, which needs torch, transformers, accelerate and tokenizers; {INSTALL_EXTRA}."
 _PIECE = 1 << 16
 """Characters that are tokenised at a time."""
 _READ_BYTES = 1 << 26

@@ -1,0 +1,1 @@
+"""Describe, read and store the text that a conversion is calibrated on. Needs no torch."""
