@@ -155,7 +155,7 @@ def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet:
         text, folder = survey_text(recipe.text), staging.scratch / "survey"
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
         total = len(plan.conversions) * text.n_tokens
-        with console.progress_bar("Surveying", total, quiet, unit="tokens x layers") as progress:
+        with console.progress_bar("Choosing frequencies", total, quiet, unit="tokens x layers") as progress:
             positions = choose_positions(checkpoint, plan.latent_layers, text, folder, progress)
         shutil.rmtree(folder)
         staging.record(POSITIONS, positions)

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.checkpoint import FLOAT_DTYPES, Tensor
+from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
 from model.families import Family
 from model.families.family import HeadNorms
 
-# Buffers of attention in old checkpoints.
-BUFFERS = ("rotary_emb.inv_freq",)
 LOOKS_LIKE_ATTENTION = re.compile(r"(?i)attn\.|attention\.|[._](k|v|kv|qkv)_proj\.|query_key_value")
 # What DDP, torch.compile, FSDP, DeepSpeed and PEFT put before the names of the model that they wrap.
 WRAPPERS = re.compile(r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module|base_model\.model)\.)+")
@@ -223,7 +222,7 @@ def _possible_parts(family: Family) -> re.Pattern[str]:
 
 def _copied(family: Family) -> set[str]:
     """Return the parts that do not depend on the number of heads."""
-    return {f"{place}.{part}" for place in family.attention for part in (*family.not_per_head, *BUFFERS)}
+    return {f"{place}.{part}" for place in family.attention for part in (*family.not_per_head, ROPE_BUFFER)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_output import outputs, squared_error, weights_of, with_weights
-from convert.calibration.layer_stream import Layer, Progress, iter_layers, last_states
+from convert.calibration.layer_stream import Layer, iter_layers, last_states
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
@@ -28,6 +28,7 @@ from convert.merging.norms import normalise
 from convert.merging.recipe import Recipe
 from convert.merging.weights import LayerAttention
 from model.checkpoint import Checkpoint
+from model.common.console import Advance
 from model.common.files import sync_folder
 from model.decoder.devices import faster_products, naming_lack_of_memory
 
@@ -36,20 +37,20 @@ JUDGED_TOKENS = 4096
 
 
 def calibrate_layers(
-    checkpoint: Checkpoint, merges: list[LayerMerge], text: CalibrationText, folder: Path, progress: Progress
+    checkpoint: Checkpoint, merges: list[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
 ) -> None:  # fmt: skip
     """Write every merged layer into `folder`. See `write_layers`."""
-    write_layers(checkpoint, merges, text, folder, progress, partial(_merge, checkpoint, merges, progress))
+    write_layers(checkpoint, merges, text, folder, advance, partial(_merge, checkpoint, merges, advance))
 
 
 @torch.no_grad()
 def write_layers(
     checkpoint: Checkpoint, conversions: Sequence[LayerConversion], text: CalibrationText, folder: Path,
-    progress: Progress, convert: Callable[[Layer], MergedLayer],
+    advance: Advance, convert: Callable[[Layer], MergedLayer],
 ) -> None:  # fmt: skip
     """Run the text through the source's layers, and write what `convert` returns for each into `folder`.
 
-    `progress` counts tokens, of the text and of refining, layer by layer. A killed run resumes at the layer it had
+    `advance` counts tokens, of the text and of refining, layer by layer. A killed run resumes at the layer it had
     reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def write_layers(
         return
     recipe = conversions[0].recipe
     with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
-        for layer in iter_layers(checkpoint, text, folder, progress, recipe.device, recipe.refine):
+        for layer in iter_layers(checkpoint, text, folder, advance, recipe.device, recipe.refine):
             save_layer(convert(layer), conversions[layer.index], folder)
     sync_folder(folder)
     (folder / "finished").touch()
@@ -94,7 +95,7 @@ def _error(layer: Layer, attention: LayerAttention | FittedLatent, windows: list
     return squared_error(layer, weights_of(attention), windows)
 
 
-def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress, layer: Layer) -> MergedLayer:
+def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> MergedLayer:
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
     if merge.recipe.refit:
@@ -102,7 +103,7 @@ def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress,
         after = refit_output(after, answers, layer.module.device)
     if merge.recipe.refine:
         start = weights_of(after)
-        best = refine(layer, start, merge.recipe.refine, merge.recipe.seed, progress)
+        best = refine(layer, start, merge.recipe.refine, merge.recipe.seed, advance)
         after = after if best is start else with_weights(after, best)
     return finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
 

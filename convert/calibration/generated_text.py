@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from convert.calibration.layer_stream import Progress
 from convert.calibration.next_token import NextToken, open_model
 from model.checkpoint import Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import console
+from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.files import copy_file, file_sha256, replace_file
 from model.common.machine import available_memory
@@ -101,8 +101,8 @@ class GeneratedText:
                 "which needs one layer at a time, or convert where there is more memory."
             )
 
-    def write(self, folder: Path, progress: Progress) -> NDArray[np.int64]:
-        """Return the token ids that the model writes, [N, T]. `progress` counts tokens.
+    def write(self, folder: Path, advance: Advance) -> NDArray[np.int64]:
+        """Return the token ids that the model writes, [N, T]. `advance` counts tokens.
 
         Raises CheckpointError if the model cannot be loaded, or its logits are not finite.
         """
@@ -110,11 +110,11 @@ class GeneratedText:
         starts = range(0, self.n_windows, self._rows)
         batches = {folder / f"batch-{number:04}.ids": start for number, start in enumerate(starts)}
         unwritten = {file: start for file, start in batches.items() if not file.exists()}
-        progress(self.n_tokens - sum(self._rows_from(start) * self.window for start in unwritten.values()))
+        advance(self.n_tokens - sum(self._rows_from(start) * self.window for start in unwritten.values()))
         if unwritten:
             writer = _Writer(self.checkpoint, self.bos_ids, self.device)
             for file, start in unwritten.items():
-                ids_BT = writer.write(self._rows_from(start), self.window, (self.seed, start), progress)
+                ids_BT = writer.write(self._rows_from(start), self.window, (self.seed, start), advance)
                 replace_file(file, ids_BT.tobytes())
         ids = [np.frombuffer(file.read_bytes(), np.int64) for file in batches]
         return np.concatenate(ids).reshape(self.n_windows, self.window)
@@ -155,7 +155,7 @@ class _Writer:
         self._vocabulary = [token for token in vocabulary if token < n_ids]
 
     @torch.inference_mode()
-    def write(self, n_rows: int, window: int, seed: tuple[int, int], progress: Progress) -> NDArray[np.int64]:
+    def write(self, n_rows: int, window: int, seed: tuple[int, int], advance: Advance) -> NDArray[np.int64]:
         """Return `n_rows` rows of `window` tokens, [B, T]."""
         rng = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
@@ -170,7 +170,7 @@ class _Writer:
             if not logits_BV.isfinite().all():
                 raise CheckpointError("the model makes NaN or infinite values of its own text; it is damaged.")
             chosen_B = choose(logits_BV, TEMPERATURE, TOP_P, generator).tolist()
-            progress(n_rows)
+            advance(n_rows)
         return ids_BT
 
     def _beginnings(self, rng: np.random.Generator) -> Iterator[list[list[int]]]:

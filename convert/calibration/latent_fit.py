@@ -13,7 +13,7 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights, with_latent_weights
 from convert.calibration.layer_output import outputs, squared_error
-from convert.calibration.layer_stream import Layer, Progress, is_held_out
+from convert.calibration.layer_stream import Layer, is_held_out
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
@@ -24,24 +24,25 @@ from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import frequencies_at
 from convert.merging.layer import MergedLayer
 from model.checkpoint import Checkpoint
+from model.common.console import Advance
 
 KEY_WEIGHTS = (0.1, 1.0, 10.0)
 """Weights of keys against values in the latent that are tried."""
 
 
 def calibrate_latent(
-    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
+    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
 ) -> None:  # fmt: skip
     """Write every converted layer into `folder`. See `write_layers`."""
 
     def convert(layer: Layer) -> MergedLayer:
         conversion = conversions[layer.index]
-        return conversion.finish(checkpoint, _convert(checkpoint, conversion, layer, progress))
+        return conversion.finish(checkpoint, _convert(checkpoint, conversion, layer, advance))
 
-    write_layers(checkpoint, conversions, text, folder, progress, convert)
+    write_layers(checkpoint, conversions, text, folder, advance, convert)
 
 
-def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, progress: Progress) -> LatentMatrices:
+def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, advance: Advance) -> LatentMatrices:
     sums = InputSums(layer, conversion.sizes.hidden_size)
     layer.run(sums.add)
     positions = conversion.recipe.positions
@@ -68,6 +69,6 @@ def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, prog
         after = refit_output(after, answers, layer.module.device)
     if conversion.recipe.refine:
         start = latent_weights(after, frequencies_F)
-        best = refine(layer, start, conversion.recipe.refine, conversion.recipe.seed, progress)
+        best = refine(layer, start, conversion.recipe.refine, conversion.recipe.seed, advance)
         after = after if best is start else with_latent_weights(after, best)
     return after

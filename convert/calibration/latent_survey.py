@@ -15,13 +15,14 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_output import parents_output, squared_error
-from convert.calibration.layer_stream import Layer, Progress, is_held_out, iter_layers
+from convert.calibration.layer_stream import Layer, is_held_out, iter_layers
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import plane_powers, solve
 from convert.latent.layer import LatentLayer
 from convert.latent.rotation import frequencies_at, spacings, stock_positions
 from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
+from model.common.console import Advance
 from model.decoder.devices import faster_products, naming_lack_of_memory, to_float64
 
 SURVEY_TOKENS = 8192
@@ -37,16 +38,16 @@ def survey_text(text: CalibrationText) -> CalibrationText:
 
 @torch.no_grad()
 def choose_positions(
-    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, progress: Progress
+    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the channels of the rotated key. `progress` counts tokens, layer by layer."""
+    """Return the channels of the rotated key. `advance` counts tokens, layer by layer."""
     recipe, rope = conversions[0].recipe, conversions[0].rope
     n_channels = recipe.rope // 2
     candidates = [stock_positions(spacing, n_channels) for spacing in spacings(rope.n_planes, n_channels)]
     errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((rope.n_planes, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)
     with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
-        for layer in iter_layers(checkpoint, text, folder, progress, recipe.device):
+        for layer in iter_layers(checkpoint, text, folder, advance, recipe.device):
             conversion = conversions[layer.index]
             sums = InputSums(layer, conversion.sizes.hidden_size)
             layer.run(sums.add)

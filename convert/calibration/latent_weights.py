@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convert.latent.matrices import LatentMatrices
+from convert.merging.weights import join_heads, split_heads
 from model.decoder.attention import Mask, attend
 from model.decoder.rope import rotate
 
@@ -74,13 +75,12 @@ class LatentWeights:
 
 def latent_weights(attention: LatentMatrices, frequencies_F: np.ndarray) -> LatentWeights:
     """Copy a layer's latent attention to float32, on the CPU."""
-    o_MC = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
     matrices = (
         *(heads.reshape(-1, heads.shape[2]) for heads in (attention.q_HNX, attention.q_HRX)),
         attention.latent_LX,
         attention.key_RX,
         *(heads.reshape(-1, heads.shape[2]) for heads in (attention.k_HNL, attention.v_HDL)),
-        o_MC,
+        join_heads(attention.o_HMD),
     )
     q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, output_MC, frequencies = (
         torch.from_numpy(np.ascontiguousarray(array)).float() for array in (*matrices, frequencies_F)
@@ -94,6 +94,5 @@ def with_latent_weights(attention: LatentMatrices, weights: LatentWeights) -> La
     names = ("q_HNX", "q_HRX", "latent_LX", "key_RX", "k_HNL", "v_HDL")
     arrays = [matrix.detach().cpu().double().numpy() for matrix in weights]
     values = {name: array.reshape(getattr(attention, name).shape) for name, array in zip(names, arrays, strict=False)}
-    n_heads, n_outputs, size = attention.o_HMD.shape
-    o_HMD = np.ascontiguousarray(arrays[-1].reshape(n_outputs, n_heads, size).transpose(1, 0, 2))
+    o_HMD = np.ascontiguousarray(split_heads(arrays[-1], len(attention.o_HMD)))
     return replace(attention, o_HMD=o_HMD, **values)

@@ -16,7 +16,7 @@ from convert.calibration.latent_weights import LatentWeights
 from convert.calibration.layer_module import Weights
 from convert.calibration.layer_stream import Layer
 from convert.latent.matrices import LatentMatrices
-from convert.merging.weights import LayerAttention, Real
+from convert.merging.weights import LayerAttention, Real, join_heads, split_heads
 from model.decoder.devices import to_float64
 
 AnyAttention = TypeVar("AnyAttention", LayerAttention, LatentMatrices)
@@ -47,14 +47,12 @@ def with_weights(attention: LayerAttention, weights: Weights) -> LayerAttention:
 
 def output_matrix(attention: LayerAttention | LatentMatrices) -> Real:
     """Return the output projection, [M, H·D]."""
-    o_MC: Real = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
-    return o_MC
+    return join_heads(attention.o_HMD)
 
 
 def with_output(attention: AnyAttention, o_MC: Real) -> AnyAttention:
     """Return the attention with another output projection."""
-    n_heads, n_outputs, size = attention.o_HMD.shape
-    return replace(attention, o_HMD=np.ascontiguousarray(o_MC.reshape(n_outputs, n_heads, size).transpose(1, 0, 2)))
+    return replace(attention, o_HMD=np.ascontiguousarray(split_heads(o_MC, len(attention.o_HMD))))
 
 
 def parents_output(layer: Layer, windows: list[int]) -> Tensor:

@@ -26,6 +26,7 @@ from convert.calibration.native_layers import NativeLayers
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
 from model.checkpoint import Checkpoint
+from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.files import sync_file, sync_folder
 from model.families import NATIVE_FAMILIES, find_family
@@ -40,7 +41,6 @@ HELD_OUT_EVERY = 4
 
 States = NDArray[np.float32]
 
-Progress = Callable[[int], None]
 """Called with the number of tokens that a layer has just processed."""
 
 
@@ -79,7 +79,7 @@ class Layer:
     module: LayerModule
     states_NTM: States
     folder: Path
-    progress: Progress
+    advance: Advance
 
     @property
     def index(self) -> int:
@@ -101,7 +101,7 @@ class Layer:
                 attended_BTM, next_BTM = self.module.run(self.on_device(self.states_NTM[windows]), watch)
                 write_attended(attended_BTM)
                 write_next(next_BTM)
-                self.progress(len(windows) * self.text.length)
+                self.advance(len(windows) * self.text.length)
 
     @property
     def attended_NTM(self) -> States:
@@ -141,22 +141,22 @@ def iter_layers(
     checkpoint: Checkpoint,
     text: CalibrationText,
     folder: Path,
-    progress: Progress,
+    advance: Advance,
     device: str,
     more_tokens: int = 0,
 ) -> Iterator[Layer]:
     """Yield each layer, on the device. The caller must call its `run`.
 
-    `more_tokens`: tokens of a layer that the caller reports to `progress` itself; those of finished layers count too.
+    `more_tokens`: tokens of a layer that the caller reports to `advance` itself; those of finished layers count too.
 
     Use it without gradients. The states after the last layer stay in the folder (`last_states`).
     """
     windows, layers = CalibrationWindows(text), open_layers(checkpoint, text.window, device)
     first = _begin(layers, text, windows, folder)
-    progress(first * (text.n_tokens + more_tokens))
+    advance(first * (text.n_tokens + more_tokens))
     for index in range(first, layers.n_layers):
         states_NTM = np.load(_states(folder, index), mmap_mode="r", allow_pickle=False)
-        layer = Layer(windows, layers.load(index), states_NTM, folder, progress)
+        layer = Layer(windows, layers.load(index), states_NTM, folder, advance)
         yield layer
         layer.finish()
 

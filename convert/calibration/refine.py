@@ -15,7 +15,8 @@ from typing import Generic
 import torch
 
 from convert.calibration.layer_output import AnyWeights, heads_out, parents_output, squared_error
-from convert.calibration.layer_stream import Layer, Progress
+from convert.calibration.layer_stream import Layer
+from model.common.console import Advance
 
 BATCH_TOKENS = 1024
 """Tokens per step."""
@@ -32,12 +33,12 @@ EVALUATIONS = 4
 BETAS = (0.9, 0.95)
 
 
-def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, progress: Progress) -> AnyWeights:
+def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, advance: Advance) -> AnyWeights:
     """Return the weights after training on `n_tokens` tokens; `merged` itself if training brings nothing.
 
     The text's windows are repeated as often as needed, in an order that `seed` draws.
 
-    `progress` counts `n_tokens` in all, step by step.
+    `advance` counts `n_tokens` in all, step by step.
 
     Reads the file that `Layer.run` writes, so call that first.
     """
@@ -50,7 +51,7 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, progress:
         training = _Training(layer, start, n_steps)
         for step, windows in enumerate(islice(_shuffled(layer, batch, seed), n_steps), start=1):
             training.step(windows)
-            progress(step * n_tokens // n_steps - (step - 1) * n_tokens // n_steps)
+            advance(step * n_tokens // n_steps - (step - 1) * n_tokens // n_steps)
             if step * EVALUATIONS // n_steps > (step - 1) * EVALUATIONS // n_steps:
                 weights = training.weights()
                 with torch.no_grad():

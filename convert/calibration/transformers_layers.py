@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from convert.calibration.layer_module import ModelLayers
 from convert.calibration.transformers_layer import Call, StopForwardError, TransformersLayer, recording
-from model.attention_layout import BUFFERS
 from model.checkpoint import Checkpoint
+from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
@@ -50,7 +50,7 @@ class TransformersLayers(ModelLayers):
         name = next(n for n, module in self._decoder.named_modules() if module is self._embedding)
         self.embedding_name = f"{self._prefix}{name}.weight"
         own = self._model.state_dict()
-        buffers = tuple(f".{part}" for part in (*family.not_per_head, *BUFFERS))  # of old checkpoints
+        buffers = tuple(f".{part}" for part in (*family.not_per_head, ROPE_BUFFER))  # of old checkpoints
         names = (name for name in checkpoint.tensors if name.startswith(self._prefix))
         self._parameters = [name for name in names if self._parameter_name(name) in own or not name.endswith(buffers)]
         """The decoder's tensors in the checkpoint."""

@@ -29,10 +29,9 @@ from convert.merging.recipe import Recipe
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.plan import make_plan
 from model.checkpoint import Checkpoint
+from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.geometry import read_geometry
-
-Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -122,14 +121,14 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
         raise CheckpointError(f"--heads maps heads as --method pca does: {error}") from error
 
 
-def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], progress: Progress) -> HeadReport:
-    """Report on each layer. `progress` counts layers. Raises CheckpointError if a weight is NaN or infinite."""
+def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance) -> HeadReport:
+    """Report on each layer. `advance` counts layers. Raises CheckpointError if a weight is NaN or infinite."""
     n_kv_heads, *fewer = reversed(read_geometry(checkpoint).legal_n_kv_heads)
     layers = []
     for merge in merges:
         attention = normalise(read_attention(checkpoint, merge), merge.norms)
         layers.append(_report_layer(attention, merge, fewer))
-        progress(1)
+        advance(1)
     return HeadReport(n_kv_heads, tuple(fewer), tuple(layers))
 
 

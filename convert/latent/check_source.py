@@ -5,6 +5,7 @@ The target is transformers' DeepseekV3ForCausalLM with dense layers: Llama's dec
 
 from convert.latent import LATENT_SOURCES
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
+from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -17,7 +18,7 @@ _REASONS = {
     "gemma": "its norms add 1 to their weights, and its activation is not SwiGLU",
     "gemma2": "its logits are capped",
     "cohere": "its attention and MLP are parallel",
-    "granite": "its multipliers have no place there",
+    "granite": f"it has multipliers, and {_TARGET} has none",
     "phi3": "its projections are fused, which is not implemented",
     "smollm3": "some of its layers have no rotary embedding",
 }
@@ -91,13 +92,13 @@ def _check_tensors(checkpoint: Checkpoint, config: LlamaConfig) -> None:
         )
     others = checkpoint.tensors.keys() - {EMBEDDING, HEAD, "model.norm.weight"}
     for name in sorted(others):
-        if not name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
+        if not name.startswith("model.layers.") and not is_rope_buffer(name):
             raise CheckpointError(
                 f"{checkpoint.path} holds the tensor {name}, which {_TARGET} does not have; only causal language "
                 "models can be converted to latent attention."
             )
     for name, tensor in checkpoint.tensors.items():
-        if not name.endswith("rotary_emb.inv_freq") and tensor.dtype not in FLOAT_DTYPES:
+        if not is_rope_buffer(name) and tensor.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
                 f"the tensor {name} is {tensor.dtype}; latent attention is computed from weights in "
                 f"{', '.join(FLOAT_DTYPES)}."

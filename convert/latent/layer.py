@@ -10,7 +10,7 @@ from convert.latent.rotation import SourceRope, frequencies_at
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.layer import MergedLayer, read_finite, rounded
-from convert.merging.weights import LayerAttention, Real
+from convert.merging.weights import LayerAttention, Real, split_heads
 
 if TYPE_CHECKING:
     from convert.latent.recipe import LatentRecipe
@@ -98,7 +98,7 @@ class LatentLayer:
         q, k, v, o = (read_finite(checkpoint, name) for name in self.source)
         size = self.sizes.head_dim
         q_HDX, k_KDX, v_KDX = (rows.reshape(-1, size, rows.shape[1]) for rows in (q, k, v))
-        o_HMD = o.reshape(-1, self.sizes.n_heads, size).transpose(1, 0, 2)
+        o_HMD = split_heads(o, self.sizes.n_heads)
         return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
 
     def finish(self, checkpoint: "Checkpoint", latent: LatentMatrices) -> MergedLayer:

@@ -21,7 +21,7 @@ import numpy as np
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.merging.rounding import BFLOAT16, round_once
-from convert.merging.weights import Real
+from convert.merging.weights import Real, join_heads, split_heads
 from model.checkpoint.latent_norm import CONSTANT, KV_A, KV_B, NORM, SHRINK, norm_weight
 
 _PARTS = ("q_proj", KV_A, NORM, KV_B, "o_proj")
@@ -78,7 +78,7 @@ def to_stock_tensors(
         np.concatenate([rows, key_RX]),
         np.full(sizes.latent, rounded),
         up_HUL.reshape(-1, sizes.latent),
-        attention.o_HMD.transpose(1, 0, 2).reshape(sizes.hidden_size, -1) * scale,
+        join_heads(attention.o_HMD) * scale,
         np.concatenate([np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, CONSTANT), np.zeros(sizes.rope)]),
         np.zeros(sizes.hidden_size),
     )
@@ -99,7 +99,7 @@ def from_stock_tensors(tensors: dict[str, Real], sizes: LatentSizes, names: Stoc
         key_RX=half_split(rows[None, sizes.latent :])[0],
         k_HNL=up_HUL[:, : sizes.nope],
         v_HDL=up_HUL[:, sizes.nope :],
-        o_HMD=output.reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2) / scale,
+        o_HMD=split_heads(output, sizes.n_heads) / scale,
     )
 
 

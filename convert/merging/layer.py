@@ -12,7 +12,7 @@ from convert.merging.moments import Maps, Moments, apply, keep_logit_variance, m
 from convert.merging.norms import normalise, with_norms
 from convert.merging.recipe import Recipe
 from convert.merging.rounding import round_once, widen
-from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join
+from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join, join_heads, split_heads
 from model.attention_layout import Heads, Sizes
 from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError
@@ -192,7 +192,7 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
     q_HDX, k_KDX, v_KDX = (weight.reshape(-1, sizes.head_dim, weight.shape[1]) for weight in rows)
     if order is not None:
         q_HDX, k_KDX = q_HDX[:, order], k_KDX[:, order]
-    o_HMD = tensors[merge.output].reshape(-1, sizes.n_heads, sizes.head_dim).transpose(1, 0, 2)
+    o_HMD = split_heads(tensors[merge.output], sizes.n_heads)
     norms = _norms(tensors, merge, q_HDX, k_KDX)
     if norms is not None:
         assert merge.norms is not None
@@ -241,7 +241,7 @@ def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:
         _put_rows(tensors, merge.target, i, rows[:, :hidden_size])
         if merge.biases:
             _put_rows(tensors, merge.target, 3 + i, rows[:, hidden_size])
-    tensors[merge.output] = attention.o_HMD.transpose(1, 0, 2).reshape(attention.o_HMD.shape[1], -1)
+    tensors[merge.output] = join_heads(attention.o_HMD)
     return tensors
 
 

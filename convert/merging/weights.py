@@ -14,6 +14,17 @@ Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]
 
 
+def join_heads(o_HMD: Real) -> Real:
+    """Return an output projection as one matrix, [M, H·D]."""
+    o_MC: Real = o_HMD.transpose(1, 0, 2).reshape(o_HMD.shape[1], -1)
+    return o_MC
+
+
+def split_heads(o_MC: Real, n_heads: int) -> Real:
+    """Return an output projection by heads, [H, M, D], as a view of the matrix."""
+    return o_MC.reshape(len(o_MC), n_heads, -1).transpose(1, 0, 2)
+
+
 @dataclass(frozen=True)
 class NormWeights:
     """The weights of a layer's norms of queries and of keys, in the half-split order.

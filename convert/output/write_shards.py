@@ -20,13 +20,13 @@ from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Array, Checkpoint, Shard, Span
 from model.checkpoint.safetensors_writer import ShardFile
+from model.common.console import Advance
 from model.common.files import file_sha256
 from model.common.staging import Staging
 
 COPY_PIECE = 64 << 20
 ROWS_PIECE = 8 << 20
 
-Progress = Callable[[int], None]
 """Called with the number of bytes just written or checksummed, from any thread."""
 
 Task = Callable[[], int]
@@ -34,11 +34,11 @@ Task = Callable[[], int]
 
 
 def total_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
-    """Return the total that `Progress` counts: bytes of tensors written and of source files checksummed."""
+    """Return the total that `Advance` counts: bytes of tensors written and of source files checksummed."""
     return plan.bytes_copied + plan.bytes_regrouped + sum(path.stat().st_size for path in checkpoint.weight_files)
 
 
-def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, progress: Progress) -> None:
+def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, advance: Advance) -> None:
     """Write every shard that the journal lacks, and checksum every source file.
 
     The first error stops all workers and is raised. The journal keeps the shards and checksums finished by then.
@@ -52,7 +52,7 @@ def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: 
 
     def work(task: Task) -> None:
         if not stop.is_set():
-            progress(task())
+            advance(task())
 
     futures: list[Future[None]] = []
     try:

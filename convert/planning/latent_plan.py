@@ -14,6 +14,7 @@ from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, Tensor
 from model.checkpoint.latent_norm import EPSILON, KEY
+from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
 from model.common.read_files import CONVERSION_RECORD
@@ -163,7 +164,7 @@ def _shards(
 
     def names(shard: Shard) -> Iterator[str]:
         for name in shard.tensors:
-            if not name.endswith("rotary_emb.inv_freq"):
+            if not is_rope_buffer(name):
                 yield from replaced.get(name, (name,))
 
     shards = (replace(shard, tensors=tuple(names(shard))) for shard in checkpoint.shards)

@@ -214,8 +214,8 @@ def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
     problem = f"--groups {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
     if legal:
         raise CheckpointError(
-            f"{problem} for {geometry.n_heads} query heads, and repeating makes a multiple of the former that divides "
-            f"the latter; choose one of {', '.join(map(str, legal))}."
+            f"{problem}, and repeating makes a multiple of {geometry.n_kv_heads} that divides the {geometry.n_heads} "
+            f"query heads; choose one of {', '.join(map(str, legal))}."
         )
     if geometry.n_kv_heads == geometry.n_heads:
         raise CheckpointError(f"{problem}, one for each query head already; there is nothing to repeat.")

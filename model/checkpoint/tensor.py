@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+ROPE_BUFFER = "rotary_emb.inv_freq"
+"""End of the name of a module's RoPE frequencies, which old checkpoints hold. The config gives them, too."""
+
 # Bits, because the format has types smaller than a byte (safetensors 0.8, README "Format").
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -31,6 +34,11 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+
+
+def is_rope_buffer(name: str) -> bool:
+    """Return whether the tensor of this name holds RoPE frequencies."""
+    return name.endswith(ROPE_BUFFER)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from model.common.errors import InputError, RankError, RunError, is_lack_of_memo
 from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
+Advance = Callable[[float], None]
+"""Moves a progress bar on, by an amount in its unit."""
 NARROWEST = 20
 """Columns of the narrowest terminal that tables are fitted to."""
 EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib")
@@ -212,7 +214,7 @@ def console(stderr: bool = False) -> Console:
 
 
 @contextmanager
-def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Callable[[float], None]]:
+def progress_bar(label: str, total: float, quiet: bool, unit: str = "bytes") -> Iterator[Advance]:
     """Show a progress bar on stderr if that is a terminal and `quiet` is not set. Only the first process shows it."""
     screen = console(stderr=True)
     if quiet or not draws_bars():

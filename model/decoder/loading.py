@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
 from model.checkpoint import Tensor as Stored
 from model.checkpoint.latent_norm import read_latent_norm, without_latent_norm
+from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import checks
 from model.common.errors import CheckpointError, InputError
@@ -96,7 +97,7 @@ def build_meta(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]
 def check_runnable(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a tensor, buffers aside, has a dtype in which the model cannot run."""
     for name in checkpoint.tensors:
-        if not name.endswith("rotary_emb.inv_freq"):
+        if not is_rope_buffer(name):
             check_readable(checkpoint, name)
 
 
@@ -143,7 +144,7 @@ def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int, device: 
 def check_no_others(checkpoint: Checkpoint, prefix: str, known: Container[str]) -> None:
     """Raise CheckpointError if a layer has a tensor that is not `known` from its config.json, such as a bias."""
     for name in checkpoint.tensors:
-        if name.startswith(prefix) and name not in known and not name.endswith("rotary_emb.inv_freq"):
+        if name.startswith(prefix) and name not in known and not is_rope_buffer(name):
             raise CheckpointError(f"{checkpoint.path} holds the tensor {name}, unknown to its config.json.")
 
 
@@ -167,7 +168,7 @@ def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, s
 
     Raises CheckpointError if a tensor is missing or left over, rotary buffers aside.
     """
-    stored = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
+    stored = {name for name in checkpoint.tensors if not is_rope_buffer(name)}
     bare = not _prefix(checkpoint)
     names = {name: name.removeprefix("model.") if bare else name for name, _ in model.named_parameters()}
     embedding = names[EMBEDDING]

@@ -53,7 +53,7 @@ def test_verify_sees_a_repetition_that_differs(convert, tmp_path):
 @pytest.mark.parametrize(
     ("n_kv_heads", "wanted", "words"),
     [
-        (2, 3, "2 K/V heads for 8 query heads, and repeating makes a multiple of the former that divides the latter"),
+        (2, 3, "2 K/V heads, and repeating makes a multiple of 2 that divides the 8 query heads"),
         (2, 6, "choose one of 4, 8."),
         (2, 2, "choose one of 4, 8."),
         (2, 1, "choose one of 4, 8."),

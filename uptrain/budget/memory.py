@@ -13,12 +13,12 @@ from typing import Any
 
 from model.checkpoint import Checkpoint, Tensor, open_checkpoint
 from model.checkpoint.latent_norm import without_latent_norm
-from model.checkpoint.tensor import BITS
+from model.checkpoint.tensor import BITS, is_rope_buffer
 from model.common import checks
 from model.common.errors import InputError
 from model.families import is_native
 from model.geometry import ModelSizes, read_sizes
-from uptrain.budget.training_time import count_parameters, is_rope
+from uptrain.budget.training_time import count_parameters
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
 from uptrain.training.parts import common_dtype, part_pattern
@@ -244,7 +244,7 @@ def _layer_of(tensor: Tensor) -> str | None:
 
 
 def _parameters(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if not is_rope(tensor))
+    return tuple(tensor for tensor in tensors if not is_rope_buffer(tensor.name))
 
 
 def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:

@@ -1,7 +1,6 @@
 """Export a training checkpoint as a standard Hugging Face folder, one tensor at a time."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
 from model.checkpoint.safetensors_writer import ShardFile, divide, index_text, name_shards
+from model.common.console import Advance
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
 from model.common.read_files import CONVERSION_RECORD, UPTRAINING_RECORD
@@ -30,13 +30,12 @@ DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 MAX_SHARD_SIZE = 5 * 10**9
 _PIECE = 64 << 20
 """Bytes of a tensor that are in memory at once."""
-Progress = Callable[[float], None]
 
 
-def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: Progress) -> dict[str, Any]:
+def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: Advance) -> dict[str, Any]:
     """Write the model of a run's checkpoint to the folder `out`, atomically; return the content of `uptraining.json`.
 
-    Config, tokenizer and other files are copies of the initial model's, except for the name of the dtype. `progress`
+    Config, tokenizer and other files are copies of the initial model's, except for the name of the dtype. `advance`
     is called with the number of further bytes read, which sum to `stored_size`. Raises InputError if `out` exists.
     """
     check_out(out)
@@ -47,7 +46,7 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, progress: 
     with _open_weights(run, run_folder, checkpoint) as weights, Staging(out) as staging:
         staging.open(uuid4().hex)  # an interrupted export is not resumed
         try:
-            _write_weights(weights, staging.folder, dtype, progress)
+            _write_weights(weights, staging.folder, dtype, advance)
             _write_files(run_folder / MODEL, staging.folder, record, dtype)
             staging.publish()
         except BaseException:
@@ -155,7 +154,7 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def _write_weights(source: Checkpoint, folder: Path, dtype: str, progress: Progress) -> None:
+def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advance) -> None:
     short = DTYPES[dtype]
     tensors = {name: replace(tensor, dtype=short) for name, tensor in source.tensors.items()}
     groups = divide(tensors.values(), MAX_SHARD_SIZE)
@@ -173,7 +172,7 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, progress: Progr
                             "choose an earlier checkpoint with --step."
                         )
                     file.write_rows(tensor.name, start, converted)
-                    progress(rows.nbytes)
+                    advance(rows.nbytes)
         finally:
             file.finish()
     index = index_text(shards, tensors)
