@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from model.common import console
-from model.common.command_options import PathType
+from model.common.command_options import PathType, json_option
 from model.common.errors import InputError
 from model.common.printable import printable
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
               "all attention weights.")  # fmt: skip
 @click.option("--figure", type=PathType(), metavar="FILE.png",
               help="Draw the result of --heads.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
+@json_option()
 def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> None:
     """Show the geometry of SOURCE and the possible --groups.
 

@@ -4,13 +4,17 @@ from dataclasses import dataclass
 
 import click
 
-from convert.calibration_text.choices import MAX_TOKENS
+from convert.calibration_text.choices import DEFAULT_TOKENS, MAX_TOKENS
 from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_METHODS, LATENT_NORMS
 from convert.merging.methods import LAYER_METHODS, METHODS
 from model.common.checks import LARGEST_COUNT
-from model.common.command_options import Command, SizeType, add_options, device_option
+from model.common.command_options import Command, SizeType, add_options, device_option, json_option
 
 WORKERS = 4
+_calibration_tokens_option = click.option(
+    "--calibration-tokens", type=click.IntRange(min=1), metavar="N",
+    help=f"Tokens of the text to use.  [default: {DEFAULT_TOKENS}]",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def output_options(command: Command) -> Command:
                      help="Threads that copy, merge and checksum. They mostly wait for the disk."),
         click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing."),
         click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar."),
+        json_option(),
     )  # fmt: skip
 
 
@@ -61,8 +65,7 @@ def merge_options(command: Command) -> Command:
                      "Groupwise. self: the model writes it, which needs the whole model in memory. Or a .jsonl, "
                      ".parquet or .txt file, a folder of these, or hub:NAME[:[CONFIG:]SPLIT]. self+shipped, "
                      "self+TEXT, …: windows of each in turn. none: merge by the weights alone.  [default: shipped]"),
-        click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
-                     help="Tokens of the text to use.  [default: 65536]"),
+        _calibration_tokens_option,
         device_option("calibrate on"),
         click.option("--seed", type=click.IntRange(0, LARGEST_COUNT), default=0, show_default=True,
                      help="Seed of --method random, of --calibration self, and of the order of the text in --refine."),
@@ -95,8 +98,7 @@ def latent_options(command: Command) -> Command:
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, as for mha-to-gqa. none: convert by the weights alone.  "
                      "[default: shipped; none where the sizes lose nothing]"),
-        click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
-                     help="Tokens of the text to use.  [default: 65536]"),
+        _calibration_tokens_option,
         device_option("calibrate on"),
         click.option("--seed", type=click.IntRange(0, LARGEST_COUNT), default=0, show_default=True,
                      help="Seed of --calibration self, and of the order of the text in --refine."),

@@ -8,7 +8,7 @@ import click
 
 from convert.commands.options import WORKERS
 from model.common import console
-from model.common.command_options import PathType, device_option
+from model.common.command_options import PathType, device_option, json_option
 
 if TYPE_CHECKING:
     from convert.verification.findings import Findings
@@ -20,7 +20,7 @@ DIFFERENT, NOT_ALL_CHECKED = 3, 4
 @click.argument("source", type=PathType())
 @click.argument("out", type=PathType())
 @device_option("repeat the calibration on")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
+@json_option()
 def command(source: Path, out: Path, device: str, as_json: bool) -> None:
     """Check OUT against SOURCE.
 

@@ -58,6 +58,11 @@ class SizeType(click.ParamType[int]):
         return size
 
 
+def json_option(text: str = "Print the result as JSON, without a progress bar.") -> Callable[[Command], Command]:
+    """Return the option `--json`, whose value is `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
 def device_option(purpose: str) -> Callable[[Command], Command]:
     """Return the option --device. `purpose`: a verb phrase for the help."""
     return click.option(

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from model.common import console
-from model.common.command_options import device_option
+from model.common.command_options import device_option, json_option
 from uptrain.commands.options import ModelFolder, seq_len_option
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.settings import PRECISIONS
@@ -33,7 +33,7 @@ from uptrain.runs.settings import PRECISIONS
     help="Windows to compute at a time.  [default: as many as make 8192 tokens]",
 )
 @device_option("evaluate on")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
+@json_option()
 def command(as_json: bool, **options: Any) -> None:
     """Measure MODEL's loss and perplexity on held-out text.
 

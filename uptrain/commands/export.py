@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from model.common import console
-from model.common.command_options import PathType
+from model.common.command_options import PathType, json_option
 from uptrain.distributed.signals import interruptible
 
 FOLDER = PathType()
@@ -24,7 +24,7 @@ FOLDER = PathType()
     show_default=True,
     help="Dtype of the weights.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the record of the training as JSON.")
+@json_option("Print the record of the training as JSON.")
 def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -> None:
     """Write the model that RUN has trained as a Hugging Face folder.
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from model.common.checks import LARGEST_COUNT
-from model.common.command_options import PathType, SizeType, pop_fields
+from model.common.command_options import PathType, SizeType, json_option, pop_fields
 from model.common.console import duration, echo_line, print_columns, print_json, print_key_values, size
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import show_count
@@ -48,7 +48,7 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
     metavar="SIZE",
     help="Memory of a device, e.g. 24GB. Also name the cheapest commands that fit.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@json_option("Print the plan as JSON.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
     """Show steps, learning rates, memory and time, without training.
 

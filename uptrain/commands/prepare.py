@@ -7,7 +7,7 @@ import click
 
 from model.common import console
 from model.common.checks import LARGEST_SIZE
-from model.common.command_options import PathType
+from model.common.command_options import PathType, json_option
 from uptrain.commands.options import parse_machine_shard
 from uptrain.distributed.signals import interruptible
 
@@ -63,7 +63,7 @@ FOLDER = PathType(exists=True, file_okay=False)
     help="Tokenise only the I-th of N parts, on one of several machines that share the folder of CACHE. Afterwards, "
     "the same command without --shard joins the parts.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
+@json_option()
 def command(**options: Any) -> None:
     """Tokenise texts once, into a token cache.
 

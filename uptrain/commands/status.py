@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from model.common import console
-from model.common.command_options import PathType
+from model.common.command_options import PathType, json_option
 from model.common.errors import RunError
 from uptrain.report.history import show_recovered
 
@@ -16,7 +16,7 @@ from uptrain.report.history import show_recovered
 @click.command("status")
 @click.argument("run", type=PathType())
 @click.option("--verify", is_flag=True, help="Also check every file of every checkpoint against its checksum.")
-@click.option("--json", "as_json", is_flag=True, help="Print the status as JSON.")
+@json_option("Print the status as JSON.")
 def command(run: Path, verify: bool, as_json: bool) -> None:
     """Show the status of RUN.
 

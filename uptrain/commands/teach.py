@@ -6,7 +6,7 @@ import click
 
 from model.common import console
 from model.common.checks import LARGEST_SIZE
-from model.common.command_options import PathType
+from model.common.command_options import PathType, json_option
 from uptrain.commands.options import ModelFolder, parse_machine_shard
 from uptrain.distributed.signals import interruptible
 
@@ -31,7 +31,7 @@ PATH = PathType()
     help="Compute only the I-th of N parts, on one of several devices or machines that share the folder of LOGITS. "
     "Afterwards, the same command without --shard joins the parts.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without a progress bar.")
+@json_option()
 def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, as_json: bool) -> None:
     """Write the logits of the teacher MODEL.
 
