@@ -88,7 +88,7 @@ def speed_in(record: dict[str, Any]) -> list[float]:
 
 def sharing_nothing() -> "mock._patch[Any]":
     """Let student and teacher hold what they could share twice."""
-    return mock.patch("uptrain.runs.run.equal_tensors", lambda *given: [])
+    return mock.patch("uptrain.runs.build.equal_tensors", lambda *given: [])
 
 
 def compare(work: Path, steps: int, rounds: int, precision: str) -> list[Row]:

@@ -66,7 +66,7 @@ def programs(inputs, tmp_path_factory):
     return peak(inputs, "empty", tmp_path_factory.mktemp("programs") / "run") - LOGIT_BYTES * MIN_CHUNK_LOGITS
 
 
-APART = "import uptrain.runs.run as run; run.equal_tensors = lambda *_: []; from uptrain.cli import main; main()"
+APART = "import uptrain.runs.build as build; build.equal_tensors = lambda *_: []; from uptrain.cli import main; main()"
 """`uptrain`, whose students and teachers share nothing."""
 
 

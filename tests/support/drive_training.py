@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-import uptrain.runs.run
+import uptrain.runs.build
 import uptrain.training.loop
 from uptrain.cli import cli
 from uptrain.distributed.signals import stop_request
 
 _windows_of_step = uptrain.training.loop.windows_of_step
-_equal_tensors = uptrain.runs.run.equal_tensors
+_equal_tensors = uptrain.runs.build.equal_tensors
 _clip_grad_norm = accelerate.Accelerator.clip_grad_norm_
 _stop_in: int | None = None
 _gradient: str | None = None
@@ -64,7 +64,7 @@ def drive(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         AcceleratorState._reset_state(reset_partial_state=True)
         stop_request.reason, _stop_in, _gradient = "", job.get("stop_in"), job.get("gradient")
-        uptrain.runs.run.equal_tensors = _no_tensors if job.get("apart") else _equal_tensors
+        uptrain.runs.build.equal_tensors = _no_tensors if job.get("apart") else _equal_tensors
         cli.main(job["arguments"], standalone_mode=False)
     if dist.is_initialized():
         gc.collect()  # DDP's reducer must not be what ends the process group

@@ -7,10 +7,10 @@ from model.common.errors import InputError
 from model.common.files import copy_file
 from uptrain.budget.budget import BudgetOptions, make_budget
 from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, read_manifest
-from uptrain.runs.fingerprints import check_same
+from uptrain.runs.fingerprints import check_same, check_same_data
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.resolve_settings import find_data
-from uptrain.runs.run import check_same_data, make_folder, refuse_existing
 from uptrain.training.learning_rate import decay_start
 from uptrain.training.metrics_log import read_metrics, write_metrics
 

@@ -70,6 +70,16 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
             raise InputError(f"{path} is {_OTHER[name]} than when the run began; restore it, or start a new run.")
 
 
+def check_same_data(data: str, sha256: str) -> None:
+    """Raise InputError if the training data differ from those the run began with."""
+    current = TokenCache.open(Path(data)).manifest.sha256
+    if current != sha256:
+        raise InputError(
+            f"{data} holds other data than when the run began (sha256 {current[:12]}, then {sha256[:12]}); "
+            "restore that cache, or start a new run."
+        )
+
+
 def _of_frozen_tensors(settings: Settings) -> str:
     """Return the SHA-256 of all bytes of the tensors that are not trained, and of their names, dtypes and shapes."""
     folder, sha256 = Path(settings.model), hashlib.sha256()

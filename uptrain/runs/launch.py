@@ -31,9 +31,10 @@ from uptrain.runs.checks import (
 )
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
+from uptrain.runs.make_folder import refuse_existing
 from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import find_data, resolve_settings
-from uptrain.runs.run import refuse_existing, resume, start
+from uptrain.runs.run import resume, start
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.models import build_meta, choose_part, tensor_names
 from uptrain.training.optimizer import check_optimizer

@@ -1,4 +1,4 @@
-"""Start and resume runs: make the run's folder, build the Training from the settings, and train.
+"""Start and resume runs: make the run's folder, build what it trains, and train.
 
 RUN/run.json              settings, budget, fingerprints of data and models, versions
 RUN/model/                copies of the model's config and tokenizer files, for resuming and exporting
@@ -10,65 +10,36 @@ RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "hal
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from accelerate import Accelerator
 
-from model.checkpoint.hf_folder import json_text, list_files
+from model.checkpoint.hf_folder import json_text
 from model.common.console import warn
 from model.common.errors import InputError, RankError, RunError, is_lack_of_memory
-from model.common.files import copy_file, replace_file, sync_tree, write_file
-from model.common.read_files import CONVERSION_RECORD
-from model.common.staging import Staging, check_out
+from model.common.files import replace_file
 from model.decoder.devices import faster_products
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
-from uptrain.data.teacher_logits import TeacherLogits
-from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
-from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
-from uptrain.distributed.signals import stop_request
-from uptrain.runs.checks import (
-    check_batch,
-    check_exportable,
-    check_packing,
-    check_teacher,
-    check_teacher_logits,
-    check_vocabulary,
-)
-from uptrain.runs.fingerprints import check_same, identities
-from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, RUN, STATE, Run, locked, process_start
-from uptrain.runs.progress import ProgressSink, without_errors
+from uptrain.runs.build import build, build_initial
+from uptrain.runs.checks import check_batch
+from uptrain.runs.fingerprints import check_same, check_same_data, identities
+from uptrain.runs.folder import CHECKPOINTS, MODEL, STATE, Run, locked, process_start
+from uptrain.runs.make_folder import make_folder, refuse_existing
+from uptrain.runs.progress import ProgressSink
 from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
-from uptrain.training.language_model import LanguageModel
 from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, log_tracker_failures, train
-from uptrain.training.lora import initialise_adapters
-from uptrain.training.metrics_log import Metrics
-from uptrain.training.models import (
-    block_names,
-    compile_layers,
-    empty_student,
-    empty_teacher,
-    load_student,
-    load_teacher,
-    random_student,
-    recompute_activations,
-    teacher_dtype,
-    tensor_names,
-)
-from uptrain.training.module import STUDENT, LossModule, blocks, has_finite_weights
-from uptrain.training.optimizer import make_optimizer
-from uptrain.training.sharing import Lenders, equal_tensors, lending_layers, share, shareable
+from uptrain.training.models import block_names, empty_student
+from uptrain.training.module import has_finite_weights
 from uptrain.training.trackers import finish_trackers, start_trackers
 
 
@@ -125,56 +96,6 @@ def _locked_on_main(accelerator: Accelerator, folder: Path) -> Iterator[None]:
     with ExitStack() as lock:
         on_main(accelerator, lambda: lock.enter_context(locked(folder)))
         yield
-
-
-def make_folder(
-    settings: Settings,
-    budget: Budget,
-    identities: dict[str, str],
-    config_folder: Path,
-    out: Path,
-    parent: dict[str, Any] | None = None,
-    fill: Callable[[Path], None] = lambda folder: None,
-) -> None:
-    """Write a run's folder atomically; `fill` may add files before it is published."""
-    refuse_existing(out)
-    side_files, _ = list_files(config_folder)
-    files = {**side_files, "config.json": config_folder / "config.json"}
-    record = config_folder / CONVERSION_RECORD
-    if not settings.model:  # random weights: what the folder says of its own does not apply
-        files.pop("README.md", None)
-    elif record.is_file():
-        files[record.name] = record
-    run = Run(
-        settings=settings,
-        budget=budget,
-        cache_sha256=TokenCache.open(Path(settings.data)).manifest.sha256,
-        identities=identities,
-        versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
-        parent=parent,
-    )
-    with Staging(out.resolve()) as staging:
-        staging.open(uuid4().hex)  # an interrupted start is not resumed: making the folder is fast
-        try:
-            for name, content in files.items():
-                copy_file(content, staging.folder / MODEL / name)
-            fill(staging.folder)
-            write_file(staging.folder / RUN, json_text(asdict(run)))
-            sync_tree(staging.folder)
-            staging.publish()
-        except BaseException:
-            staging.discard()
-            raise
-
-
-def refuse_existing(out: Path) -> None:
-    """Raise InputError if `out` exists or cannot be created."""
-    check_out(out)
-    if out.exists():
-        hint = (
-            f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else "choose another --out"
-        )
-        raise InputError(f"{out} exists already; {hint}.")
 
 
 def train_run(
@@ -250,120 +171,6 @@ def _resumed_at(folder: Path) -> str:
     except OSError:  # it must not hide the error to explain
         is_saved = True
     return "from the newest checkpoint" if is_saved else "at step 0, for want of a checkpoint"
-
-
-def build_initial(
-    settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
-) -> Training:
-    """Build a Training with the initial weights of a run."""
-    part = settings.trainable
-    student, weights = load_on_main(
-        accelerator,
-        lambda: initial_student(settings, config_folder),
-        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
-    )
-    training = build(settings, student, accelerator, folder, deadline, show)
-    broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
-    return training
-
-
-def build(
-    settings: Settings,
-    student: LanguageModel,
-    accelerator: Accelerator,
-    folder: Path,
-    deadline: float,
-    show: ProgressSink,
-) -> Training:
-    """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
-
-    Raises InputError if data, student and teacher are incompatible.
-    """
-    cache = TokenCache.open(Path(settings.data))
-    eval_cache = TokenCache.open(Path(settings.eval_data)) if settings.eval_data else None
-    for opened in filter(None, (cache, eval_cache)):
-        check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
-        check_packing(student, opened.seq_len)
-    logits = TeacherLogits.open(Path(settings.teacher_logits), cache) if settings.teacher_logits else None
-    if logits is not None:
-        check_teacher_logits(logits, student.head_weight.shape[0])
-    layers = blocks(student)
-    if settings.activation_checkpointing:
-        recompute_activations(layers)
-    if settings.compile:
-        compile_layers(layers)
-    teacher, shared_bytes = None, 0
-    if settings.teacher:
-        teacher, shared_bytes = _build_teacher(settings, student, accelerator)
-        check_packing(teacher, cache.seq_len)
-    loss_module = LossModule(student, settings.loss, teacher)
-    optimizer = make_optimizer(settings.optimizer, loss_module, settings.weight_decay)
-    loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
-    return Training(
-        loss_module=loss_module,
-        optimizer=optimizer.optimizer,
-        accelerator=accelerator,
-        cache=cache,
-        schedule=settings.learning_rates,
-        checkpoints=Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last),
-        metrics=Metrics(folder / METRICS),
-        stop_request=stop_request,
-        global_batch=settings.global_batch,
-        micro_batch=settings.micro_batch,
-        seed=settings.seed,
-        save_every=settings.save_every,
-        eval_cache=eval_cache,
-        eval_every=settings.eval_every,
-        spike_sigma=settings.spike_sigma,
-        deadline=deadline,
-        show=without_errors(show),
-        logits=logits,
-        shared_bytes=shared_bytes,
-    )
-
-
-def _build_teacher(
-    settings: Settings, student: LanguageModel, accelerator: Accelerator
-) -> tuple[LanguageModel, int]:  # fmt: skip
-    """Load and place the teacher; return it, and the bytes that it shares with the student (whole, not a shard's)."""
-    path, dtype = Path(settings.teacher), teacher_dtype(settings.precision)
-    lenders: Lenders = {}
-    if settings.trainable != "all":
-        names = on_main(accelerator, lambda: equal_tensors(Path(settings.model), settings.trainable, path))
-        lenders = shareable(student, names, dtype)
-    teacher, weights = load_on_main(
-        accelerator,
-        lambda: load_teacher(path, settings.precision, skip=lenders),
-        lambda: empty_teacher(path, settings.precision),
-    )
-    check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
-    shared_bytes = share(lenders, teacher, dtype)
-    layers = blocks(student)
-    place_teacher(accelerator, teacher, blocks(teacher), lambda layer: lending_layers(layer, layers))
-    own = teacher.state_dict().keys()
-    broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
-    return teacher, shared_bytes
-
-
-def initial_student(settings: Settings, config_folder: Path) -> LanguageModel:
-    """Return the student with its initial weights."""
-    if not settings.model:
-        return random_student(config_folder, settings.seed)
-    model = Path(settings.model)
-    check_exportable(model, *tensor_names(model))
-    student = load_student(model, settings.trainable, settings.lora_rank)
-    initialise_adapters(student, settings.seed)
-    return student
-
-
-def check_same_data(data: str, sha256: str) -> None:
-    """Raise InputError if the training data differ from those the run began with."""
-    current = TokenCache.open(Path(data)).manifest.sha256
-    if current != sha256:
-        raise InputError(
-            f"{data} holds other data than when the run began (sha256 {current[:12]}, then {sha256[:12]}); "
-            "restore that cache, or start a new run."
-        )
 
 
 def _log_start(training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None) -> None:

@@ -1,0 +1,138 @@
+"""Build what a run trains: the models on their devices, the optimizer, the data and the checkpoints."""
+
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from uptrain.checkpoints.save_load import Checkpoints
+from uptrain.data.teacher_logits import TeacherLogits
+from uptrain.data.token_cache import TokenCache
+from uptrain.distributed.collectives import on_main
+from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
+from uptrain.distributed.signals import stop_request
+from uptrain.runs.checks import check_exportable, check_packing, check_teacher, check_teacher_logits, check_vocabulary
+from uptrain.runs.folder import CHECKPOINTS, METRICS
+from uptrain.runs.progress import ProgressSink, without_errors
+from uptrain.runs.settings import Settings
+from uptrain.training.language_model import LanguageModel
+from uptrain.training.loop import Training
+from uptrain.training.lora import initialise_adapters
+from uptrain.training.metrics_log import Metrics
+from uptrain.training.models import (
+    compile_layers,
+    empty_student,
+    empty_teacher,
+    load_student,
+    load_teacher,
+    random_student,
+    recompute_activations,
+    teacher_dtype,
+    tensor_names,
+)
+from uptrain.training.module import STUDENT, LossModule, blocks
+from uptrain.training.optimizer import make_optimizer
+from uptrain.training.sharing import Lenders, equal_tensors, lending_layers, share, shareable
+
+
+def build_initial(
+    settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
+) -> Training:
+    """Build a Training with the initial weights of a run."""
+    part = settings.trainable
+    student, weights = load_on_main(
+        accelerator,
+        lambda: initial_student(settings, config_folder),
+        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
+    )
+    training = build(settings, student, accelerator, folder, deadline, show)
+    broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
+    return training
+
+
+def build(
+    settings: Settings,
+    student: LanguageModel,
+    accelerator: Accelerator,
+    folder: Path,
+    deadline: float,
+    show: ProgressSink,
+) -> Training:
+    """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
+
+    Raises InputError if data, student and teacher are incompatible.
+    """
+    cache = TokenCache.open(Path(settings.data))
+    eval_cache = TokenCache.open(Path(settings.eval_data)) if settings.eval_data else None
+    for opened in filter(None, (cache, eval_cache)):
+        check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
+        check_packing(student, opened.seq_len)
+    logits = TeacherLogits.open(Path(settings.teacher_logits), cache) if settings.teacher_logits else None
+    if logits is not None:
+        check_teacher_logits(logits, student.head_weight.shape[0])
+    layers = blocks(student)
+    if settings.activation_checkpointing:
+        recompute_activations(layers)
+    if settings.compile:
+        compile_layers(layers)
+    teacher, shared_bytes = None, 0
+    if settings.teacher:
+        teacher, shared_bytes = _build_teacher(settings, student, accelerator)
+        check_packing(teacher, cache.seq_len)
+    loss_module = LossModule(student, settings.loss, teacher)
+    optimizer = make_optimizer(settings.optimizer, loss_module, settings.weight_decay)
+    loss_module, optimizer = accelerator.prepare(loss_module, optimizer)
+    return Training(
+        loss_module=loss_module,
+        optimizer=optimizer.optimizer,
+        accelerator=accelerator,
+        cache=cache,
+        schedule=settings.learning_rates,
+        checkpoints=Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last),
+        metrics=Metrics(folder / METRICS),
+        stop_request=stop_request,
+        global_batch=settings.global_batch,
+        micro_batch=settings.micro_batch,
+        seed=settings.seed,
+        save_every=settings.save_every,
+        eval_cache=eval_cache,
+        eval_every=settings.eval_every,
+        spike_sigma=settings.spike_sigma,
+        deadline=deadline,
+        show=without_errors(show),
+        logits=logits,
+        shared_bytes=shared_bytes,
+    )
+
+
+def _build_teacher(
+    settings: Settings, student: LanguageModel, accelerator: Accelerator
+) -> tuple[LanguageModel, int]:  # fmt: skip
+    """Load and place the teacher; return it, and the bytes that it shares with the student (whole, not a shard's)."""
+    path, dtype = Path(settings.teacher), teacher_dtype(settings.precision)
+    lenders: Lenders = {}
+    if settings.trainable != "all":
+        names = on_main(accelerator, lambda: equal_tensors(Path(settings.model), settings.trainable, path))
+        lenders = shareable(student, names, dtype)
+    teacher, weights = load_on_main(
+        accelerator,
+        lambda: load_teacher(path, settings.precision, skip=lenders),
+        lambda: empty_teacher(path, settings.precision),
+    )
+    check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
+    shared_bytes = share(lenders, teacher, dtype)
+    layers = blocks(student)
+    place_teacher(accelerator, teacher, blocks(teacher), lambda layer: lending_layers(layer, layers))
+    own = teacher.state_dict().keys()
+    broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
+    return teacher, shared_bytes
+
+
+def initial_student(settings: Settings, config_folder: Path) -> LanguageModel:
+    """Return the student with its initial weights."""
+    if not settings.model:
+        return random_student(config_folder, settings.seed)
+    model = Path(settings.model)
+    check_exportable(model, *tensor_names(model))
+    student = load_student(model, settings.trainable, settings.lora_rank)
+    initialise_adapters(student, settings.seed)
+    return student

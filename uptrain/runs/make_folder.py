@@ -1,0 +1,69 @@
+"""Make the folder of a new run, atomically. Needs no torch."""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from model.checkpoint.hf_folder import json_text, list_files
+from model.common.errors import InputError
+from model.common.files import copy_file, sync_tree, write_file
+from model.common.read_files import CONVERSION_RECORD
+from model.common.staging import Staging, check_out
+from uptrain.budget.budget import Budget
+from uptrain.data.token_cache import TokenCache
+from uptrain.runs.folder import MODEL, RUN, Run
+from uptrain.runs.settings import Settings
+
+
+def make_folder(
+    settings: Settings,
+    budget: Budget,
+    identities: dict[str, str],
+    config_folder: Path,
+    out: Path,
+    parent: dict[str, Any] | None = None,
+    fill: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write a run's folder atomically; `fill` may add files before it is published."""
+    refuse_existing(out)
+    side_files, _ = list_files(config_folder)
+    files = {**side_files, "config.json": config_folder / "config.json"}
+    record = config_folder / CONVERSION_RECORD
+    if not settings.model:  # random weights: what the folder says of its own does not apply
+        files.pop("README.md", None)
+    elif record.is_file():
+        files[record.name] = record
+    run = Run(
+        settings=settings,
+        budget=budget,
+        cache_sha256=TokenCache.open(Path(settings.data)).manifest.sha256,
+        identities=identities,
+        versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
+        parent=parent,
+    )
+    with Staging(out.resolve()) as staging:
+        staging.open(uuid4().hex)  # an interrupted start is not resumed: making the folder is fast
+        try:
+            for name, content in files.items():
+                copy_file(content, staging.folder / MODEL / name)
+            fill(staging.folder)
+            write_file(staging.folder / RUN, json_text(asdict(run)))
+            sync_tree(staging.folder)
+            staging.publish()
+        except BaseException:
+            staging.discard()
+            raise
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise InputError if `out` exists or cannot be created."""
+    check_out(out)
+    if out.exists():
+        hint = (
+            f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else "choose another --out"
+        )
+        raise InputError(f"{out} exists already; {hint}.")
