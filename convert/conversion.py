@@ -134,9 +134,7 @@ def _with_generated_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, q
         return plan
     from convert.calibration.generated_text import GeneratedText  # imported here, because it needs torch
 
-    generated = GeneratedText(
-        checkpoint, text.bos_ids, len(text.generated), text.window, plan.recipe.seed, plan.recipe.device
-    )
+    generated = GeneratedText.of(checkpoint, text, plan.recipe.seed, plan.recipe.device)
     with console.progress_bar("Writing text", generated.n_tokens, quiet, unit="tokens") as progress:
         generated_NT = generated.write(staging.scratch / "generated-text", progress)
     recipe = replace(plan.recipe, text=text.with_generated(generated_NT))

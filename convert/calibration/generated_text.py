@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from convert.calibration.next_token import NextToken, open_model
+from convert.calibration_text.text import CalibrationText
 from model.checkpoint import Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import console
@@ -61,6 +62,11 @@ class GeneratedText:
     seed: int
     device: str = "cpu"
     """The device of the model. Tokens are drawn on the CPU."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, text: CalibrationText, seed: int, device: str = "cpu") -> "GeneratedText":
+        """Return the request for the windows of a calibration text that the model writes."""
+        return cls(checkpoint, text.bos_ids, len(text.generated), text.window, seed, device)
 
     @property
     def n_tokens(self) -> int:

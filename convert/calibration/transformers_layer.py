@@ -198,10 +198,9 @@ class TransformersLayer(LayerModule):
         return (cos_TR / length_TR).repeat(1, 2), (sign * sin_TR / length_TR).repeat(1, 2)
 
     def _check_heads(self) -> None:
-        """Raise CheckpointError unless the class's heads are linear in its inputs, and rotated as `rotation` says.
+        """Raise CheckpointError unless the class computes queries, keys, values and attention as this module does.
 
         Tried on random inputs, once with the class's rotary embedding, and once with one that rotates nothing.
-        Also raises it unless the class's attention is the softmax that is observed.
         """
         call = self._attention_call(1)
         calls = [call]
@@ -222,12 +221,21 @@ class TransformersLayer(LayerModule):
         if len(received) < len(calls):
             raise no_attention_function(self._model_type)
         rotated, plain = received[0], received[-1]
+        self._check_attention(rotated, mixed[0])
+        self._check_projections(x_1TM, plain)
+        self._check_rotation(rotated, plain)
+
+    def _check_attention(self, rotated: Call, mixed_1TC: Tensor) -> None:
+        """Raise CheckpointError unless the class's attention is the softmax that was observed."""
         some = slice(None, None, max(1, self._length // 8))
-        if _relative_error(self._mixed(rotated, some), mixed[0][:, some]) > _ROTATION_ERROR:
+        if _relative_error(self._mixed(rotated, some), mixed_1TC[:, some]) > _ROTATION_ERROR:
             raise CheckpointError(
                 f"layer {self.index}: transformers' class computes attention differently from what Groupwise knows of "
                 "this model_type; use --method mean."
             )
+
+    def _check_projections(self, x_1TM: Tensor, plain: Call) -> None:
+        """Raise CheckpointError unless the class's heads are linear in its inputs, up to norms that are known."""
         for i, kind in enumerate(KINDS):
             ours = self._projected(x_1TM, i)
             if self._norms is not None and kind != "v":
@@ -237,6 +245,9 @@ class TransformersLayer(LayerModule):
                     f"layer {self.index}: transformers' class changes queries, keys or values after their projections "
                     "(clip_qkv, norms) in a way that Groupwise does not know; use --method mean."
                 )
+
+    def _check_rotation(self, rotated: Call, plain: Call) -> None:
+        """Raise CheckpointError unless the class rotates queries and keys as `rotation` says."""
         for kind in KINDS[:2]:
             ours, expected = self.unrotated(self._heads_of(rotated, kind)), self._heads_of(plain, kind)
             first = slice(0, self._n_rotated)

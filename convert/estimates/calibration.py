@@ -27,12 +27,12 @@ from model.decoder.devices import faster_products
 _MEASURED_OPERATIONS = 5e10
 """Maximum FLOPs of a measurement, of the layer's run and of its key moments: a quarter of a second at 200 GFLOP/s."""
 _LEAST_TOKENS = 16
-_REPEATS, _ENOUGH_SECONDS = 3, 0.2
+_MAX_RUNS, _MAX_SECONDS = 3, 0.2
 """Number of runs, of which the fastest counts, and the seconds after which no further one begins."""
-_SQUARE = 512
-_SOLUTIONS = 3
+_MATRIX_SIZE = 512
+_N_ALTERNATIVES = 3
 """Number of solutions of a method with alternatives."""
-TRAINING = 3
+FORWARDS_PER_TRAINED_TOKEN = 3
 """Cost of training on a token, in forward passes."""
 _WRITING_EFFICIENCY = 0.5
 """Speed of writing text as a share of a layer's speed."""
@@ -67,9 +67,9 @@ def _layer_seconds(plan: Plan, measured: _Measured) -> float:
     held_out = text.n_windows / HELD_OUT_EVERY
     outputs = float(text.n_windows if recipe.refit else 0)
     if find_alternatives(recipe.method):
-        outputs += _SOLUTIONS * min(held_out, JUDGED_TOKENS / text.window)
+        outputs += _N_ALTERNATIVES * min(held_out, JUDGED_TOKENS / text.window)
     if recipe.refine:
-        outputs += (EVALUATIONS + 1) * held_out + TRAINING * recipe.refine / text.window
+        outputs += (EVALUATIONS + 1) * held_out + FORWARDS_PER_TRAINED_TOKEN * recipe.refine / text.window
     # Decompositions and linear systems: 55 to 98 times the width cubed, for widths of 512 to 2048.
     solving = 80 * plan.n_kv_heads * _width(plan) ** 3 / measured.solving_speed
     return measured.load + text.n_windows * measured.run + outputs * measured.output + solving
@@ -126,8 +126,8 @@ def _measure(checkpoint: Checkpoint, plan: Plan) -> _Measured:
 
 def solving_speed() -> float:
     """Return the FLOPs per second of a float64 product on the CPU."""
-    square = np.ones((_SQUARE, _SQUARE))
-    return 2 * _SQUARE**3 / fastest(lambda: square @ square)
+    square = np.ones((_MATRIX_SIZE, _MATRIX_SIZE))
+    return 2 * _MATRIX_SIZE**3 / fastest(lambda: square @ square)
 
 
 def _random_weights(plan: Plan) -> Weights:
@@ -142,7 +142,7 @@ def _random_weights(plan: Plan) -> Weights:
 def fastest(work: Callable[[], object]) -> float:
     """Return the seconds of the fastest of several runs. The first one also fills caches."""
     seconds: list[float] = []
-    while len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS:
+    while len(seconds) < _MAX_RUNS and sum(seconds) < _MAX_SECONDS:
         started = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - started)

@@ -15,7 +15,7 @@ from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_stream import HELD_OUT_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.refine import EVALUATIONS
-from convert.estimates.calibration import TRAINING, fastest, solving_speed
+from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed
 from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import evenly, frequencies_at, spacings
 from convert.planning.latent_plan import LatentPlan
@@ -51,7 +51,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     held_out = text.n_tokens / HELD_OUT_EVERY
     outputs = 2 * len(KEY_WEIGHTS) * min(held_out, JUDGED_TOKENS) + text.n_tokens
     if recipe.refine:
-        outputs += (EVALUATIONS + 1) * held_out + TRAINING * recipe.refine
+        outputs += (EVALUATIONS + 1) * held_out + FORWARDS_PER_TRAINED_TOKEN * recipe.refine
     surveyed = min(text.n_tokens, SURVEY_TOKENS)
     tried = len(spacings(1, 1)) if recipe.frequencies == "stock" else 0
     closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)

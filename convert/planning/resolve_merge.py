@@ -128,9 +128,7 @@ def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Calibratio
     text = read_calibration_text(checkpoint, name, n_tokens)
     check_tokens(layers, text)
     if text.generated:
-        generated = GeneratedText(
-            checkpoint, text.bos_ids, len(text.generated), text.window, options.seed, str(layers.device)
-        )
+        generated = GeneratedText.of(checkpoint, text, options.seed, str(layers.device))
         generated.check_memory(layers.n_embeddings)
         text = replace(
             text,

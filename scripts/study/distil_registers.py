@@ -63,7 +63,7 @@ def text_of(kind: str, parent: Path, registers: Path, work: Path) -> Path:
 
         with open_checkpoint(parent) as checkpoint:
             text = read_calibration_text(checkpoint, SELF, OWN_TOKENS)
-            writing = GeneratedText(checkpoint, text.bos_ids, len(text.generated), text.window, seed=1)
+            writing = GeneratedText.of(checkpoint, text, seed=1)
             ids_NT = writing.write(work / "generated-text", lambda n: None)
         replace_file(own, "".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids_NT).encode())
     return own

@@ -1,6 +1,6 @@
 """The refit of an output projection, against numpy's own least squares."""
 
-from dataclasses import replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -67,5 +67,6 @@ def test_refit_changes_only_the_output_projection():
     merged = layer(rng)
     fitted = refit_output(merged, answers(windows(rng, lambda i, h: h[:, :HIDDEN] * 2)))
     assert fitted is not merged
-    same = replace(fitted, o_HMD=merged.o_HMD)
-    assert all(getattr(same, name) is getattr(merged, name) for name in ("q_HDX", "k_KDX", "v_KDX", "o_HMD"))
+    assert not np.array_equal(fitted.o_HMD, merged.o_HMD)
+    others = {field.name for field in fields(merged)} - {"o_HMD"}
+    assert all(getattr(fitted, name) is getattr(merged, name) for name in others)

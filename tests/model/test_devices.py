@@ -47,15 +47,19 @@ def test_float64_without_it_on_the_device():
     assert devices.to_float64(torch.ones(2)).dtype == torch.float64
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_faster_products_round_to_float32_only(monkeypatch, is_exact):
-    """As on a processor that rounds to bfloat16 where it may."""
-    if not is_exact:
-        monkeypatch.setattr(devices, "_is_exact", lambda: False)
+@pytest.mark.parametrize(("is_exact", "precision"), [(True, "medium"), (False, "highest")])
+def test_faster_products_are_kept_where_they_are_exact(monkeypatch, is_exact, precision):
+    monkeypatch.setattr(devices, "_is_exact", lambda: is_exact)
+    with devices.faster_products("cpu"):
+        assert torch.get_float32_matmul_precision() == precision
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_faster_products_round_to_float32_only():
+    """On any processor, also one that rounds to bfloat16 where it may."""
     a, b = (torch.randn(300, 300, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     exact = a.double() @ b.double()
     with devices.faster_products("cpu"):
-        assert torch.get_float32_matmul_precision() == "highest" or is_exact
         assert (a @ b - exact).norm() <= 1e-6 * exact.norm()
     assert torch.get_float32_matmul_precision() == "highest"
     with pytest.raises(ZeroDivisionError), devices.faster_products("cpu"):
