@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from scripts.bench.machine import facts
+from scripts.bench.machine import facts, read_kb
 
 HEADS, HEAD_DIM, LAYER_SHARD = 32, 64, 3
 HIDDEN, MLP, VOCAB = HEADS * HEAD_DIM, 5632, 32000
@@ -130,14 +130,6 @@ def peak_rss_mb(command: list[str]) -> float:
     code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
     code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     return int(subprocess.check_output([sys.executable, "-c", code, *command])) / 1e3
-
-
-def read_kb(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(key)), 0)
 
 
 def commands(source: Path, out: Path) -> dict[str, list[str]]:

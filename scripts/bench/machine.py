@@ -29,3 +29,12 @@ def commit() -> str:
         return "unknown"
     name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
     return name + ("+" if subprocess.check_output([*git, "status", "--porcelain"]) else "")
+
+
+def read_kb(path: Path, key: str) -> int:
+    """Return the kB that a file of /proc gives for a key; 0 if the process has ended."""
+    try:
+        lines = path.read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(key)), 0)

@@ -1,22 +1,27 @@
-"""Measure tokens/s of `uptrain run` ÷ the Hugging Face Trainer: whole loops, each in its own process.
+"""Measure tokens/s and memory of `uptrain run` against the loops that people would use: each in its own process.
 
     python -m scripts.bench.train_loop --json docs/bench/train_loop.json
 
-full     windows of one document: same weights, windows, micro-batch, accumulation and precision, with all work of a
-         step on both sides (clipping, schedule, logging)
-short    documents of half a window on average: ours packs them, the Trainer pads to the longest of a batch
+full      windows of one document, against the Hugging Face Trainer: same weights, windows, micro-batch, accumulation
+          and precision, with all work of a step on both sides (clipping, schedule, logging)
+short     documents of half a window on average, against the Trainer: ours packs them, the Trainer pads to the longest
+          of a batch
+distill   full windows with a teacher, against a plain loop: two models of transformers and torch's KL divergence of
+          all logits
 
 The steps of the two loops alternate, and their tokens ÷ time are compared. (They need two processes, because both
-change accelerate's state, which is global to a process.)
+change accelerate's state, which is global to a process.) Memory is the peak of a process's anonymous memory.
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.context import SpawnContext
@@ -26,15 +31,18 @@ from queue import Empty
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from scripts.bench.machine import read_kb
 from scripts.bench.runs import (
     ACCUMULATION,
     BUDGET,
     MICRO_BATCH,
     SEQ_LEN,
+    SHAPE,
     Row,
     make_cache,
     make_documents,
@@ -51,6 +59,8 @@ class Turns:
     def __init__(self, context: SpawnContext) -> None:
         self.steps: Queue[tuple[str, float, int]] = context.Queue()
         """The loop's name, and the seconds and tokens of the step."""
+        self.memory = {who: context.Value("d", 0.0) for who in ("ours", "theirs")}
+        """Peak of each process's anonymous memory, in MB."""
         self._may_go = {"ours": context.Semaphore(1), "theirs": context.Semaphore(0)}
         self._started, self._tokens = 0.0, 0
 
@@ -71,6 +81,7 @@ class Turns:
             self._may_go[other(who)].release()
 
 
+KINDS = ("full", "short", "distill")
 MANY = 1_000_000
 """A number above the steps of any loop."""
 
@@ -79,14 +90,18 @@ def other(who: str) -> str:
     return "theirs" if who == "ours" else "ours"
 
 
-def our_loop(model: Path, data: Path, steps: int, precision: str, work: Path, turns: Turns) -> None:
+def our_loop(
+    model: Path, data: Path, steps: int, precision: str, work: Path, teacher: Path | None, turns: Turns
+) -> None:  # fmt: skip
+    with_teacher = {"loss": "distill", "teacher": str(teacher)} if teacher else {}
+
     def show(record: Row) -> None:
         if "loss" in record:
             turns.step_ended("ours", record["tokens"])
         elif record.get("event") == "started":
             turns.begin("ours")
 
-    start(settings(model, data, steps, precision), BUDGET, model, work / "ours", math.inf, show)
+    start(settings(model, data, steps, precision, **with_teacher), BUDGET, model, work / "ours", math.inf, show)
 
 
 class Documents(Dataset[dict[str, list[int]]]):
@@ -130,9 +145,12 @@ class Clock(TrainerCallback):
 
 
 def their_loop(
-    model: Path, documents: list[list[int]], steps: int, precision: str, work: Path, turns: Turns
+    model: Path, documents: list[list[int]], steps: int, precision: str, work: Path, teacher: Path | None, turns: Turns
 ) -> None:  # fmt: skip
-    """Train with the Hugging Face Trainer."""
+    """Train with the Hugging Face Trainer, or distil with a plain loop."""
+    if teacher:
+        plain_distillation(model, teacher, documents, steps, precision, turns)
+        return
     clock = Clock(turns)
 
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -153,31 +171,72 @@ def their_loop(
     trainer.train()
 
 
+def plain_distillation(
+    model: Path, teacher: Path, documents: list[list[int]], steps: int, precision: str, turns: Turns
+) -> None:  # fmt: skip
+    """Distil as a short script would: the KL divergence of the student's logits from the teacher's."""
+    device, is_bf16 = "cuda" if torch.cuda.is_available() else "cpu", precision == "bf16"
+    student = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    parent = LlamaForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+    for each in (student, parent):
+        torch.nn.Module.to(each, device)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    batches = itertools.cycle(torch.tensor(documents).split(MICRO_BATCH))
+    turns.begin("theirs")
+    for step in range(1, steps + 1):
+        for ids_BT in itertools.islice(batches, ACCUMULATION):
+            ids_BT = ids_BT.to(device)
+            with torch.autocast(device, torch.bfloat16, enabled=is_bf16):
+                logits_BTV = student(ids_BT).logits[:, :-1]
+                with torch.no_grad():
+                    target_BTV = parent(ids_BT).logits[:, :-1]
+            student_NV, target_NV = (each.float().log_softmax(-1).flatten(0, 1) for each in (logits_BTV, target_BTV))
+            loss = F.kl_div(student_NV, target_NV, log_target=True, reduction="batchmean")
+            (loss / ACCUMULATION).backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        turns.step_ended("theirs", step * MICRO_BATCH * ACCUMULATION * SEQ_LEN)
+
+
 def speed(steps: list[tuple[float, int]]) -> float:
     """Return tokens/s: all tokens ÷ all time, with each step's time limited to three times the median."""
     typical = statistics.median(seconds for seconds, _ in steps)
     return sum(tokens for _, tokens in steps) / sum(min(seconds, 3 * typical) for seconds, _ in steps)
 
 
+def watch_memory(who: str, turns: Turns) -> None:
+    """Report each new peak of this process's anonymous memory, in MB."""
+    peak = 0
+    while True:
+        if (memory := read_kb(Path("/proc/self/status"), "RssAnon:")) > peak:
+            peak = memory
+            turns.memory[who].value = peak / 1e3
+        time.sleep(0.01)
+
+
 def take_part(who: str, loop: Callable[..., None], turns: Turns, *arguments: Any) -> None:
     """Run one of the loops in its process."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    threading.Thread(target=watch_memory, args=(who, turns), daemon=True).start()
     try:
         loop(*arguments, turns)
     finally:
         turns.end(who)
 
 
-def compare_loops(kind: str, precision: str, model: Path, work: Path, steps: int) -> Row:
+def compare_loops(kind: str, precision: str, model: Path, teacher: Path, work: Path, steps: int) -> Row:
     """Train with both loops, alternating after each step."""
-    documents = make_documents(kind, SEQ_LEN * MICRO_BATCH * ACCUMULATION * 64)
+    documents = make_documents("short" if kind == "short" else "full", SEQ_LEN * MICRO_BATCH * ACCUMULATION * 64)
     place = work / f"{kind}-{precision}"
     place.mkdir()
     context = multiprocessing.get_context("spawn")
     turns = Turns(context)
     cache = make_cache(place / "cache", documents)
-    ours, theirs = ((model, data, steps, precision, place) for data in (cache, documents))
+    given = (steps, precision, place, teacher if kind == "distill" else None)
+    ours, theirs = ((model, data, *given) for data in (cache, documents))
     processes = [
         context.Process(target=take_part, args=("ours", our_loop, turns, *ours)),
         context.Process(target=take_part, args=("theirs", their_loop, turns, *theirs)),
@@ -198,12 +257,13 @@ def compare_loops(kind: str, precision: str, model: Path, work: Path, steps: int
         "documents": kind, "precision": precision, "steps": steps,
         "ours_tokens_per_s": speeds["ours"], "theirs_tokens_per_s": speeds["theirs"],
         "ratio": speeds["ours"] / speeds["theirs"],
+        "ours_anon_mb": turns.memory["ours"].value, "theirs_anon_mb": turns.memory["theirs"].value,
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", nargs="+", choices=("full", "short"), default=["full", "short"])
+    parser.add_argument("--documents", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["bf16", "fp32"])
     parser.add_argument("--steps", type=int, default=22, help="of a loop; the first two are not counted")
     parser.add_argument("--folder", type=Path, help="where to work; needs 1 GB")
@@ -212,9 +272,10 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         model = make_model(Path(name) / "model")
+        teacher = make_model(Path(name) / "teacher", SHAPE["num_attention_heads"])
         for kind in options.documents:
             for precision in options.precision:
-                rows.append(compare_loops(kind, precision, model, Path(name), options.steps))
+                rows.append(compare_loops(kind, precision, model, teacher, Path(name), options.steps))
                 print(json.dumps(rows[-1]), flush=True)
     if options.json:
         write_rows(options.json, rows)
