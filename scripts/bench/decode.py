@@ -7,6 +7,9 @@ step must read (weights and cache) per second are also divided by the speed at w
 (JSON and Markdown) and a figure like figure 6 of the GQA paper (Ainslie et al. 2023): time per token against K/V heads.
 
     python -m scripts.bench.decode --batches 1 8 --contexts 256 1024 4096 --out docs/bench/decode
+
+--compile theirs: transformers' model is compiled by torch, with its StaticCache. --compile both: ours too, and is then
+not prepacked, which torch cannot compile. Only MHA and MQA are then measured, since a model takes a minute to compile.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM as Theirs
 
@@ -43,8 +46,10 @@ ROUND, WARM_UP = 10, 2
 """Timed steps per round, and warm-up steps before them."""
 
 
-def make_models(shape: dict[str, Any], n_kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Ours, Theirs]:
-    """Return our model, prepacked on a CPU, and transformers' model with the same random weights."""
+def make_models(
+    shape: dict[str, Any], n_kv_heads: int, dtype: torch.dtype, device: str, compiled: str
+) -> tuple[Ours, Theirs]:  # fmt: skip
+    """Return our model and transformers', with the same random weights. `compiled`: neither, theirs or both."""
     config = TheirConfig(**shape, num_key_value_heads=n_kv_heads, max_position_embeddings=1 << 17)
     torch.manual_seed(0)
     theirs = Theirs(config).eval()
@@ -52,7 +57,12 @@ def make_models(shape: dict[str, Any], n_kv_heads: int, dtype: torch.dtype, devi
     with torch.device("meta"):
         ours = Ours(read_llama_config(config.to_dict()))
     ours.load_state_dict(theirs.state_dict(), assign=True)
-    ours.prepack()
+    if compiled != "neither":
+        theirs.forward = torch.compile(theirs.forward)
+    if compiled == "both":
+        ours.model.forward = torch.compile(ours.model.forward, dynamic=True)  # type: ignore[method-assign]
+    else:
+        ours.prepack()
     return ours.eval(), theirs
 
 
@@ -60,12 +70,14 @@ class Decoding:
     """Our model and transformers', each with a filled KV cache, and the times of their steps."""
 
     @torch.inference_mode()
-    def __init__(self, ours: Ours, theirs: Theirs, batch: int, context: int, steps: int) -> None:
+    def __init__(self, ours: Ours, theirs: Theirs, batch: int, context: int, steps: int, compiled: str) -> None:
         self.ours, self.theirs = ours, theirs
         self.device = ours.head_weight.device
-        self.their_cache = DynamicCache(config=theirs.config)
-        self.cache = KVCache(ours.config, batch, context + steps, ours.head_weight.dtype, self.device)
-        self.cache.make_room(context)
+        room = context + steps
+        is_static = compiled != "neither"
+        self.their_cache = StaticCache(theirs.config, room) if is_static else DynamicCache(config=theirs.config)
+        self.cache = KVCache(ours.config, batch, room, ours.head_weight.dtype, self.device)
+        self.cache.make_room(room if compiled == "both" else context)
         shape = (batch, context, ours.config.n_kv_heads, ours.config.head_dim)
         for index, layer in enumerate(self.cache.layers):
             k_BSGD, v_BSGD = (torch.randn(shape, device=self.device, dtype=theirs.dtype) for _ in range(2))
@@ -168,15 +180,19 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--compile", choices=("neither", "theirs", "both"), default="neither")
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     n_heads, rows, rounds = shape["num_attention_heads"], [], -(-options.steps // ROUND)
     numbers = [n_heads >> i for i in range(n_heads.bit_length())]
+    numbers = numbers if options.compile == "neither" else [numbers[0], numbers[-1]]
     memory_speed = memory_bytes_per_s(torch.device(options.device))
-    models = {n: make_models(shape, n, getattr(torch, options.dtype), options.device) for n in numbers}
+    dtype = getattr(torch, options.dtype)
+    models = {n: make_models(shape, n, dtype, options.device, options.compile) for n in numbers}
     for batch, context in itertools.product(options.batches, options.contexts):
-        decodings = {n: Decoding(*models[n], batch, context, rounds * (WARM_UP + ROUND)) for n in numbers}
+        steps = rounds * (WARM_UP + ROUND)
+        decodings = {n: Decoding(*models[n], batch, context, steps, options.compile) for n in numbers}
         for _ in range(rounds):
             for decoding in decodings.values():
                 decoding.run(ROUND)
@@ -188,7 +204,7 @@ def main() -> None:
     print(table(rows))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        setup = {"device": options.device, "dtype": options.dtype, "shape": shape}
+        setup = {"device": options.device, "dtype": options.dtype, "compile": options.compile, "shape": shape}
         options.out.with_suffix(".json").write_text(json.dumps({**facts(), **setup, "rows": rows}, indent=2) + "\n")
         options.out.with_suffix(".md").write_text(table(rows) + "\n")
         draw(rows, options.out.with_suffix(".png"))
