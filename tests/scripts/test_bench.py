@@ -31,6 +31,7 @@ SMALL = {
     "serving": "import stand_in_engine; stand_in_engine.install()",
     "train_loop": "import multiprocessing, types; "
     "train_loop.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context('fork'))",
+    "to_hf": "convert = to_hf.convert; convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
     "train_step": f"[shape.update({SHAPE}) for shape in train_step.SIZES.values()]",
     "training_checkpoint": "config = training_checkpoint.LlamaConfig; training_checkpoint.FAR = 100; "
     f"training_checkpoint.LlamaConfig = lambda **given: config(**given | {SHAPE})",
@@ -43,6 +44,7 @@ QUICK = {
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
     "serving": "--models llama-1b --batches 1 --contexts 16 --turns 1 --threads 1 --work TMP/work --out TMP/out",
     "latent_decode": "--batch 1 --context 16 --steps 2 --out TMP/out",
+    "to_hf": "--gb 0.001 --rounds 1 --work TMP --json TMP/out.json",
     "train_step": "--rounds 1 --length 16 --batch 1 --compile no --json TMP/out.json",
     "train_loop": "--steps 3 --json TMP/out.json",
     "train_ways": "--rounds 1 --steps 2 --json TMP/out.json",
@@ -58,7 +60,7 @@ def test_every_benchmark_is_on_a_page():
     assert named | {"__init__", "machine", "runs"} == {path.stem for path in BENCH.glob("*.py")}
 
 
-SLOW = ("calibrate", "train_loop", "train_ways", "training_checkpoint")
+SLOW = ("calibrate", "decode --compile", "train_loop", "train_ways", "training_checkpoint")
 CASES = [pytest.param(c, marks=pytest.mark.slow) if c.startswith(SLOW) else c for c in COMMANDS]
 
 
