@@ -10,6 +10,7 @@ from convert.merging.recipe import Recipe
 from convert.output.config_json import config_text
 from convert.planning.plan import make_plan
 from model.checkpoint import open_checkpoint
+from model.common.errors import CheckpointError
 from model.geometry import read_geometry
 
 
@@ -102,3 +103,33 @@ def test_version_4s_spelling_of_rope_is_added(tmp_path, rope, added):
     with open_checkpoint(folder) as checkpoint:
         edited = json.loads(config_text(checkpoint, make_plan(checkpoint, 2, Recipe("mean"), None)))
     assert edited == {**config, "num_key_value_heads": 2}, "what the source says stays"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon", "phi", "mixtral"])
+def test_a_layer_without_one_of_its_tensors_is_refused(tmp_path, family):
+    """Its class would fill it with random numbers."""
+    folder = tiny.save(tiny.build(family), tmp_path / "m")
+    whole = tiny.tensors(folder)
+    prefix = geometry_of(folder).attention.present[-1][0]
+    layer = [name for name in whole if name.startswith(prefix)]
+    assert len(layer) > 5
+    for missing in layer:
+        save_file({n: t for n, t in whole.items() if n != missing}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"is missing|incomplete|one of K and V"):
+            geometry_of(folder)
+
+
+def test_layers_may_differ_in_kind(tmp_path):
+    """A dense layer among those with experts has an MLP in their place."""
+    folder = tiny.save(tiny.build("qwen2_moe", mlp_only_layers=[1]), tmp_path / "m")
+    assert {"model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.gate.weight"} <= tiny.tensors(folder).keys()
+    assert geometry_of(folder).n_layers == 2
+
+
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_an_embedding_of_another_size_is_refused(tmp_path, rows):
+    model = tiny.build()
+    folder = tiny.save(model, tmp_path / "m")
+    tiny.edit_config(folder, vocab_size=model.config.vocab_size + rows)
+    with pytest.raises(CheckpointError, match="they do not match"):
+        geometry_of(folder)
