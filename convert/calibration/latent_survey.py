@@ -43,8 +43,8 @@ def choose_positions(
     """Return the channels of the rotated key. `advance` counts tokens, layer by layer."""
     recipe, rope = conversions[0].recipe, conversions[0].rope
     n_channels = recipe.rope // 2
-    candidates = [stock_positions(spacing, n_channels) for spacing in spacings(rope.n_planes, n_channels)]
-    errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((rope.n_planes, conversions[0].sizes.n_kv_heads))
+    candidates = [stock_positions(spacing, n_channels) for spacing in spacings(rope.n_rotary_pairs, n_channels)]
+    errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((rope.n_rotary_pairs, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)
     with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, advance, recipe.device):

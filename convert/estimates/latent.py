@@ -90,7 +90,7 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
         before.o_HMD,
     )
-    frequencies_F = frequencies_at(conversion.rope, evenly(conversion.rope.n_planes, sizes.rope // 2))
+    frequencies_F = frequencies_at(conversion.rope, evenly(conversion.rope.n_rotary_pairs, sizes.rope // 2))
     both = np.array(conversion.rope.frequencies), frequencies_F
     weights, x_BTM = latent_weights(latent, frequencies_F).to(module.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window

@@ -57,8 +57,8 @@ def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
 def default_positions(rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
     """Return channels spread evenly over all planes, whatever the model."""
     if frequencies == "longrope":
-        return evenly(rope.n_planes, sizes.rope // 2)
-    return stock_positions(rope.n_planes / (sizes.rope // 2), sizes.rope // 2)
+        return evenly(rope.n_rotary_pairs, sizes.rope // 2)
+    return stock_positions(rope.n_rotary_pairs / (sizes.rope // 2), sizes.rope // 2)
 
 
 def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> LatentRecipe:

@@ -31,7 +31,7 @@ class SourceRope:
     """`max_position_embeddings`."""
 
     @property
-    def n_planes(self) -> int:
+    def n_rotary_pairs(self) -> int:
         return len(self.frequencies)
 
 
@@ -48,17 +48,17 @@ def stock_positions(spacing: float, n_channels: int) -> tuple[float, ...]:
     return tuple(spacing * channel for channel in range(n_channels))
 
 
-def spacings(n_planes: int, n_channels: int) -> tuple[float, ...]:
+def spacings(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
     """Return the spacings to try, from the faster half of all planes to all of them.
 
     Slow planes hardly rotate within the attended distance, so the latent can hold them.
     """
-    return tuple(share * n_planes / n_channels for share in _SHARES)
+    return tuple(share * n_rotary_pairs / n_channels for share in _SHARES)
 
 
-def evenly(n_planes: int, n_channels: int) -> tuple[float, ...]:
+def evenly(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
     """Return channels at planes alone, spread evenly: with twice as many channels as planes, each plane twice."""
-    return tuple(float(channel * n_planes // n_channels) for channel in range(n_channels))
+    return tuple(float(channel * n_rotary_pairs // n_channels) for channel in range(n_channels))
 
 
 def spacing_of(positions: tuple[float, ...]) -> float | None:
@@ -68,7 +68,7 @@ def spacing_of(positions: tuple[float, ...]) -> float | None:
     return positions[1] if positions == stock_positions(positions[1], len(positions)) and positions[1] > 0 else None
 
 
-def folds(positions: tuple[float, ...], n_planes: int) -> list[Fold]:
+def folds(positions: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
     """Return which planes share which channels. Planes beyond the reach of any channel belong to none.
 
     With channels at distance c, a plane goes to the nearest channel within c / 2. Otherwise it goes to channels of its
@@ -77,7 +77,7 @@ def folds(positions: tuple[float, ...], n_planes: int) -> list[Fold]:
     reach = (spacing_of(positions) or 0.0) / 2
     values = sorted(set(positions))
     plane_of: dict[float, set[int]] = defaultdict(set)
-    for plane in range(n_planes):
+    for plane in range(n_rotary_pairs):
         nearest = min(values, key=lambda value: abs(value - plane))
         if abs(nearest - plane) <= reach:
             plane_of[nearest].add(plane)
@@ -85,7 +85,7 @@ def folds(positions: tuple[float, ...], n_planes: int) -> list[Fold]:
     owner = {plane: tuple(sorted(planes)) for planes in plane_of.values() for plane in planes}
     for channel, value in enumerate(positions):
         planes = plane_of.get(value)
-        nearest_plane = min(range(n_planes), key=lambda plane: abs(value - plane))
+        nearest_plane = min(range(n_rotary_pairs), key=lambda plane: abs(value - plane))
         joined[tuple(sorted(planes)) if planes else owner.get(nearest_plane, (nearest_plane,))].append(channel)
     return [Fold(planes, tuple(channels)) for planes, channels in sorted(joined.items())]
 
@@ -93,8 +93,8 @@ def folds(positions: tuple[float, ...], n_planes: int) -> list[Fold]:
 def frequencies_at(rope: SourceRope, positions: tuple[float, ...]) -> NDArray[np.float64]:
     """Return the frequencies of channels, interpolated between planes on a logarithmic scale."""
     if rope.is_plain:
-        return np.asarray(rope.theta ** (-np.asarray(positions) / rope.n_planes))
-    planes = np.arange(rope.n_planes)
+        return np.asarray(rope.theta ** (-np.asarray(positions) / rope.n_rotary_pairs))
+    planes = np.arange(rope.n_rotary_pairs)
     return np.asarray(np.exp(np.interp(positions, planes, np.log(np.maximum(rope.frequencies, 1e-30)))))
 
 
@@ -108,7 +108,7 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
     """
     spacing, n_channels = spacing_of(positions), len(positions)
     if rope.is_plain and spacing is not None:
-        exponent = spacing * n_channels / rope.n_planes
+        exponent = spacing * n_channels / rope.n_rotary_pairs
         return {"rope_type": "default", "rope_theta": rope.theta if exponent == 1 else rope.theta**exponent}
     own = rope.theta ** (-np.arange(n_channels) / n_channels)
     factors = [float(factor) for factor in own / frequencies_at(rope, positions)]
