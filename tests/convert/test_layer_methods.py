@@ -130,6 +130,19 @@ def test_layers_without_rotary_embedding(convert, tmp_path, method, said):
     assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_repeated_heads_with_norms_merge_without_loss(convert, tmp_path, method, kind):
+    """EXAONE 4 normalises queries and keys in all layers, and rotates them in those with a window only."""
+    size = {"hidden_size": 64, "initializer_range": 0.3, "layer_types": [kind] * 2, "sliding_window": 64}
+    source = tiny.save(tiny.build("exaone4", num_key_value_heads=2, **size), tmp_path / "source")
+    expected = logits(source)
+    assert convert("repeat-kv", source, tmp_path / "many", "--groups", 8).code == 0
+    result = convert("mha-to-gqa", tmp_path / "many", tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS)
+    assert result.code == 0, result.err
+    assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
 @pytest.mark.parametrize("said", [[1], [1, 2], "all"])
 def test_which_layers_rotate_is_checked(convert, tmp_path, said):
     source = tiny.save(tiny.build("smollm3"), tmp_path / "source")

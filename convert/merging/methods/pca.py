@@ -55,8 +55,24 @@ def _share_unrotated(moments: Moments, keys_DF: Real, queries_HDD: Real) -> None
     columns = np.concatenate([np.arange(size)[unrotated] + k * size for k in range(moments.n_keys)])
     keys_FF = moments.keys_FF[np.ix_(columns, columns)]
     shared, backs = share(moments.queries_HDD[:, unrotated, unrotated], keys_FF, n_unrotated)
+    if moments.raw_keys_FF is not None:
+        shared, backs = _as_long_as_heads(shared, backs)
     keys_DF[unrotated, columns] = shared
     queries_HDD[:, unrotated, unrotated] = backs.transpose(0, 2, 1)
+
+
+def _as_long_as_heads(shared_SF: Real, backs_HDS: Real) -> tuple[Real, Real]:
+    """Return the same shared keys in coordinates in which a norm gives them the scale that it gave the heads.
+
+    The squared length of a token's shared key is then the mean over the heads of what the heads are mapped back to. Of
+    all such coordinates these are nearest to the heads' own: where all heads are equal, they are the heads'.
+    """
+    values_S, vectors_SS = np.linalg.eigh((backs_HDS.transpose(0, 2, 1) @ backs_HDS).mean(axis=0))
+    lengths_S = np.sqrt(np.maximum(values_S, _TINY * (values_S.max() or 1.0)))
+    root_SS, inverse_SS = ((vectors_SS * x_S) @ vectors_SS.T for x_S in (lengths_S, 1 / lengths_S))
+    u_SS, _, vt_SS = np.linalg.svd(backs_HDS.mean(axis=0) @ inverse_SS)
+    rotation_SS = u_SS @ vt_SS
+    return rotation_SS @ root_SS @ shared_SF, backs_HDS @ inverse_SS @ rotation_SS.T
 
 
 def _first_components(planes_PKK: Complex, weights_KP: Real) -> tuple[Complex, Complex]:
