@@ -9,10 +9,9 @@ from typing import Any
 from model.attention_layout import Attention, Layers, Sizes, attention_tensors, find_attention
 from model.checkpoint import Checkpoint
 from model.checkpoint.latent_norm import read_latent_norm
-from model.checkpoint.tensor import ROPE_BUFFER
-from model.checkpoint.tied import EMBEDDINGS
 from model.common import checks
 from model.common.errors import CheckpointError, naming
+from model.completeness import check_complete
 from model.families import Family, find_family
 from model.families.family import Assumed, Switch
 
@@ -112,48 +111,12 @@ def _read_geometry(checkpoint: Checkpoint) -> Geometry:
     head_dim = _head_dim(config, family, layers, n_heads, hidden_size)
     n_kv_heads = _n_kv_heads(family, layers, n_heads, head_dim)
     attention = find_attention(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
-    _check_other_parts(attention, checkpoint)
-    _check_embedding(config, checkpoint)
+    check_complete(attention, config, checkpoint)
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
     return Geometry(
         match.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
         _n_rotary_pairs(config, family, head_dim, n_layers), match.text_config, _has_alibi(config, family),
     )  # fmt: skip
-
-
-def _check_other_parts(attention: Attention, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a layer lacks a tensor that others have, and has none in its place.
-
-    Layers may differ: one with experts has no dense MLP. Then each has tensors that the other does not have.
-    """
-    parts: dict[str, set[str]] = {prefix: set() for prefix, _ in attention.present}
-    family = attention.family
-    ignored = tuple(f"{place}.{part}" for place in family.attention for part in (*family.not_per_head, ROPE_BUFFER))
-    for name in checkpoint.tensors:
-        ends = (match.end() for match in re.finditer(r"\.\d+\.", name))
-        end = next((end for end in ends if name[:end] in parts), None)
-        if end is not None and not name.endswith(ignored):
-            parts[name[:end]].add(name[end:])
-    kinds = {frozenset(names): prefix for prefix, names in reversed(parts.items())}
-    for names, prefix in kinds.items():
-        more = next((others for others in kinds if names < others), None)
-        if more is not None:
-            raise CheckpointError(
-                f"the tensor {prefix}{min(more - names)} is missing, which other layers have; the checkpoint is "
-                "incomplete."
-            )
-
-
-def _check_embedding(config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if the embedding does not have `vocab_size` rows, which its class would refuse."""
-    vocab_size = config.get("vocab_size")
-    for name in EMBEDDINGS:
-        tensor = checkpoint.tensors.get(name)
-        if tensor is not None and vocab_size is not None and tensor.shape[:1] != (vocab_size,):
-            raise CheckpointError(
-                f"config.json says vocab_size = {checks.show(vocab_size)}, but {name} has shape {tensor.shape}; they "
-                "do not match."
-            )
 
 
 def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:

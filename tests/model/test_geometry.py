@@ -1,6 +1,7 @@
 """The geometry, derived from shapes and checked against the config. (What is refused: tests/faults.)"""
 
 import json
+import re
 
 import pytest
 import tiny
@@ -133,3 +134,16 @@ def test_an_embedding_of_another_size_is_refused(tmp_path, rows):
     tiny.edit_config(folder, vocab_size=model.config.vocab_size + rows)
     with pytest.raises(CheckpointError, match="they do not match"):
         geometry_of(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon", "phi", "olmo2", "cohere"])
+def test_a_model_without_embedding_norm_or_head_is_refused(tmp_path, family):
+    folder = tiny.save(tiny.build(family, tie_word_embeddings=False), tmp_path / "m")
+    whole = tiny.tensors(folder)
+    assert geometry_of(folder).n_layers == 2
+    outside = [name for name in whole if not re.search(r"\.\d\.", name) and name.endswith("weight")]
+    assert len(outside) == 3, outside
+    for missing in outside:
+        save_file({n: t for n, t in whole.items() if n != missing}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"the checkpoint lacks .*; it is incomplete\."):
+            geometry_of(folder)
