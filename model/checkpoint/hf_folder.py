@@ -57,6 +57,9 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
                 f"{folder} is not a Hugging Face folder; make one of it first: "
                 f"convert to-hf {shlex.quote(str(folder))} OUT"
             )
+        if folder.is_file():
+            raise CheckpointError(f"{folder} is a file, not a checkpoint folder.")
+        refuse_adapter(folder)
         raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
     text = read_bytes_up_to(path, CONFIG_BYTES)
     try:

@@ -106,19 +106,17 @@ def test_the_third_ends_the_run(inputs, tmp_path, processes):
     assert status(out) == ("finished", 12)
 
 
-def test_weights_that_are_no_numbers(inputs, tmp_path):
-    """A model that was broken before: its first evaluation is written as null, and it halts at once, saving nothing."""
+@pytest.mark.parametrize("name", ["layers.0.self_attn.k_proj", "embed_tokens"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers(inputs, tmp_path, name, value):
+    """A model that was broken before is refused at the start, also where its text does not use the broken weight."""
     model, out = tiny.build(vocab_size=real_runs.VOCAB, num_key_value_heads=2), tmp_path / "run"
     with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight[0, 0] = math.nan
+        model.model.get_submodule(name).weight[0, 0] = value
     inputs = {**inputs, "model": tiny.save(model, tmp_path / "broken")}
-    arguments = real_runs.arguments(inputs, out, "--eval-data", inputs["held_out"], "--eval-every", 7)
-    error = error_of(run(*arguments, folder=tmp_path), 1)
-    assert error.startswith("after step 1, weights are NaN or infinite, and were not saved: no update has changed them")
-    assert checkpoints(out) == []
-    _, evaluation, *steps = records(out)
-    assert evaluation["evaluation"]["loss"] is None
-    assert [(r["loss"], r["grad_norm"]) for r in steps] == [(None, None)]
+    error = error_of(run(*real_runs.arguments(inputs, out), folder=tmp_path), 2)
+    assert error == f"weights of {inputs['model']} are NaN or infinite; the checkpoint is damaged."
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -279,8 +279,6 @@ def _halt_if_weights_are_not_finite(training: Training, state: RunState) -> None
 def _last_good(training: Training, state: RunState) -> str:
     """Return advice on the checkpoint to restart from after the last update has broken the weights."""
     last_update = max(set(range(1, state.step + 1)) - set(state.skipped), default=0)
-    if not last_update:
-        return "no update has changed them; check the model for weights that are NaN or infinite."
     steps = [step for step in list_checkpoints(training.checkpoints.folder) if step < last_update]
     if not steps:
         return "there is no checkpoint from before. Start a new run with a lower --lr or --weight-decay."

@@ -60,7 +60,7 @@ class _HeaderParser:
 
     def check(self) -> None:
         version = self._number("I")
-        if version & 0xFFFF == 0:
+        if version and version & 0xFFFF == 0:
             self._refuse("it is big-endian, which is not supported; convert it to little-endian (gguf-convert-endian)")
         if version not in VERSIONS:
             self._refuse(f"it is of version {version}; supported are {' and '.join(map(str, VERSIONS))}")
