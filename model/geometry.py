@@ -111,7 +111,7 @@ def _read_geometry(checkpoint: Checkpoint) -> Geometry:
     head_dim = _head_dim(config, family, layers, n_heads, hidden_size)
     n_kv_heads = _n_kv_heads(family, layers, n_heads, head_dim)
     attention = find_attention(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
-    check_complete(attention, config, checkpoint)
+    check_complete(attention, checkpoint)
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
     return Geometry(
         match.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,

@@ -1,13 +1,12 @@
 """Read the longest context of a model from its `config.json`."""
 
 from collections.abc import Mapping
-from itertools import product
 from typing import Any
 
 from model.common import checks
 
-KEYS = ("max_position_embeddings", "max_seq_len")
-"""Names of the context in the config classes of transformers. The second is MPT's."""
+KEYS = {"mpt": "max_seq_len"}
+"""Names of the context where it is not `max_position_embeddings`, by `model_type`."""
 
 
 def read_context(config: Mapping[str, Any]) -> int | None:
@@ -17,7 +16,8 @@ def read_context(config: Mapping[str, Any]) -> int | None:
     """
     text_config = config.get("text_config")
     places = (config, text_config) if isinstance(text_config, Mapping) else (config,)
-    for place, key in product(places, KEYS):
+    for place in places:
+        key = KEYS.get(str(place.get("model_type")), "max_position_embeddings")
         if place.get(key) is not None:
             return checks.whole_number(place[key], f"config.json has {key}", least=2)
     return None

@@ -118,6 +118,10 @@ class Family:
     """The name between a layer's number and the names below, for each attention module of a layer."""
     attention_norm: str | None = "input_layernorm"
     """The norm before a layer's attention; None if the class has none there, or one without weights."""
+    embedding: str | None = "embed_tokens"
+    """The name of the embedding beside the layers; None if it is elsewhere."""
+    final_norm: str | None = "norm"
+    """The name of the norm after the last layer, beside the layers. A class whose norms have no weights has none."""
     other_towers: str | None = None
     """Pattern of the prefix of other towers' tensor names. They may have attention of their own, and are copied."""
     query: str = "q_proj"

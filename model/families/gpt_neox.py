@@ -24,6 +24,8 @@ FAMILY = Family(
     keys=ConfigKeys(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
     default_sizes=SIZES,
     prefix=r"(?:gpt_neox\.)?",
+    embedding="embed_in",
+    final_norm="final_layer_norm",
     attention=("attention",),
     output="dense",
     fused="query_key_value",

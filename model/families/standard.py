@@ -153,6 +153,7 @@ STANDARD = (
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.
     Family(
         "phi",
+        final_norm="final_layernorm",
         output="dense",
         head_norms=HeadNorms("q_layernorm", "k_layernorm", "shared", kind="layer"),
         rotary_fraction=0.5,

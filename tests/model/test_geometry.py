@@ -116,7 +116,7 @@ def test_a_layer_without_one_of_its_tensors_is_refused(tmp_path, family):
     assert len(layer) > 5
     for missing in layer:
         save_file({n: t for n, t in whole.items() if n != missing}, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=r"is missing|incomplete|one of K and V"):
+        with pytest.raises(CheckpointError, match=r"lacks the tensor|incomplete|one of K and V"):
             geometry_of(folder)
 
 
@@ -125,15 +125,6 @@ def test_layers_may_differ_in_kind(tmp_path):
     folder = tiny.save(tiny.build("qwen2_moe", mlp_only_layers=[1]), tmp_path / "m")
     assert {"model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.gate.weight"} <= tiny.tensors(folder).keys()
     assert geometry_of(folder).n_layers == 2
-
-
-@pytest.mark.parametrize("rows", [-1, 1])
-def test_an_embedding_of_another_size_is_refused(tmp_path, rows):
-    model = tiny.build()
-    folder = tiny.save(model, tmp_path / "m")
-    tiny.edit_config(folder, vocab_size=model.config.vocab_size + rows)
-    with pytest.raises(CheckpointError, match="they do not match"):
-        geometry_of(folder)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon", "phi", "olmo2", "cohere"])
@@ -145,5 +136,6 @@ def test_a_model_without_embedding_norm_or_head_is_refused(tmp_path, family):
     assert len(outside) == 3, outside
     for missing in outside:
         save_file({n: t for n, t in whole.items() if n != missing}, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=r"the checkpoint lacks .*; it is incomplete\."):
+        shown = "lm_head.weight" if missing == "embed_out.weight" else missing
+        with pytest.raises(CheckpointError, match=rf"lacks the tensor {re.escape(shown)}\."):
             geometry_of(folder)

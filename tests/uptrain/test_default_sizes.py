@@ -11,7 +11,7 @@ from uptrain.data.default_sizes import default_micro_batch, default_seq_len
     [
         ({"max_position_embeddings": 2048}, 2048),
         ({"max_position_embeddings": 131_072}, 4096),
-        ({"max_seq_len": 1024}, 1024),  # MPT
+        ({"model_type": "mpt", "max_seq_len": 1024, "max_position_embeddings": 2048}, 1024),
         ({"text_config": {"max_position_embeddings": 512}}, 512),  # LLaVA
         ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 512}}, 512),
     ],

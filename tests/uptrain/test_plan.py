@@ -264,7 +264,7 @@ def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, p
     budget = ("--steps", 10, "--original", "llama-2-7b", "--global-batch-tokens", "64K", "--seq-len", 1000)
     planned = plan(uptrain, source, *budget)
     assert planned["schedule"]["peak"] == planned["default_peaks"]["attention"] == peak
-    shown = uptrain("plan", source, *budget).out
+    shown = " ".join(uptrain("plan", source, *budget).out.split())
     assert ("for --trainable: all 2e-05, attention 5e-05, kv 0.0001, lora 0.0001" in shown) == (method == "fit")
     # A run resolves the same, for each part.
     budget_options = BudgetOptions(steps=10, original="llama-2-7b", global_batch_tokens=64_000)
