@@ -130,16 +130,27 @@ def test_no_such_texts(uptrain, tmp_path, model):
     [
         ("mixtral", {}, "under other names than the files do"),
         ("mistral", {"lose": "lm_head.weight"}, "lacks the tensor lm_head.weight"),
+        (
+            "llama",
+            {"says": VOCAB + 8},
+            "300 rows in model.embed_tokens.weight, but its config.json says vocab_size = 308",
+        ),
+        (
+            "qwen3",
+            {"says": VOCAB - 8},
+            "300 rows in model.embed_tokens.weight, but its config.json says vocab_size = 292",
+        ),
         ("starcoder2", {"sliding_window": 16}, "prepare data with --seq-len 16 at most"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_texts_are_tokenised(uptrain, tmp_path, texts, family, changes, words):
-    lost = changes.pop("lose", None)
+    lost, says = changes.pop("lose", None), changes.pop("says", VOCAB)
     model = make_tokenizer(tiny.save(tiny.build(family, vocab_size=VOCAB, **changes), tmp_path / "model"), VOCAB)
     if lost:
         tensors = tiny.tensors(model)
         del tensors[lost]
         save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    tiny.edit_config(model, vocab_size=says)
     uptrain(*arguments(model, texts, tmp_path / "run")).refused(words)
     assert not list(tmp_path.glob("*run.data*"))
 

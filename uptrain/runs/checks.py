@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import open_checkpoint
+from model.checkpoint.tied import EMBEDDINGS
 from model.common.console import is_first_process, warn
 from model.common.errors import InputError
 from model.common.tokenizer import open_tokenizer
@@ -59,6 +60,18 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
             f"the teacher {name} has {teacher_vocab_size} tokens, the student {vocab_size}; "
             "distillation needs the same vocabulary."
         )
+
+
+def check_embedding(folder: Path, vocab_size: int) -> None:
+    """Raise InputError if the files of a model have an embedding of another size than `config.json` says."""
+    with open_checkpoint(folder) as checkpoint:
+        for name in EMBEDDINGS:
+            tensor = checkpoint.tensors.get(name)
+            if tensor is not None and tensor.shape[0] != vocab_size:
+                raise InputError(
+                    f"{folder} has {tensor.shape[0]} rows in {name}, but its config.json says vocab_size = "
+                    f"{vocab_size}; correct one of the two."
+                )
 
 
 def check_is_not_student(model: Path | None, teacher: Path) -> None:

@@ -21,6 +21,7 @@ from uptrain.distributed.accelerator import check_launcher, check_trackers
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import (
     check_batch,
+    check_embedding,
     check_exportable,
     check_is_not_student,
     check_new,
@@ -81,9 +82,11 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainab
     """
     if model:
         check_exportable(model, *tensor_names(model))
-    models = [build_meta(folder) for folder in (model, teacher) if folder]
-    for each in models:
+    folders = [folder for folder in (model, teacher) if folder]
+    models = [build_meta(folder) for folder in folders]
+    for folder, each in zip(folders, models, strict=True):
         check_packing(each, seq_len)
+        check_embedding(folder, each.head_weight.shape[0])
     if model and trainable != "all":
         choose_part(models[0], trainable, rank, model)
     if len(models) == 2:
