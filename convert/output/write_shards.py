@@ -22,12 +22,11 @@ from model.checkpoint import Array, Checkpoint, Shard, Span
 from model.checkpoint.safetensors_writer import ShardFile
 from model.common.console import Advance
 from model.common.files import file_sha256
+from model.common.machine import available_memory
 from model.common.staging import Staging
 
 COPY_PIECE = 64 << 20
 ROWS_PIECE = 8 << 20
-
-"""Called with the number of bytes just written or checksummed, from any thread."""
 
 Task = Callable[[], int]
 """One piece of work; returns its bytes."""
@@ -45,7 +44,9 @@ def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: 
     """
     calibrated = staging.scratch if plan.recipe.text else None
     layers = MergedLayerCache(checkpoint, plan.workers(workers), calibrated)
-    jobs = [_ShardJob(checkpoint, plan, staging, shard, layers) for shard in plan.shards]
+    # If source and output do not fit into memory together, written shards would displace what is still to be read.
+    keep_cached = total_bytes(checkpoint, plan) <= available_memory()
+    jobs = [_ShardJob(checkpoint, plan, staging, shard, layers, keep_cached) for shard in plan.shards]
     checksums = [partial(_record_checksum, staging, path) for path in checkpoint.weight_files]
     pool = ThreadPoolExecutor(plan.workers(workers))
     stop = threading.Event()
@@ -86,10 +87,11 @@ class _ShardJob:
     """One output shard. The worker that finishes the last task syncs the file, renames it and records it."""
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: MergedLayerCache
-    ) -> None:
+        self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: MergedLayerCache,
+        keep_cached: bool,
+    ) -> None:  # fmt: skip
         self._checkpoint, self._plan, self._staging, self._shard = checkpoint, plan, staging, shard
-        self._layers = layers
+        self._layers, self._keep_cached = layers, keep_cached
         self._path = staging.folder / shard.name
         self._partial = staging.folder / f"{shard.name}.partial"
         self._tensors = [plan.tensors[name] for name in shard.tensors]
@@ -123,7 +125,7 @@ class _ShardJob:
             return self._file
 
     def _finish(self) -> int:
-        self._output().finish()
+        self._output().finish(self._keep_cached)
         self._partial.rename(self._path)
         regrouped = self._plan.regrouped
         labels = [r.label for name in self._shard.tensors if name in regrouped for r in regrouped[name].reported]

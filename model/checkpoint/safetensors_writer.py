@@ -59,9 +59,11 @@ class ShardFile:
         offset = self._offsets[name] + row * (rows.nbytes // max(len(rows), 1))
         _write_all(self._descriptor, np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, offset)
 
-    def finish(self) -> None:
-        """Flush the shard to the disk, and close it."""
+    def finish(self, keep_cached: bool = True) -> None:
+        """Flush the shard to the disk, and close it. Without `keep_cached`, the kernel drops it from its page cache."""
         os.fsync(self._descriptor)
+        if not keep_cached and hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self.close()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 import tiny
@@ -213,6 +214,26 @@ def test_runs_and_workers_give_the_same_bytes(convert, source, tmp_path, method)
     for name, workers in (("a", 1), ("b", 4), ("c", 4)):
         convert("mha-to-gqa", source, tmp_path / name, "--groups", 2, "--method", method, "--workers", workers)
     assert tiny.snapshot(tmp_path / "a") == tiny.snapshot(tmp_path / "b") == tiny.snapshot(tmp_path / "c")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="not Linux")
+@pytest.mark.parametrize("available", [0, 10**12])
+def test_output_leaves_the_page_cache_if_it_does_not_fit_beside_the_source(
+    convert, source, tmp_path, monkeypatch, available
+):
+    advise, dropped = os.posix_fadvise, []
+
+    def record(descriptor, *arguments):
+        dropped.append((Path(f"/proc/self/fd/{descriptor}").readlink().stem, arguments))
+        advise(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    monkeypatch.setattr("convert.output.write_shards.available_memory", lambda: available)
+    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--max-shard-size", "10KB").code == 0
+    shards = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
+    assert {name for name, _ in dropped} == (set() if available else shards)
+    assert {arguments for _, arguments in dropped} <= {(0, 0, os.POSIX_FADV_DONTNEED)}
+    assert convert("verify", source, tmp_path / "out").code == 0
 
 
 def test_permissions_follow_the_umask(convert, source, tmp_path):
