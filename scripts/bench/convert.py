@@ -132,17 +132,25 @@ def peak_rss_mb(command: list[str]) -> float:
     return int(subprocess.check_output([sys.executable, "-c", code, *command])) / 1e3
 
 
+def synced_copy(source: Path, out: Path) -> str:
+    """Return the shell command that copies a folder to the disk."""
+    return f"cp -r {source} {out} && sync -f {out}"
+
+
+def checksums(folder: Path) -> str:
+    """Return the shell command that computes the SHA-256 of a folder's files, with a process for each core."""
+    sha256 = "openssl dgst -sha256" if shutil.which("openssl") else "sha256sum"
+    return f"find {folder} -type f -print0 | xargs -0 -n 1 -P {os.cpu_count()} {sha256}"
+
+
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
     arguments = ["mha-to-gqa", str(source), str(out), "--groups", str(HEADS // 4), "--method", "mean"]
-    synced = f"cp -r {source} {out} && sync -f {out}"
-    sha256 = "openssl dgst -sha256" if shutil.which("openssl") else "sha256sum"
-    digests = f"printf '%s\\0' {source}/*.safetensors | xargs -0 -n 1 -P {os.cpu_count()} {sha256}"
     return {
         "ours": [sys.executable, "-m", "convert", *arguments],
         "no-digest": [sys.executable, "-c", NO_DIGEST, *arguments],
         "cp": ["cp", "-r", str(source), str(out)],
-        "cp+sync": ["sh", "-c", synced],
-        "cp+sync+sha256": ["sh", "-c", f"{synced} && {digests}"],
+        "cp+sync": ["sh", "-c", synced_copy(source, out)],
+        "cp+sync+sha256": ["sh", "-c", f"{synced_copy(source, out)} && {checksums(source)}"],
         "usual": [sys.executable, "-c", USUAL, str(source), str(out), str(HEADS // 4)],
     }
 

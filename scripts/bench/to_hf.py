@@ -1,4 +1,6 @@
-"""Measure `convert to-hf` of each format that it reads ÷ copying the same bytes (`cp -r`, `sync`), in turns.
+"""Measure `convert to-hf` of each format that it reads ÷ tools that do its work, in turns.
+
+The tools are `cp -r` and `sync`; and the same, then the SHA-256 of the source's files, which `to-hf` computes too.
 
     python -m scripts.bench.to_hf --gb 4 --json docs/bench/to_hf.json
 
@@ -127,11 +129,13 @@ def measure(name: str, source: Path, out: Path, rounds: int) -> Row:
     given = source / "model.gguf" if name == "GGUF" else source
     commands = {
         "ours": [sys.executable, "-m", "convert", "to-hf", str(given), str(out)],
-        "cp": ["sh", "-c", f"cp -r {source} {out} && sync -f {out}"],
+        "cp+sync": ["sh", "-c", convert.synced_copy(source, out)],
+        "cp+sync+sha256": ["sh", "-c", f"{convert.synced_copy(source, out)} && {convert.checksums(source)}"],
     }
     runs: dict[str, list[dict[str, float]]] = {who: [] for who in commands}
     for turn in range(rounds + 1):
-        for who in list(commands) if turn % 2 else reversed(list(commands)):
+        order = list(commands)
+        for who in order[turn % 3 :] + order[: turn % 3]:
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             run = convert.measure(commands[who])
@@ -140,8 +144,8 @@ def measure(name: str, source: Path, out: Path, rounds: int) -> Row:
     shutil.rmtree(out)
     seconds = {who: statistics.median(run["seconds"] for run in each) for who, each in runs.items()}
     return {
-        "format": name, "bytes": sum(path.stat().st_size for path in source.iterdir()), "ours_s": seconds["ours"],
-        "cp_s": seconds["cp"], "ratio": seconds["ours"] / seconds["cp"],
+        "format": name, "bytes": sum(path.stat().st_size for path in source.iterdir()), "seconds": seconds,
+        "ours_to_it": {who: seconds["ours"] / its for who, its in seconds.items()},
         "anon_mb": max(run["anon_mb"] for run in runs["ours"]),
     }  # fmt: skip
 
