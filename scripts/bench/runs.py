@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,13 @@ def make_model(folder: Path, n_kv_heads: int = 2, dtype: torch.dtype = torch.flo
     torch.nn.Module.to(model, dtype)
     model.save_pretrained(folder)
     return folder
+
+
+def merge_heads(parent: Path, out: Path) -> Path:
+    """Convert a model to 2 K/V heads by the mean."""
+    command = ["mha-to-gqa", "--method", "mean", "--groups", "2", str(parent), str(out)]
+    subprocess.run([sys.executable, "-m", "convert", *command], check=True, stdout=subprocess.DEVNULL)
+    return out
 
 
 def make_documents(kind: str, n_tokens: int) -> list[list[int]]:

@@ -7,7 +7,8 @@ full      windows of one document, against the Hugging Face Trainer: same weight
 short     documents of half a window on average, against the Trainer: ours packs them, the Trainer pads to the longest
           of a batch
 distill   full windows with a teacher, against a plain loop: two models of transformers and torch's KL divergence of
-          all logits
+          all logits; in bf16 from checkpoints in bfloat16
+attention the same; both loops train attention and the norms before it only, the default of `uptrain run` after a merge
 
 The steps of the two loops alternate, and their tokens ÷ time are compared. (They need two processes, because both
 change accelerate's state, which is global to a process.) Memory is the peak of a process's anonymous memory.
@@ -47,6 +48,7 @@ from scripts.bench.runs import (
     make_cache,
     make_documents,
     make_model,
+    merge_heads,
     settings,
     write_rows,
 )
@@ -81,7 +83,8 @@ class Turns:
             self._may_go[other(who)].release()
 
 
-KINDS = ("full", "short", "distill")
+WITH_TEACHER = ("distill", "attention")
+KINDS = ("full", "short", *WITH_TEACHER)
 MANY = 1_000_000
 """A number above the steps of any loop."""
 
@@ -91,9 +94,10 @@ def other(who: str) -> str:
 
 
 def our_loop(
-    model: Path, data: Path, steps: int, precision: str, work: Path, teacher: Path | None, turns: Turns
+    model: Path, data: Path, steps: int, precision: str, work: Path, kind: str, teacher: Path, turns: Turns
 ) -> None:  # fmt: skip
-    with_teacher = {"loss": "distill", "teacher": str(teacher)} if teacher else {}
+    with_teacher = {"loss": "distill", "teacher": str(teacher)} if kind in WITH_TEACHER else {}
+    trainable = "attention" if kind == "attention" else "all"
 
     def show(record: Row) -> None:
         if "loss" in record:
@@ -101,7 +105,8 @@ def our_loop(
         elif record.get("event") == "started":
             turns.begin("ours")
 
-    start(settings(model, data, steps, precision, **with_teacher), BUDGET, model, work / "ours", math.inf, show)
+    given = settings(model, data, steps, precision, trainable=trainable, **with_teacher)
+    start(given, BUDGET, model, work / "ours", math.inf, show)
 
 
 class Documents(Dataset[dict[str, list[int]]]):
@@ -145,11 +150,12 @@ class Clock(TrainerCallback):
 
 
 def their_loop(
-    model: Path, documents: list[list[int]], steps: int, precision: str, work: Path, teacher: Path | None, turns: Turns
+    model: Path, documents: list[list[int]], steps: int, precision: str, work: Path, kind: str, teacher: Path,
+    turns: Turns,
 ) -> None:  # fmt: skip
     """Train with the Hugging Face Trainer, or distil with a plain loop."""
-    if teacher:
-        plain_distillation(model, teacher, documents, steps, precision, turns)
+    if kind in WITH_TEACHER:
+        plain_distillation(model, teacher, documents, steps, precision, kind, turns)
         return
     clock = Clock(turns)
 
@@ -172,7 +178,7 @@ def their_loop(
 
 
 def plain_distillation(
-    model: Path, teacher: Path, documents: list[list[int]], steps: int, precision: str, turns: Turns
+    model: Path, teacher: Path, documents: list[list[int]], steps: int, precision: str, kind: str, turns: Turns
 ) -> None:  # fmt: skip
     """Distil as a short script would: the KL divergence of the student's logits from the teacher's."""
     device, is_bf16 = "cuda" if torch.cuda.is_available() else "cpu", precision == "bf16"
@@ -180,7 +186,11 @@ def plain_distillation(
     parent = LlamaForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16 if is_bf16 else torch.float32)
     for each in (student, parent):
         torch.nn.Module.to(each, device)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    if kind == "attention":
+        for name, parameter in student.named_parameters():
+            parameter.requires_grad_(".self_attn." in name or ".input_layernorm." in name)
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
     batches = itertools.cycle(torch.tensor(documents).split(MICRO_BATCH))
     turns.begin("theirs")
     for step in range(1, steps + 1):
@@ -193,7 +203,7 @@ def plain_distillation(
             student_NV, target_NV = (each.float().log_softmax(-1).flatten(0, 1) for each in (logits_BTV, target_BTV))
             loss = F.kl_div(student_NV, target_NV, log_target=True, reduction="batchmean")
             (loss / ACCUMULATION).backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
@@ -235,7 +245,7 @@ def compare_loops(kind: str, precision: str, model: Path, teacher: Path, work: P
     context = multiprocessing.get_context("spawn")
     turns = Turns(context)
     cache = make_cache(place / "cache", documents)
-    given = (steps, precision, place, teacher if kind == "distill" else None)
+    given = (steps, precision, place, kind, teacher)
     ours, theirs = ((model, data, *given) for data in (cache, documents))
     processes = [
         context.Process(target=take_part, args=("ours", our_loop, turns, *ours)),
@@ -271,11 +281,14 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        model = make_model(Path(name) / "model")
-        teacher = make_model(Path(name) / "teacher", SHAPE["num_attention_heads"])
-        for kind in options.documents:
-            for precision in options.precision:
-                rows.append(compare_loops(kind, precision, model, teacher, Path(name), options.steps))
+        work = Path(name)
+        for precision in options.precision:
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            teacher = make_model(work / f"teacher-{precision}", SHAPE["num_attention_heads"], dtype)
+            merged = merge_heads(teacher, work / f"merged-{precision}")
+            for kind in options.documents:
+                model = merged if kind in WITH_TEACHER else make_model(work / "model")
+                rows.append(compare_loops(kind, precision, model, teacher, work, options.steps))
                 print(json.dumps(rows[-1]), flush=True)
     if options.json:
         write_rows(options.json, rows)

@@ -14,8 +14,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +33,7 @@ from scripts.bench.runs import (
     make_cache,
     make_documents,
     make_model,
+    merge_heads,
     reset,
     settings,
     write_rows,
@@ -51,9 +50,8 @@ RATIOS = {
 
 def ways_of(work: Path, steps: int, precision: str) -> dict[str, Callable[[Path], list[float]]]:
     """Return the ways by name. Each trains into a folder, and returns the tokens/s of its steps."""
-    parent, model = make_model(work / "parent", SHAPE["num_attention_heads"], torch.bfloat16), work / "model"
-    command = ["mha-to-gqa", "--method", "mean", "--groups", "2", str(parent), str(model)]
-    subprocess.run([sys.executable, "-m", "convert", *command], check=True, stdout=subprocess.DEVNULL)
+    parent = make_model(work / "parent", SHAPE["num_attention_heads"], torch.bfloat16)
+    model = merge_heads(parent, work / "model")
     cache = make_cache(work / "cache", make_documents("full", SEQ_LEN * MICRO_BATCH * ACCUMULATION * steps))
     teach(TeachOptions(parent, cache, work / "logits", 64))
 
