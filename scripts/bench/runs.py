@@ -1,4 +1,4 @@
-"""Build the inputs of the uptraining benchmarks: a Llama of 27 M parameters, random documents, settings of a run."""
+"""Build the inputs of the training benchmarks: shapes of Llamas, a model, random documents, settings of a run."""
 
 import hashlib
 import json
@@ -19,14 +19,21 @@ from uptrain.runs.settings import Settings
 
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, VOCAB = 512, 4, 2, 16384
 Row = dict[str, Any]
-SHAPE: Row = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
+SIZES: dict[str, Row] = {
+    "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "25M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
+    "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+}
+SHAPE = SIZES["25M"]
 
 
-def make_model(folder: Path, n_kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a Llama of 27 M parameters, by default with 2 K/V heads."""
+def make_model(
+    folder: Path, n_kv_heads: int = 2, dtype: torch.dtype = torch.float32, shape: Row = SHAPE
+) -> Path:  # fmt: skip
+    """Write a Llama, by default of 27 M parameters and with 2 K/V heads."""
     torch.manual_seed(0)
     heads: Row = {"num_key_value_heads": n_kv_heads, "tie_word_embeddings": False}
-    config = LlamaConfig(**SHAPE, **heads, vocab_size=VOCAB, max_position_embeddings=SEQ_LEN)
+    config = LlamaConfig(**shape, **heads, vocab_size=VOCAB, max_position_embeddings=SEQ_LEN)
     model = LlamaForCausalLM(config)
     torch.nn.Module.to(model, dtype)
     model.save_pretrained(folder)

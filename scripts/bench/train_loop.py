@@ -43,7 +43,7 @@ from scripts.bench.runs import (
     BUDGET,
     MICRO_BATCH,
     SEQ_LEN,
-    SHAPE,
+    SIZES,
     Row,
     make_cache,
     make_documents,
@@ -275,20 +275,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["bf16", "fp32"])
+    parser.add_argument("--size", choices=SIZES, default="25M", help="parameters of the model")
     parser.add_argument("--steps", type=int, default=22, help="of a loop; the first two are not counted")
     parser.add_argument("--folder", type=Path, help="where to work; needs 1 GB")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    rows = []
+    rows, shape = [], SIZES[options.size]
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         work = Path(name)
         for precision in options.precision:
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-            teacher = make_model(work / f"teacher-{precision}", SHAPE["num_attention_heads"], dtype)
+            teacher = make_model(work / f"teacher-{precision}", shape["num_attention_heads"], dtype, shape)
             merged = merge_heads(teacher, work / f"merged-{precision}")
             for kind in options.documents:
-                model = merged if kind in WITH_TEACHER else make_model(work / "model")
-                rows.append(compare_loops(kind, precision, model, teacher, work, options.steps))
+                model = merged if kind in WITH_TEACHER else make_model(work / "model", shape=shape)
+                row = compare_loops(kind, precision, model, teacher, work, options.steps)
+                rows.append({"size": options.size, **row})
                 print(json.dumps(rows[-1]), flush=True)
     if options.json:
         write_rows(options.json, rows)

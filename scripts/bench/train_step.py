@@ -29,12 +29,8 @@ from model.decoder.config import read_llama_config
 from model.decoder.devices import faster_products
 from model.decoder.llama import LlamaForCausalLM as Ours
 from scripts.bench.machine import facts
+from scripts.bench.runs import SIZES
 
-SIZES: dict[str, dict[str, Any]] = {
-    "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "25M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
-    "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
-}
 VOCAB = {"7M": 8192, "25M": 16384, "100M": 16384}
 Step = Callable[[], float]
 Loss = Callable[[torch.Tensor], torch.Tensor]

@@ -32,7 +32,6 @@ SMALL = {
     "train_loop": "import multiprocessing, types; "
     "train_loop.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context('fork'))",
     "to_hf": "convert = to_hf.convert; convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
-    "train_step": f"[shape.update({SHAPE}) for shape in train_step.SIZES.values()]",
     "training_checkpoint": "config = training_checkpoint.LlamaConfig; training_checkpoint.FAR = 100; "
     f"training_checkpoint.LlamaConfig = lambda **given: config(**given | {SHAPE})",
 }
@@ -74,7 +73,7 @@ def test_runs(tmp_path, command):
     texts.mkdir()
     (texts / "one.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 2000)
     options += shlex.split(QUICK[name].replace("TMP", str(tmp_path)))
-    small = f"runs.SHAPE.update({SHAPE}); {SMALL.get(name, 'pass')}"
+    small = f"[shape.update({SHAPE}) for shape in runs.SIZES.values()]; {SMALL.get(name, 'pass')}"
     result = forks.call(
         run, name, small, options, output=tmp_path / "output", environment={"ACCELERATE_USE_CPU": "true"}
     )
