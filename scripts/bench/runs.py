@@ -23,6 +23,8 @@ SIZES: dict[str, Row] = {
     "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8},
     "25M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
     "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+    # four layers of an 8B, with 1 B parameters: for GPUs
+    "8B-layers": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32},
 }
 SHAPE = SIZES["25M"]
 

@@ -1,4 +1,4 @@
-r"""Measure what fewer K/V heads bring in the engines that serve models: vLLM and llama.cpp, on the CPU.
+r"""Measure what fewer K/V heads bring in the engines that serve models: vLLM and llama.cpp, and our own decoder.
 
 Each model is served for each number of K/V heads, by one process at a time. The numbers take turns; each has --turns of
 them. In a turn a process measures every cell (batch and context): prefill computes whole prompts; decode is one token
@@ -9,6 +9,7 @@ OUT.json grows with every cell; the same command resumes after a stop. At the en
 
 \b
     python -m scripts.bench.serving --out docs/bench/serving
+    python -m scripts.bench.serving --engines vllm,groupwise --tasks decode --out ours
     python -m scripts.bench.serving --models smollm2 --batches 1,8 --contexts 512 --turns 1 --out /tmp/short
 """
 
@@ -157,7 +158,7 @@ class Plan:
 
 @click.command(help=__doc__)
 @click.option("--models", type=Several(FAMILIES), default=",".join(FAMILIES), show_default=True)
-@click.option("--engines", type=Several(ENGINES), default=",".join(ENGINES), show_default=True)
+@click.option("--engines", type=Several(ENGINES), default="vllm,llama_cpp", show_default=True)
 @click.option("--tasks", type=Several(TASKS), default=",".join(TASKS), show_default=True)
 @click.option("--batches", type=Several(), default="1,8,32", show_default=True)
 @click.option("--contexts", type=Several(), default="512,4096,16384", show_default=True)
@@ -204,7 +205,7 @@ def setup_of(plan: Plan) -> dict[str, Any]:
     """Return the settings that the results depend on."""
     return {
         "cpu": facts()["cpu"], "threads": plan.threads, "clock": plan.clock, "dtype": DTYPE, "vllm_eager": plan.eager,
-        "cache_gib": plan.cache_gib,
+        "cache_gib": plan.cache_gib, "gpu": facts().get("gpu"),
     }  # fmt: skip
 
 

@@ -3,11 +3,12 @@
 Both train on the same batch, alternating (ABAB …), in this process; medians are compared. The loss is next-token
 cross-entropy. The peer is transformers' LlamaForCausalLM with the same weights and sdpa attention, its default, or
 litgpt's GPT of the same shape with 2 K/V heads. Both multiply float32 as `uptrain run` does: on a CPU by oneDNN, where
-that does not round. (By default the peers use MKL; see train_loop.) The last column divides the operations of our step
-(6 for each token and parameter but the embedding's, and those of attention) per second by those of one large matrix
-product in the same precision.
+that does not round. (By default the peers use MKL; see train_loop.) The last two columns divide the operations of our
+step (6 for each token and parameter but the embedding's, and those of attention) per second by those of one large
+matrix product in the same precision, and by the peak of a GPU's data sheet in bfloat16 (MFU).
 
     python -m scripts.bench.train_step --sizes 7M 25M --precision fp32 bf16 --compile no yes
+    python -m scripts.bench.train_step --sizes 8B-layers --precision bf16 --compile no yes --length 2048    # on a GPU
     pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse
     python -m scripts.bench.train_step --peer litgpt --sizes 25M
 """
@@ -30,8 +31,9 @@ from model.decoder.devices import faster_products
 from model.decoder.llama import LlamaForCausalLM as Ours
 from scripts.bench.machine import facts
 from scripts.bench.runs import SIZES
+from uptrain.budget.training_time import PEAK_FLOPS
 
-VOCAB = {"7M": 8192, "25M": 16384, "100M": 16384}
+VOCAB = {"7M": 8192, "25M": 16384, "100M": 16384, "8B-layers": 32768}
 Step = Callable[[], float]
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,8 +42,9 @@ def make_steps(
     peer: str, size: str, precision: str, compiled: bool, batch: int, length: int, device: str
 ) -> tuple[Step, Step, int]:
     """Return a training step of our model and one of the peer, and the number of parameters."""
+    n_heads = SIZES[size]["num_attention_heads"]
     config = TheirConfig(
-        **SIZES[size], num_key_value_heads=2 if peer == "litgpt" else SIZES[size]["num_attention_heads"],
+        **SIZES[size], num_key_value_heads=2 if peer == "litgpt" else n_heads // 4 if size == "8B-layers" else n_heads,
         vocab_size=VOCAB[size], max_position_embeddings=length, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -147,6 +150,12 @@ def operations_per_s(precision: str, device: str) -> float:
     return float(2 * 4096**3 / min(times[1:]))
 
 
+def peak_operations_per_s(device: str) -> float | None:
+    """Return the peak in bfloat16 that a GPU's data sheet gives; None if it is not known. An H200's is an H100's."""
+    name = torch.cuda.get_device_name().replace("H200", "H100") if device == "cuda" else ""
+    return next((peak for card, peak in PEAK_FLOPS.items() if card in name), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=("transformers", "litgpt"), default="transformers")
@@ -160,8 +169,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
     machine, rows = facts(), []
-    print(f"| parameters | precision | compile | ours, tokens/s | {options.peer}, tokens/s | ratio | of a product |")
-    print("|---|---|---|---|---|---|---|")
+    titles = ["parameters", "precision", "compile", "ours, tokens/s", f"{options.peer}, tokens/s", "ratio"]
+    print(f"| {' | '.join([*titles, 'of a product', 'MFU'])} |")
+    print("|---|---|---|---|---|---|---|---|")
     for size in options.sizes:
         for precision in options.precision:
             for compiled in options.compile:
@@ -175,12 +185,16 @@ def main() -> None:
                 tokens = options.batch * options.length
                 speed = operations(size, n, options.batch, options.length) / row["ours_s"]
                 row["share"] = speed / operations_per_s(precision, options.device)
+                peak = peak_operations_per_s(options.device)
+                mfu = speed / peak if peak else None
                 print(
                     f"| {n / 1e6:.1f} M | {precision} | {compiled} | {tokens / row['ours_s']:,.0f} | "
-                    f"{tokens / row['theirs_s']:,.0f} | {row['ratio']:.2f} | {row['share']:.0%} |",
+                    f"{tokens / row['theirs_s']:,.0f} | {row['ratio']:.2f} | {row['share']:.0%} "
+                    f"| {'–' if mfu is None else f'{mfu:.0%}'} |",
                     flush=True,
                 )
-                rows.append({"size": size, "parameters": n, "precision": precision, "compile": compiled, **row})
+                kind = {"size": size, "parameters": n, "precision": precision, "compile": compiled}
+                rows.append({**kind, "mfu": mfu, **row})
     if options.json:
         options.json.write_text(json.dumps({**machine, "device": options.device, "rows": rows}, indent=2))
 

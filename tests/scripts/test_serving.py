@@ -16,6 +16,7 @@ from scripts.bench.engines import client, models
 from scripts.bench.engines.client import ENGINES, tokens_in_llama_cpp, tokens_in_vllm
 from scripts.bench.engines.llama_cpp_state import repeated
 
+GROUPWISE = ENGINES["groupwise"]
 SMALL = ("--models", "llama-1b", "--batches", "1,2", "--contexts", "16", "--turns", "2", "--steps", "2")
 
 
@@ -55,6 +56,21 @@ def test_tables_and_figure(run, tmp_path):
     assert "| vLLM | Llama of 1.2 B parameters | 32 | 0.3 | 46,592 | 91 | 11 | 2 |" in text
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert {row["commit"] for row in rows(tmp_path)} == {str(serving.facts()["commit"])}
+
+
+@pytest.mark.slow
+def test_our_own_decoder_is_an_engine(run, tmp_path):
+    client.ENGINES["groupwise"] = GROUPWISE
+    result = run("--engines", "groupwise", "--turns", "1", "--cache-gib", "1")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "out.md").read_text()
+    # K and V of 2 numbers of 2 bytes in 32 heads and one head: 256 and 8 bytes for a token
+    assert f"| Groupwise | Llama of 1.2 B parameters | 32 | 0.3 | {2**30 // 256:,} |" in text
+    assert f"| Groupwise | Llama of 1.2 B parameters | 1 | 0.0 | {2**30 // 8:,} |" in text
+    assert {(row["task"], row["batch"]) for row in rows(tmp_path)} == {
+        ("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 2)
+    }  # fmt: skip
+    assert all(len(row["seconds"]) == (2 if row["task"] == "decode" else 1) for row in rows(tmp_path))
 
 
 def test_the_models_take_turns(run, tmp_path):
@@ -105,7 +121,7 @@ def test_processor_time_is_for_one_thread(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--engines", "vlm"), "there is no vlm; choose from vllm, llama_cpp."),
+        (("--engines", "vlm"), "there is no vlm; choose from vllm, llama_cpp, groupwise."),
         (("--models", "smollm2,llama"), "there is no llama; choose from smollm2, llama-1b."),
         (("--batches", "1,x"), "'x' is not a positive number."),
         (("--contexts", "0"), "'0' is not a positive number."),
@@ -117,7 +133,7 @@ def test_wrong_options_are_refused(run, options, message):
     assert message in result.output
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", ["vllm", "llama_cpp"])
 def test_an_engine_that_is_not_installed_is_named(monkeypatch, tmp_path, name):
     engine = ENGINES[name]
     missing = client.Engine(engine.title, tmp_path / "python", engine.worker, engine.tokens_in, None, engine.install)

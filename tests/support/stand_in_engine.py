@@ -1,4 +1,4 @@
-"""A stand-in for vLLM and llama.cpp in the benchmark of engines: it prints what they print, and its times are given.
+"""A stand-in for the engines in the benchmark of engines: it prints what they print, and its times are given.
 
 As a program it is the worker. A step takes 1 ms, and 1 ms for each K/V head; a prefill 1 ms for each token.
 """
@@ -20,9 +20,11 @@ LLAMA_CPP_LINE = (
     "K (f16):  202.50 MiB, V (f16):  202.50 MiB"
 )
 
+GROUPWISE_LINE = "a token takes 8 bytes of the KV cache"
+
 
 def install() -> None:
-    """Put the stand-in in the place of both engines, and small models without a tokenizer in that of the large one."""
+    """Put the stand-in in the place of all engines, and small models without a tokenizer in that of the large one."""
     from scripts.bench.engines import client, models
 
     for name, engine in client.ENGINES.items():
@@ -41,7 +43,7 @@ def main() -> None:
     heads = json.loads((Path(given["model"]) / "config.json").read_text())["num_key_value_heads"]
 
     def facts() -> dict[str, str]:
-        print(VLLM_LINE, LLAMA_CPP_LINE, sep="\n", flush=True)
+        print(VLLM_LINE, LLAMA_CPP_LINE, GROUPWISE_LINE, sep="\n", flush=True)
         return {"version": "0"}
 
     def open_(batch: int, context: int) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 INSTALLED = ROOT / ".interop"
 GIB, MIB = 1 << 30, 1 << 20
 VLLM_CACHE = re.compile(r"KV cache size: ([\d,]+) tokens")
+GROUPWISE_CACHE = re.compile(r"a token takes (\d+) bytes of the KV cache")
 LLAMA_CPP_CACHE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells, .* (\d+)/(\d+) seqs\)")
 
 
@@ -50,6 +52,11 @@ def tokens_in_llama_cpp(log: str, cache_bytes: int) -> int:
     return int(cache_bytes / (float(size) * MIB / (int(cells) * int(streams))))
 
 
+def tokens_in_groupwise(log: str, cache_bytes: int) -> int:
+    """Return the tokens that this cache holds, from the bytes of one."""
+    return cache_bytes // int(GROUPWISE_CACHE.findall(log)[-1])
+
+
 _HERE = Path(__file__).parent
 _NATIVE = INSTALLED / "llama_cpp/native/bin"
 ENGINES = {
@@ -60,6 +67,7 @@ ENGINES = {
         "llama.cpp", INSTALLED / "llama_cpp/bin/python", _HERE / "llama_cpp_worker.py", tokens_in_llama_cpp,
         _NATIVE / "libllama.so", "scripts/interop llama_cpp, then compile it as docs/serving.md says", ".gguf",
     ),
+    "groupwise": Engine("Groupwise", Path(sys.executable), _HERE / "groupwise_worker.py", tokens_in_groupwise),
 }  # fmt: skip
 
 

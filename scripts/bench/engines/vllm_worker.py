@@ -29,6 +29,7 @@ class Server:
 
     def __init__(self) -> None:
         torch.set_num_threads(SETTINGS["threads"])
+        on_gpu = {"kv_cache_memory_bytes": SETTINGS["cache_gib"] << 30} if torch.cuda.is_available() else {}
         self.llm = vllm.LLM(
             model=SETTINGS["model"], dtype=SETTINGS["dtype"], max_model_len=SETTINGS["context"],
             max_num_seqs=SETTINGS["batch"], enable_prefix_caching=False, seed=0,
@@ -36,6 +37,7 @@ class Server:
             kv_transfer_config=KVTransferConfig(
                 kv_connector="Filling", kv_connector_module_path="vllm_filling", kv_role="kv_both"
             ),
+            **on_gpu,
         )  # fmt: skip
         self.engine = self.llm.llm_engine
         self.n_vocab = self.engine.model_config.get_vocab_size()
