@@ -17,7 +17,9 @@ from pathlib import Path
 import click
 
 from scripts.study.arms import key_of_line
+from scripts.study.cells import kv_heads, markdown, show
 from scripts.study.figures import draw
+from scripts.study.page_tables import by_cache, by_heads, by_parent, by_part, registers_by_parent, savings
 from scripts.study.plan import PLANS, PlanError
 from scripts.study.results import (
     BETTER,
@@ -38,18 +40,7 @@ from scripts.study.results import (
     unique,
     united,
 )
-from scripts.study.table import (
-    by_cache,
-    by_heads,
-    by_parent,
-    by_part,
-    kv_heads,
-    markdown,
-    registers_by_parent,
-    savings,
-    show,
-    tables,
-)
+from scripts.study.table import tables
 
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "more.md", RESULTS / "tables.md")

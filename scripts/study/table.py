@@ -7,44 +7,39 @@ gap" is (the arm's loss − the parent's) / (mean's − the parent's), right aft
 schedules or batches were tried for an uptraining, the one with the best mean is shown and named.
 """
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from itertools import product
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from scripts.study.cells import (
+    PAPERS,
+    START,
+    by_loss,
+    kv_heads,
+    markdown,
+    models,
+    name_of,
+    show,
+    uptrained,
+)
 from scripts.study.results import (
-    FORWARDS,
     Result,
     Seeds,
     Stage,
     at,
-    at_best_setting,
     beyond,
     by_setting,
-    calibration_tokens,
-    forward_passes,
-    gaps,
     is_parent,
     left_of,
     losses,
     of_seeds,
     read,
-    setting_of,
     shares,
-    shares_by_register,
     stage_of,
     unique,
 )
-
-PAPERS = ("mean", (0.05, "next-token"))
-"""The recipe of Ainslie et al. (2023), section 2."""
-KNOWN = 6.0
-"""Loss, in nats, below which the parents of `families` know a kind of text. A uniform guess costs them 7.6."""
-START: Stage = (0, None)
-"""Right after conversion."""
 
 
 @click.command(help=__doc__)
@@ -74,30 +69,6 @@ def tables(lines: list[Result]) -> Iterator[str]:
                 yield registers(watched)
 
 
-def markdown(headings: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows])
-
-
-def models(lines: list[Result]) -> list[tuple[str, Stage]]:
-    """Return the arms, ordered by loss after conversion, each with its uptrainings, shortest first."""
-    pairs = unique((line["arm"], stage_of(line)) for line in lines)
-    starts = {arm: statistics.mean(losses(at(lines, arm, START)).values()) for arm, stage in pairs if stage == START}
-    return sorted(pairs, key=lambda model: (starts.get(model[0], math.inf), *by_loss(model[1])))
-
-
-def by_loss(stage: Stage) -> tuple[str, float]:
-    """Return the sort key of an uptraining: first none, then by loss and length."""
-    return stage[1] or "", stage[0]
-
-
-def kv_heads(n: int) -> str:
-    return f"{n} K/V head{'s' * (n > 1)}"
-
-
-def name_of(stage: Stage) -> str:
-    return f"{stage[1]}, α {stage[0]:g}" if stage[1] else "none"
-
-
 def table(lines: list[Result]) -> str:
     """Return the table of losses of each arm, after conversion and after each uptraining."""
     stages = sorted({stage_of(line) for line in lines if line["alpha"]}, key=by_loss)
@@ -108,119 +79,6 @@ def table(lines: list[Result]) -> str:
         cells = [uptrained([line for line in own if stage_of(line) == stage]) for stage in stages]
         rows.append([arm, show(losses(start)), show(shares(start, lines), "{:z.1%}"), *cells])
     return markdown(["arm", "after conversion", "of mean's gap", *map(name_of, stages)], rows)
-
-
-def by_heads(lines: list[Result]) -> str:
-    """Return one table for all numbers of K/V heads: of each model its loss and its share of mean's gap."""
-    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
-    before = next(line["groups"] for line in lines if is_parent(line))
-    rows = []
-    for arm, stage in models([line for line in lines if not is_parent(line)]):
-        cells = []
-        for groups in heads:
-            own = at(lines, arm, stage, groups)
-            left = shares(own, [line for line in lines if line["groups"] == groups])
-            cells.append(f"{show(losses(own), '{:.3f}')}, {show(left, '{:z.1%}')}" if own else "–")
-        rows.append([arm if stage == START else f"{arm}; {name_of(stage)}", *cells])
-    return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
-
-
-def by_part(lines: list[Result], length: str = "α {alpha:g}") -> str:
-    """Return the table of losses beyond the parent by the part that was trained, each at the best of its rates.
-
-    A column is an arm and a length of training, which `length` names from a line. A cell names its rate, and the number
-    of parents where not all are in it.
-    """
-    n_parents = len(losses(lines))
-    columns = unique((line["arm"], line["alpha"]) for line in lines if line["alpha"])
-    columns.sort(key=lambda column: (column[0] == "mean", column[1]))
-    rows = []
-    for part in unique(line["trainable"] for line in lines if line["trainable"]):
-        cells = []
-        for arm, alpha in columns:
-            own = [x for x in lines if (x["arm"], x["alpha"], x["trainable"]) == (arm, alpha, part)]
-            best = at_best_setting(own) if own else []
-            n = len(losses(best)) if best else n_parents
-            few = f"; {n} of {n_parents} parents" if n < n_parents else ""
-            cells.append(f"{show(gaps(best))} (lr {best[0]['lr']:g}{few})" if best else "–")
-        rows.append([part, *cells])
-    starts = {arm: show(gaps([x for x in lines if x["arm"] == arm and not x["alpha"]])) for arm, _ in columns}
-    rows.insert(0, ["none: after conversion", *(starts[arm] for arm, _ in columns)])
-    first = {(line["arm"], line["alpha"]): line for line in reversed(lines)}
-    return markdown(["trained", *(f"{column[0]}, {length.format(**first[column])}" for column in columns)], rows)
-
-
-def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
-    """Return the table of losses beyond the parent by cached numbers, of merged heads and of latent attention.
-
-    Each uptraining is at its best rate, which the cell names, with the number of parents where not all are in it.
-    `length` names how long it was, from a line.
-    """
-    cached = {line["groups"]: sum(line["latent"]) for line in lines if line["latent"]}
-    n_parents = len(losses(lines))
-    converted = [line for line in lines if not is_parent(line)]
-    arms, rows = unique(line["arm"] for line in converted), []
-    models = unique((line["arm"], stage_of(line), line["trainable"]) for line in converted)
-    for arm, stage, part in sorted(models, key=lambda model: (arms.index(model[0]), *by_loss(model[1]))):
-        own = [x for x in converted if (x["arm"], stage_of(x), x["trainable"]) == (arm, stage, part)]
-        cells = []
-        for groups in sorted(cached):
-            best = at(own, arm, stage, groups)
-            remarks = [f"lr {best[0]['lr']:g}"] if best and stage != START else []
-            if best and len(losses(best)) < n_parents:
-                remarks.append(f"{len(losses(best))} of {n_parents} parents")
-            cells.append(show(gaps(best)) + (f" ({'; '.join(remarks)})" if remarks else ""))
-        rows.append([arm, "–" if stage == START else f"{length.format(**own[0])}, {part}", *cells])
-    return markdown(["", "distilled", *(f"{cached[groups]} numbers" for groups in sorted(cached))], rows)
-
-
-def by_parent(lines: list[Result]) -> str:
-    """Return the table of the arms `mean` and `default` on each parent, right after conversion and uptrained.
-
-    Shares are of mean's gap right after conversion.
-    """
-    (uptraining,) = {stage_of(line) for line in lines if line["alpha"]}
-    headings = [f"{arm}{after}" for after in ("", f", α {uptraining[0]:g}") for arm in ("mean", "default")]
-    rows = []
-    for groups in sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True):
-        for parent in unique(line["parent"] for line in lines):
-            own = [line for line in lines if line["parent"] == parent and line["groups"] == groups]
-            if not own:
-                continue
-            cells = []
-            for stage, arm in product((START, uptraining), ("mean", "default")):
-                merged = at(own, arm, stage)
-                left = f" ({show(shares(merged, own), '{:.1%}')})" if (arm, stage) != ("mean", START) and merged else ""
-                cells.append(show(losses(merged)) + left if merged else "–")
-            before = next(line["groups"] for line in lines if is_parent(line))
-            rows.append([parent, f"{before} → {groups}", show(of_seeds(own, "parent_loss")), *cells])
-    return markdown(["family", "K/V heads", "parent", *headings], rows)
-
-
-def registers_by_parent(lines: list[Result]) -> str:
-    """Return the shares of mean's gap that the arm `default` leaves on each kind of text, by parent.
-
-    A cell has one share for each number of K/V heads, from many to few. Kinds of which a parent knows too little are
-    left out (`KNOWN`): there the mean can be better than the parent, and a share of its gap says nothing.
-    """
-    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
-    shares_of = {}
-    for parent in unique(line["parent"] for line in lines):
-        own = [line for line in lines if line["parent"] == parent]
-        by_groups = ([line for line in own if is_parent(line) or line["groups"] == groups] for groups in heads)
-        shares_of[parent] = [shares_by_register("default", merged) for merged in by_groups]
-    of_parents = [line["registers"] for line in lines if is_parent(line)]
-    kinds = [kind for kind in of_parents[0] if max(losses[kind] for losses in of_parents) < KNOWN]
-    rows = [[kind, *(_shares(left[kind] for left in each) for each in shares_of.values())] for kind in kinds]
-    for name, of_all in (("average", statistics.mean), ("worst", max)):
-        summary = ([of_all(left[kind] for kind in kinds) for left in each] for each in shares_of.values())
-        rows.append([name, *map(_shares, summary)])
-    before = next(line["groups"] for line in lines if is_parent(line))
-    return markdown([f"{before} → {' / '.join(map(str, heads))} heads", *shares_of], rows)
-
-
-def _shares(left: Iterable[float]) -> str:
-    return " / ".join(f"{share:.1%}" for share in left)
 
 
 def rates(lines: list[Result]) -> Iterator[str]:
@@ -264,49 +122,6 @@ def control(lines: list[Result], stage: Stage) -> Seeds:
     """Return the losses of the parent trained further for as long, or of the parent itself if they are better."""
     candidates = [losses(at(lines, "parent", each)) for each in (START, (stage[0], "next-token"))]
     return min(filter(None, candidates), key=lambda seeds: statistics.mean(seeds.values()), default={})
-
-
-def savings(lines: list[Result], best: str) -> str:
-    """Return the table of tokens and compute that our best merge needs to match the paper's recipe.
-
-    The recipe has one row per batch size, at the best learning rate for it. The distilled mean and the best merge
-    follow.
-    """
-    arm, stage = PAPERS
-    recipe = [line for line in lines if (line["arm"], stage_of(line)) == PAPERS]
-    heads = sorted({line["groups"] for line in recipe}, reverse=True)
-    # Other batch sizes give a few tokens more or less, because steps are whole.
-    papers_tokens = max(recipe, key=lambda line: int(line["global_batch_tokens"]))["tokens"]
-    n_parents = len(losses(recipe))
-    rows = []
-    for batch in sorted({line["global_batch_tokens"] for line in recipe}, reverse=True):
-        with_batch = [line for line in recipe if line["global_batch_tokens"] == batch]
-        rows.append([f"{arm}, {name_of(stage)}, {batch:,} a step (the paper's)", "100%", "100%", "100%",
-                     *(counted(uptrained, [line for line in with_batch if line["groups"] == n], n_parents)
-                       for n in heads)])  # fmt: skip
-    distilled = [
-        line for line in lines if (line["arm"], line["loss"]) in ((arm, "distill"), (best, "distill"), (best, None))
-    ]
-    for name, own_stage in sorted(models(distilled), key=lambda model: model[0] == best):
-        by_heads = [at(lines, name, own_stage, n) for n in heads]
-        (tokens,) = {line["tokens"] for own in by_heads for line in own}
-        first = next(line for own in by_heads for line in own)
-        calibration = calibration_tokens(first)
-        compute = forward_passes(first)
-        shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
-        shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
-        batch = first["global_batch_tokens"]
-        label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
-        rows.append([label, *(f"{share:.1%}" for share in shares_of_papers),
-                     *(counted(lambda own: show(losses(own)), own, n_parents) for own in by_heads)])  # fmt: skip
-    headings = ["", "tokens trained on", "with calibration", "compute", *map(kv_heads, heads)]
-    return markdown(headings, rows)
-
-
-def counted(cell: Callable[[list[Result]], str], lines: list[Result], n_parents: int) -> str:
-    """Return a cell of the table, with a remark if it does not cover all parents."""
-    n = len(losses(at_best_setting(lines))) if lines else n_parents
-    return cell(lines) + (f" ({n} of {n_parents} parents)" if n < n_parents else "")
 
 
 def behaviours(lines: list[Result]) -> str:
@@ -364,25 +179,6 @@ def registers(lines: list[Result]) -> str:
     ]
     rows.append(["worst", "", "", *(f"{max(shares.values()):.1%}" for shares in left.values())])
     return markdown(["held-out texts", "parent", "mean", *columns], rows)
-
-
-def uptrained(lines: list[Result]) -> str:
-    if not lines:
-        return "–"
-    best, several = at_best_setting(lines), by_setting(lines)
-    lr, schedule, batch = setting_of(best[0])
-    _, schedules, batches = (set(values) for values in zip(*several, strict=True))
-    parts = [f"lr {lr:g}"] * (len(several) > 1) + [str(schedule)] * (len(schedules) > 1)
-    parts += [f"{batch:,} tokens a step"] * (len(batches) > 1)
-    return show(losses(best)) + (f" ({', '.join(parts)})" if parts else "")
-
-
-def show(figures: Seeds, form: str = "{:.4f}") -> str:
-    if not figures:
-        return "–"
-    values = list(figures.values())
-    mean = form.format(statistics.mean(values))
-    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values)).lstrip('+')}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`scripts/study/table.py`: tables and figures say what was measured; those of the pages are the recorded results."""
+"""Tables and figures of the study say what was measured; those of the pages are the recorded results."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from scripts.study import arms, page, table
+from scripts.study import arms, page, page_tables, table
 from scripts.study import figures as drawing
 from scripts.study.results import forward_passes
 
@@ -94,7 +94,7 @@ def test_table_by_cache():
         latent(0, 4.1, 2, [64, 64], (0.01, "distill", 3e-5), "all"),
     ]  # fmt: skip
     lines = [{"trainable": None, "latent": None} | each for each in lines]
-    assert table.by_cache(lines).splitlines() == [
+    assert page_tables.by_cache(lines).splitlines() == [
         "|  | distilled | 64 numbers | 128 numbers |",
         "| --- | --- | --- | --- |",
         "| merged | – | 0.5000 (1 of 2 parents) | 0.6000 ± 0.1414 |",
@@ -209,7 +209,7 @@ def test_table_of_savings():
         line("fit-refit", 0, 4.5, stage=(0.005, "distill", 1e-3), convert=convert),
         line("fit-refit", 0, 4.4, stage=(0.005, "next-token", 1e-3), convert=convert),
     ]
-    assert table.savings(lines, "fit-refit").splitlines() == [
+    assert page_tables.savings(lines, "fit-refit").splitlines() == [
         "|  | tokens trained on | with calibration | compute | 2 K/V heads |",
         "| --- | --- | --- | --- | --- |",
         "| mean, next-token, α 0.05, 4,096 a step (the paper's) | 100% | 100% | 100% | 4.6000 |",
@@ -272,7 +272,7 @@ def test_table_by_parent():
         of("phi", "default", 4.2, stage=(0.01, "distill", 1e-3)),
         of("phi", "mean", 6.0, 1), of("glm", "mean", 4.5), of("glm", "default", 4.1),
     ]  # fmt: skip
-    assert table.by_parent([{"trainable": None, **each} for each in lines]).splitlines() == [
+    assert page_tables.by_parent([{"trainable": None, **each} for each in lines]).splitlines() == [
         "| family | K/V heads | parent | mean | default | mean, α 0.01 | default, α 0.01 |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| phi | 8 → 2 | 4.0000 | 5.0000 | 4.1000 (10.0%) | 4.4000 (40.0%) | 4.0500 (5.0%) |",
@@ -326,7 +326,7 @@ def test_table_of_registers_by_parent():
         evaluated("glm", "mean", 2, 5, 4), evaluated("glm", "default", 2, 4, 3.5),
         evaluated("glm", "mean", 1, 5, 4), evaluated("glm", "default", 1, 5, 4),
     ]  # fmt: skip
-    assert table.registers_by_parent(lines).splitlines() == [
+    assert page_tables.registers_by_parent(lines).splitlines() == [
         "| 4 → 2 / 1 heads | phi | glm |",
         "| --- | --- | --- |",
         "| prose | 10.0% / 50.0% | 50.0% / 100.0% |",

@@ -1,0 +1,65 @@
+"""Write rows, names and cells of a study's tables: means over seeds ± their sample standard deviation."""
+
+import math
+import statistics
+
+from scripts.study.results import (
+    Result,
+    Seeds,
+    Stage,
+    at,
+    at_best_setting,
+    by_setting,
+    losses,
+    setting_of,
+    stage_of,
+    unique,
+)
+
+PAPERS = ("mean", (0.05, "next-token"))
+"""The recipe of Ainslie et al. (2023), section 2."""
+START: Stage = (0, None)
+"""Right after conversion."""
+
+
+def markdown(headings: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows])
+
+
+def models(lines: list[Result]) -> list[tuple[str, Stage]]:
+    """Return the arms, ordered by loss after conversion, each with its uptrainings, shortest first."""
+    pairs = unique((line["arm"], stage_of(line)) for line in lines)
+    starts = {arm: statistics.mean(losses(at(lines, arm, START)).values()) for arm, stage in pairs if stage == START}
+    return sorted(pairs, key=lambda model: (starts.get(model[0], math.inf), *by_loss(model[1])))
+
+
+def by_loss(stage: Stage) -> tuple[str, float]:
+    """Return the sort key of an uptraining: first none, then by loss and length."""
+    return stage[1] or "", stage[0]
+
+
+def kv_heads(n: int) -> str:
+    return f"{n} K/V head{'s' * (n > 1)}"
+
+
+def name_of(stage: Stage) -> str:
+    return f"{stage[1]}, α {stage[0]:g}" if stage[1] else "none"
+
+
+def uptrained(lines: list[Result]) -> str:
+    if not lines:
+        return "–"
+    best, several = at_best_setting(lines), by_setting(lines)
+    lr, schedule, batch = setting_of(best[0])
+    _, schedules, batches = (set(values) for values in zip(*several, strict=True))
+    parts = [f"lr {lr:g}"] * (len(several) > 1) + [str(schedule)] * (len(schedules) > 1)
+    parts += [f"{batch:,} tokens a step"] * (len(batches) > 1)
+    return show(losses(best)) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def show(figures: Seeds, form: str = "{:.4f}") -> str:
+    if not figures:
+        return "–"
+    values = list(figures.values())
+    mean = form.format(statistics.mean(values))
+    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values)).lstrip('+')}"
