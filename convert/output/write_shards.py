@@ -19,6 +19,7 @@ from convert.output.merged_layers import MergedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Array, Checkpoint, Shard, Span
+from model.checkpoint.hub import sha256_in_cache
 from model.checkpoint.safetensors_writer import ShardFile
 from model.common.console import Advance
 from model.common.files import file_sha256
@@ -71,10 +72,14 @@ def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: 
 
 
 def _record_checksum(staging: Staging, path: Path) -> int:
-    """Record the SHA-256 of a source file in the journal, unless it is there. Return the file's bytes."""
+    """Record the SHA-256 of a source file in the journal, unless it is there. Return the file's bytes.
+
+    In the hub's cache it is the file's name, and need not be computed: readers refuse a file of the wrong size, and
+    `convert verify` compares the record with the content.
+    """
     key = checksum_key(path)
     if key not in staging.finished:
-        staging.record(key, file_sha256(path))
+        staging.record(key, sha256_in_cache(path) or file_sha256(path))
     return path.stat().st_size
 
 

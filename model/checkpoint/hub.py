@@ -10,6 +10,9 @@ NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?
 
 SNAPSHOT = re.compile(r"/models--([\w.-]+)--([\w.-]+)/snapshots/([0-9a-f]{40})$")
 """The path of a model in the cache."""
+BLOB = re.compile(r"/models--[\w.-]+--[\w.-]+/blobs/([0-9a-f]{64})$")
+"""The path of a large file's content in the cache, which names it by its SHA-256 (huggingface_hub's guide "Manage
+huggingface_hub cache-system")."""
 Origin = tuple[str, str | None]
 """A model's name and its revision."""
 
@@ -19,6 +22,15 @@ def origin_of(path: Path) -> Origin:
     resolved = path.resolve()
     cached = SNAPSHOT.search(resolved.as_posix())
     return (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (resolved.name, None)
+
+
+def sha256_in_cache(path: Path) -> str | None:
+    """Return the SHA-256 by which the hub's cache names a file's content; None for a file that is not in a cache.
+
+    Small files have shorter names there. huggingface_hub compares the size of a download with the hub's, not its hash.
+    """
+    blob = BLOB.search(path.resolve().as_posix())
+    return blob[1] if blob else None
 
 
 def find_in_cache(path: Path) -> Path | None:

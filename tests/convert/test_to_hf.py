@@ -1,7 +1,9 @@
 """`convert to-hf`: every format as the Hugging Face folder it was made from; names of the hub; the order of formats."""
 
+import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
@@ -120,6 +122,31 @@ def test_names_of_the_hub_resolve_in_the_cache(convert, tmp_path, monkeypatch, n
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert (record["source"]["name"], record["source"]["revision"]) == ("org/model", REVISION)
     assert convert("verify", name, "out").code == 0
+
+
+def test_sha256_is_taken_from_the_names_of_the_hubs_cache(convert, tmp_path):
+    stored = tiny.save(tiny.build(), tmp_path / "stored")
+    content = (stored / "model.safetensors").read_bytes()
+    digest, other = hashlib.sha256(content).hexdigest(), "e" * 64
+    # in the cache with the right and with a wrong name, and elsewhere
+    for place, name, recorded in (
+        ("cache/models--org--model", digest, digest),
+        ("cache/models--org--wrong", other, other),
+        ("models", other, digest),
+    ):
+        snapshot, blobs = tmp_path / place / "snapshots" / REVISION, tmp_path / place / "blobs"
+        shutil.copytree(stored, snapshot)
+        blobs.mkdir()
+        (snapshot / "model.safetensors").rename(blobs / name)
+        (snapshot / "model.safetensors").symlink_to(blobs / name)
+        out = tmp_path / f"out of {Path(place).name}"
+        result = convert("mha-to-mqa", "--method", "mean", snapshot, out)
+        assert result.code == 0, result.err
+        (file,) = json.loads((out / "groupwise.json").read_text())["source"]["files"]
+        assert file == {"name": "model.safetensors", "bytes": len(content), "sha256": recorded}
+        verified = convert("verify", snapshot, out)
+        assert verified.code == (0 if recorded == digest else 3)
+        assert recorded == digest or f"has SHA-256 {digest[:12]}…, not the one recorded" in verified.err
 
 
 def test_a_folder_goes_before_a_name_of_the_hub(convert, tmp_path, monkeypatch):
