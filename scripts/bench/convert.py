@@ -6,7 +6,7 @@ Writes a synthetic sharded bf16 Llama checkpoint of each requested size, and mea
     no-digest        the same without the SHA-256 of the source files, to show the cost of provenance
     cp               cp -r of the folder
     cp+sync          cp -r, then sync of the file system: the copy is on the disk, as ours is
-    cp+sync+sha256   the same, then the SHA-256 of the source's shards, a process for each core: all that ours does
+    cp+sync+sha256   the same, then the SHA-256 of the source's files, a process for each core: all that ours does
                      (by openssl where it is installed: coreutils' sha256sum may not use the processor's instructions)
     usual            from_pretrained, mean-pool the K/V projections, save_pretrained (transformers)
 

@@ -203,9 +203,10 @@ def command(
 
 def setup_of(plan: Plan) -> dict[str, Any]:
     """Return the settings that the results depend on."""
+    machine = facts()
     return {
-        "cpu": facts()["cpu"], "threads": plan.threads, "clock": plan.clock, "dtype": DTYPE, "vllm_eager": plan.eager,
-        "cache_gib": plan.cache_gib, "gpu": facts().get("gpu"),
+        "cpu": machine["cpu"], "threads": plan.threads, "clock": plan.clock, "dtype": DTYPE, "vllm_eager": plan.eager,
+        "cache_gib": plan.cache_gib, "gpu": machine.get("gpu"),
     }  # fmt: skip
 
 

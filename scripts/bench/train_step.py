@@ -42,9 +42,13 @@ def make_steps(
     peer: str, size: str, precision: str, compiled: bool, batch: int, length: int, device: str
 ) -> tuple[Step, Step, int]:
     """Return a training step of our model and one of the peer, and the number of parameters."""
-    n_heads = SIZES[size]["num_attention_heads"]
+    n_kv_heads = n_heads = SIZES[size]["num_attention_heads"]
+    if peer == "litgpt":
+        n_kv_heads = 2
+    elif size == "8B-layers":
+        n_kv_heads = n_heads // 4  # 8, as in Llama-3-8B
     config = TheirConfig(
-        **SIZES[size], num_key_value_heads=2 if peer == "litgpt" else n_heads // 4 if size == "8B-layers" else n_heads,
+        **SIZES[size], num_key_value_heads=n_kv_heads,
         vocab_size=VOCAB[size], max_position_embeddings=length, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from worker_loop import clock_of, serve, settings
+from worker_loop import clock_of, serve_engine, settings
 
 SETTINGS = settings()
 clock = clock_of(SETTINGS)
@@ -76,11 +76,5 @@ class Server:
             torch.cuda.synchronize()
 
 
-def main() -> None:
-    server = Server()
-    names = ("facts", "prefill", "open", "decode", "close")
-    serve(SETTINGS, {name: getattr(server, name) for name in names})
-
-
 if __name__ == "__main__":
-    main()
+    serve_engine(SETTINGS, Server())

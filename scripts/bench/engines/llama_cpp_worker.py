@@ -9,7 +9,7 @@ import os
 
 import numpy as np
 from llama_cpp_state import repeated
-from worker_loop import clock_of, serve, settings
+from worker_loop import clock_of, serve_engine, settings
 
 SETTINGS = settings()
 clock = clock_of(SETTINGS)
@@ -106,11 +106,5 @@ def as_bytes(array: np.ndarray) -> ctypes.Array:
     return (ctypes.c_uint8 * len(array)).from_buffer(array)
 
 
-def main() -> None:
-    server = Server()
-    names = ("facts", "prefill", "open", "decode", "close")
-    serve(SETTINGS, {name: getattr(server, name) for name in names})
-
-
 if __name__ == "__main__":
-    main()
+    serve_engine(SETTINGS, Server())

@@ -7,7 +7,7 @@ times 4,096 tokens would take minutes and leave the same bytes to read.
 import os
 import random
 
-from worker_loop import clock_of, serve, settings
+from worker_loop import clock_of, serve_engine, settings
 
 SETTINGS = settings()
 clock = clock_of(SETTINGS)
@@ -93,11 +93,5 @@ class Server:
             self.engine.step()
 
 
-def main() -> None:
-    server = Server()
-    names = ("facts", "prefill", "open", "decode", "close")
-    serve(SETTINGS, {name: getattr(server, name) for name in names})
-
-
 if __name__ == "__main__":
-    main()
+    serve_engine(SETTINGS, Server())

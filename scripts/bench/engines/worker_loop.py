@@ -31,6 +31,11 @@ def serve(given: dict[str, Any], actions: dict[str, Callable[..., Any]]) -> None
             print(json.dumps({"answer": answer}), file=answers, flush=True)
 
 
+def serve_engine(given: dict[str, Any], server: object) -> None:
+    """Answer questions by the methods of an engine's server."""
+    serve(given, {name: getattr(server, name) for name in ("facts", "prefill", "open", "decode", "close")})
+
+
 def clock_of(given: dict[str, Any]) -> Callable[[], float]:
     """Return the clock: seconds on the wall, or of processor time, which other processes do not lengthen."""
     return time.process_time if given["clock"] == "processor" else time.perf_counter
