@@ -27,6 +27,9 @@ def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
     has_norms = any("norm" in part or "ln_" in part for part in layers[prefixes[0]])
     if family.final_norm and has_norms and final_norm not in tensors:
         raise _lacks(checkpoint, final_norm)
+    for names in family.elsewhere:
+        if not any(name in tensors for name in names):
+            raise _lacks(checkpoint, names[0])
     classes = config.get("architectures")
     is_causal = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")
     # A base model, whose names have no prefix, has no head.

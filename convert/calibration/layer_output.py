@@ -27,7 +27,7 @@ def weights_of(attention: LayerAttention) -> Weights:
     """Copy a layer's attention to float32, on the CPU."""
     rows = [heads.reshape(-1, heads.shape[2]) for heads in (*attention.projections, attention.v_KDX)]
     norms = (attention.norms.q_HD, attention.norms.k_KD) if attention.norms else ()
-    return Weights(*(torch.from_numpy(matrix).float() for matrix in (*rows, output_matrix(attention), *norms)))
+    return Weights(*(torch.from_numpy(matrix).float() for matrix in (*rows, join_heads(attention.o_HMD), *norms)))
 
 
 def with_weights(attention: LayerAttention, weights: Weights) -> LayerAttention:
@@ -43,11 +43,6 @@ def with_weights(attention: LayerAttention, weights: Weights) -> LayerAttention:
         v_KDX=v_KDX.reshape(attention.v_KDX.shape),
         norms=attention.norms and replace(attention.norms, q_HD=norms[0], k_KD=norms[1]),
     )
-
-
-def output_matrix(attention: LayerAttention | LatentMatrices) -> Real:
-    """Return the output projection, [M, H·D]."""
-    return join_heads(attention.o_HMD)
 
 
 def with_output(attention: AnyAttention, o_MC: Real) -> AnyAttention:

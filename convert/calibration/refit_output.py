@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_output import AnyAttention, output_matrix, with_output
+from convert.calibration.layer_output import AnyAttention, with_output
 from convert.calibration.layer_stream import is_held_out
+from convert.merging.weights import join_heads
 from model.decoder.devices import float64_device, to_float64
 
 RIDGE_PENALTIES = (1e-1, 1e-2, 1e-3)
@@ -45,7 +46,7 @@ def refit_output(
     `answers` yields for each window the merged heads' outputs [T, H·D] and the target output [T, M], without the
     projection's bias, on `device`.
     """
-    old_CM = torch.from_numpy(output_matrix(merged).T.copy()).to(float64_device(torch.device(device)))
+    old_CM = torch.from_numpy(join_heads(merged.o_HMD).T.copy()).to(float64_device(torch.device(device)))
     fit, held_out = (_Sums(old_CM) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
         (held_out if is_held_out(window) else fit).add(heads_TC, target_TM)

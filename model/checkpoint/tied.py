@@ -4,9 +4,8 @@ If `config.json` ties the two, a safetensors folder holds only the embedding. Fo
 hold both.
 """
 
-import numpy as np
-
 from model.checkpoint.interface import Checkpoint
+from model.checkpoint.same_bytes import same_bytes
 from model.checkpoint.tensor import Tensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -21,7 +20,6 @@ NAMES = (
     ("shared.weight", "decoder.embed_tokens.weight"),
 )
 EMBEDDINGS = tuple(dict.fromkeys(embedding for embedding, _ in NAMES))
-_PIECE = 8 << 20
 
 
 def without_tied_head(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -36,13 +34,5 @@ def without_tied_head(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    one, other = checkpoint.tensors.get(first), checkpoint.tensors.get(second)
-    if not one or not other or (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    if checkpoint.span(first) is not None and checkpoint.span(first) == checkpoint.span(second):
-        return True
-    return all(
-        np.ascontiguousarray(checkpoint.rows(first, start, stop)).tobytes()
-        == np.ascontiguousarray(checkpoint.rows(second, start, stop)).tobytes()
-        for start, stop in one.row_blocks(_PIECE)
-    )
+    has_both = first in checkpoint.tensors and second in checkpoint.tensors
+    return has_both and same_bytes(checkpoint, first, checkpoint, second)

@@ -1,5 +1,6 @@
 """Read files of checkpoints without trusting their sizes and links."""
 
+import codecs
 import json
 import stat
 from pathlib import Path
@@ -36,6 +37,11 @@ def read_bytes_up_to(path: Path, limit: int) -> bytes:
     check_size(path, limit)
     with path.open("rb") as file:
         return file.read(limit)
+
+
+def starts_with_bom(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
 def read_json(path: Path) -> Any:

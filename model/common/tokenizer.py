@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from model.common.errors import CheckpointError
-from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json
+from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json, starts_with_bom
 
 WHOLE = "tokenizer.json"
 """The file of a complete fast tokenizer. If it exists, the vocabularies of slow tokenizers are not read."""
@@ -22,7 +22,7 @@ def open_tokenizer(folder: Path) -> Any:
     tokenizer.json is opened directly. Raises CheckpointError if that file is missing too, or if transformers cannot
     read the files.
     """
-    check_sizes(folder)
+    check_files(folder)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     code = _own_code(folder)
@@ -47,13 +47,21 @@ def open_tokenizer(folder: Path) -> Any:
     raise CheckpointError(f"transformers cannot load the tokenizer of {folder}: {message}") from failure
 
 
-def check_sizes(folder: Path) -> None:
-    """Raise CheckpointError if a file that transformers reads whole is not a regular file, or too large."""
+def check_files(folder: Path) -> None:
+    """Raise CheckpointError if transformers cannot read one of the files, and its own message would not say so.
+
+    These are files that are not regular or too large, and JSON after a byte-order mark.
+    """
     limits = dict.fromkeys((WHOLE, *VOCABULARIES), TOKENIZER_BYTES)
     limits |= dict.fromkeys((*CONFIGS, "config.json", "chat_template.jinja", "chat_template.json"), CONFIG_BYTES)
     for name, limit in limits.items():
         if (folder / name).exists():
             check_size(folder / name, limit)
+            if name.endswith(".json") and starts_with_bom(folder / name):
+                raise CheckpointError(
+                    f"{folder / name} begins with a byte-order mark, which transformers does not read; save it as "
+                    "UTF-8 without the mark."
+                )
 
 
 def _own_code(folder: Path) -> str:

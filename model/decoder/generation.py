@@ -22,6 +22,8 @@ from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 
+NOT_NATIVE = "this family runs in transformers' classes; generate with transformers instead."
+
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
     """Return left-padded prompts, [B, T], and the number of padding tokens of each, [B]; None without padding."""
@@ -58,8 +60,11 @@ def generate(
 
     `stop_ids`: None uses the model's end-of-text tokens; an empty list generates all `max_new_tokens`.
     `temperature`: 0 is greedy. `top_p`: sample from the smallest set of tokens with at least this probability
-    (Holtzman et al. 2020). The same seed gives the same text.
+    (Holtzman et al. 2020). The same seed gives the same text. Raises CheckpointError for a model of transformers'
+    classes.
     """
+    if not isinstance(model, LlamaForCausalLM):
+        raise CheckpointError(NOT_NATIVE)
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
     out: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
@@ -122,7 +127,7 @@ def show(
         raise CheckpointError("the prompt is not valid UTF-8; give it in the encoding of the terminal.")
     model, tokenizer = load_model(folder, device=str(find_device(device))), open_tokenizer(folder)
     if not isinstance(model, LlamaForCausalLM):
-        raise CheckpointError(f"{folder} is of a family without native code; generate with transformers instead.")
+        raise CheckpointError(f"{folder}: {NOT_NATIVE}")
     model.prepack()
     ids: list[int] = tokenizer(prompt).input_ids
     if not ids:

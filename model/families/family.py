@@ -122,6 +122,8 @@ class Family:
     """The name of the embedding beside the layers; None if it is elsewhere."""
     final_norm: str | None = "norm"
     """The name of the norm after the last layer, beside the layers. A class whose norms have no weights has none."""
+    elsewhere: tuple[tuple[str, ...], ...] = ()
+    """Tensors that a model needs outside its decoder. Of each tuple it needs one: formats choose between tied ones."""
     other_towers: str | None = None
     """Pattern of the prefix of other towers' tensor names. They may have attention of their own, and are copied."""
     query: str = "q_proj"

@@ -36,6 +36,10 @@ FAMILY = Family(
     final_norm="final_layer_norm",
     attention=("layer.0.SelfAttention", "layer.1.EncDecAttention"),
     other_towers=r"encoder\.",
+    elsewhere=(
+        ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        ("encoder.final_layer_norm.weight",),
+    ),
     query="q",
     key="k",
     value="v",

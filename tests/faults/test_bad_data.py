@@ -263,6 +263,8 @@ def test_invalid_tokenizer(uptrain, tmp_path):
     uptrain(*arguments, folder).refused("tokenizer_config.json is not a JSON object")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     uptrain(*arguments, folder).refused(f"transformers cannot load the tokenizer of {folder}")
+    (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8-sig")
+    uptrain(*arguments, folder).refused("tokenizer_config.json begins with a byte-order mark", "save it as UTF-8")
     assert not list(tmp_path.glob(".out*"))
     for path in folder.iterdir():
         path.unlink()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import tiny
+from numerics.test_other_families import t5
 from safetensors.torch import save_file
 
 from convert.merging.recipe import Recipe
@@ -125,6 +126,18 @@ def test_layers_may_differ_in_kind(tmp_path):
     folder = tiny.save(tiny.build("qwen2_moe", mlp_only_layers=[1]), tmp_path / "m")
     assert {"model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.gate.weight"} <= tiny.tensors(folder).keys()
     assert geometry_of(folder).n_layers == 2
+
+
+@pytest.mark.parametrize(
+    "missing", ["shared.weight", "encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"]
+)
+def test_a_t5_without_its_embedding_or_a_final_norm_is_refused(tmp_path, missing):
+    folder = tiny.save(t5(), tmp_path / "m")
+    tensors = tiny.tensors(folder)
+    assert geometry_of(folder).n_layers == 2
+    save_file({n: t for n, t in tensors.items() if n != missing}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"lacks the tensor {re.escape(missing)}\."):
+        geometry_of(folder)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon", "phi", "olmo2", "cohere"])

@@ -302,6 +302,8 @@ def test_other_families_open_behind_the_same_interface(tmp_path):
     assert (loss_sum / n_valid).item() == pytest.approx(hf_model(ids, labels=ids).loss.item(), rel=1e-6)
     native = pair(tmp_path)[1]
     assert torch.allclose(native.hidden(ids) @ native.head_weight.T, native(ids), atol=1e-5)
+    with pytest.raises(CheckpointError, match="generate with transformers instead"):
+        generate(ours, [[1, 2]], 3)
 
 
 def test_other_families_keep_packed_documents_apart(tmp_path):

@@ -266,6 +266,9 @@ def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, p
     assert planned["schedule"]["peak"] == planned["default_peaks"]["attention"] == peak
     shown = " ".join(uptrain("plan", source, *budget).out.split())
     assert ("for --trainable: all 2e-05, attention 5e-05, kv 0.0001, lora 0.0001" in shown) == (method == "fit")
+    given = (*budget, "--lr", 3e-4)
+    assert plan(uptrain, source, *given)["default_peaks"] is None
+    assert "for --trainable: all" not in " ".join(uptrain("plan", source, *given).out.split())
     # A run resolves the same, for each part.
     budget_options = BudgetOptions(steps=10, original="llama-2-7b", global_batch_tokens=64_000)
     for part, default in {None: peak, **planned["default_peaks"]}.items():

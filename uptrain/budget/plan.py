@@ -89,7 +89,7 @@ def make_plan(
         "data": data_use,
         "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
         "learning_rates": learning_rates(plan_schedule),
-        "default_peaks": _default_peaks(budget, method),
+        "default_peaks": _default_peaks(budget, method) if options.lr is None else None,
         "memory": {
             **{part: _memory(estimator, part, numbers) for part in TRAINABLE},
             "micro_batch_tokens": default_micro_batch(length) * length,

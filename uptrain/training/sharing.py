@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from model.checkpoint import Checkpoint, open_checkpoint
+from model.checkpoint import open_checkpoint
+from model.checkpoint.same_bytes import same_bytes
 from model.decoder.llama import RMSNorm
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import frozen_names, stored_names
@@ -17,23 +17,13 @@ from uptrain.training.trainable import FrozenEmbedding, FrozenLinear, cast_in_us
 Lenders = dict[str, tuple[nn.Module, str]]
 """Places of parameters: name → module, and its attribute."""
 THEIRS = "theirs."
-_BLOCK = 64 << 20
-"""Bytes of each tensor that are in memory at once."""
 
 
 def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:
     """Return the names of the frozen parameters of `model` whose tensors have the same bytes in both folders."""
     ours, theirs = frozen_names(model, part), stored_names(teacher)
     with open_checkpoint(model) as first, open_checkpoint(teacher) as second:
-        return [name for name in ours if name in theirs and _equal(first, ours[name], second, theirs[name])]
-
-
-def _equal(first: Checkpoint, name: str, second: Checkpoint, other_name: str) -> bool:
-    tensor, other = first.tensors[name], second.tensors[other_name]
-    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
-        return False
-    blocks = ((first.rows(name, *rows), second.rows(other_name, *rows)) for rows in tensor.row_blocks(_BLOCK))
-    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in blocks)
+        return [name for name in ours if name in theirs and same_bytes(first, ours[name], second, theirs[name])]
 
 
 def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch.dtype) -> Lenders:

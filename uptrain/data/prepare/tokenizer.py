@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from model.common.errors import InputError
 from model.common.files import file_sha256
 from model.common.read_files import read_json
-from model.common.tokenizer import CONFIGS, VOCABULARIES, WHOLE, check_sizes, open_tokenizer
+from model.common.tokenizer import CONFIGS, VOCABULARIES, WHOLE, check_files, open_tokenizer
 
 SETTINGS = (
     "tokenizer_class", "bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space",
@@ -36,7 +36,7 @@ def tokenizer_sha256(folder: Path) -> str:
         raise InputError(
             f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); put the tokenizer's files there."
         )
-    check_sizes(folder)
+    check_files(folder)
     files = {name: file_sha256(folder / name) for name in names}
     merged = {key: value for name in CONFIGS for key, value in _read_config(folder / name).items()}
     settings = {name: merged[name] for name in SETTINGS if merged.get(name) is not None}
