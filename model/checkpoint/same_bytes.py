@@ -1,8 +1,10 @@
 """Compare tensors byte for byte, a block at a time."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from model.checkpoint.interface import Checkpoint
+from model.checkpoint.tensor import Array
 
 _BLOCK = 8 << 20
 """Bytes of each tensor that are in memory at once."""
@@ -16,4 +18,8 @@ def same_bytes(first: Checkpoint, name: str, second: Checkpoint, other_name: str
     if first.span(name) is not None and first.span(name) == second.span(other_name):
         return True
     blocks = ((first.rows(name, *rows), second.rows(other_name, *rows)) for rows in one.row_blocks(_BLOCK))
-    return all(np.array_equal(*(np.ascontiguousarray(block).view(np.uint8) for block in pair)) for pair in blocks)
+    return all(np.array_equal(_bytes(a), _bytes(b)) for a, b in blocks)
+
+
+def _bytes(rows: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(rows).view(np.uint8)

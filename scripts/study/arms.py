@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.bench.machine import commit, cpu_model
 from scripts.study import programs
-from scripts.study.plan import REGISTERS, Arm, Stage, arms_of
+from scripts.study.plan import TEXT_KINDS, Arm, Stage, arms_of
 from scripts.study.prepare import Workspace
 from scripts.study.results import Result, is_parent, read
 
@@ -37,9 +37,9 @@ class Subject:
     seq_len: int
 
     @property
-    def registers(self) -> Path:
+    def text_kinds(self) -> Path:
         """The folder of texts of many kinds: held-out/ for evaluation, own/ for calibration."""
-        return self.caches / "registers"
+        return self.caches / "text_kinds"
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def work_on(workspace: Workspace, case: Case, tell: Callable[[str], None]) -> No
         started = time.perf_counter()
         measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
         line = describe(workspace, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
-        if workspace.plan.behaviour or workspace.plan.register_windows:
+        if workspace.plan.behaviour or workspace.plan.text_kind_windows:
             final = model if stage is None else export(folder / "run")
         if workspace.plan.behaviour:
             line["behaviour"] = behave(workspace, case, final)
-        if workspace.plan.register_windows:
-            line["registers"] = on_registers(workspace, case, final)
+        if workspace.plan.text_kind_windows:
+            line["text_kinds"] = on_text_kinds(workspace, case, final)
         append(workspace.results, line)
         stage_name = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
         tell(f"{case.name}, {stage_name}: {measures['loss']:.4f}, {line['seconds']} s")
@@ -139,7 +139,7 @@ def begin(workspace: Workspace, case: Case, out: Path) -> Path:
     """Return the model that an arm starts from. If it is a merge, convert it."""
     if case.arm.convert is None:
         return workspace.parent(case.subject.seed, f"g{case.groups}") if case.arm.from_nothing else case.subject.folder
-    convert = (word.replace(REGISTERS, f"{case.subject.registers}/own") for word in case.arm.convert)
+    convert = (word.replace(TEXT_KINDS, f"{case.subject.text_kinds}/own") for word in case.arm.convert)
     command: str = "mha-to-gqa"
     size: tuple[object, ...] = ("--groups", case.groups)
     if case.latent is not None:
@@ -180,14 +180,14 @@ def behave(workspace: Workspace, case: Case, model: Path) -> Result:
     return behaviour
 
 
-def on_registers(workspace: Workspace, case: Case, model: Path) -> dict[str, float]:
-    """Return the loss on each register's held-out texts; after calibration on one register, only on that one."""
-    texts = case.subject.registers / "held-out"
-    if case.arm.register and (texts / f"{case.arm.register}.jsonl").exists():
-        texts /= f"{case.arm.register}.jsonl"
-    windows = ("--windows", workspace.plan.register_windows, "--length", case.subject.seq_len)
+def on_text_kinds(workspace: Workspace, case: Case, model: Path) -> dict[str, float]:
+    """Return the loss on the held-out texts of each kind; after calibration on one kind, only on that one."""
+    texts = case.subject.text_kinds / "held-out"
+    if case.arm.text_kind and (texts / f"{case.arm.text_kind}.jsonl").exists():
+        texts /= f"{case.arm.text_kind}.jsonl"
+    windows = ("--windows", workspace.plan.text_kind_windows, "--length", case.subject.seq_len)
     losses: dict[str, float] = json.loads(
-        programs.run("scripts.study.on_registers", model, "--registers", texts, *windows)
+        programs.run("scripts.study.on_text_kinds", model, "--text-kinds", texts, *windows)
     )
     return losses
 

@@ -3,9 +3,9 @@
     python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, updates tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
-`savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_registers`, `distilled_registers`,
+`savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_registers`, `parts`, `smollm2_tokens`, `latent`, `latent_smollm2` or `field`.
+`families_text_kinds`, `parts`, `smollm2_tokens`, `latent`, `latent_smollm2` or `field`.
 """
 
 import json
@@ -19,7 +19,7 @@ import click
 from scripts.study.arms import key_of_line
 from scripts.study.cells import kv_heads, markdown, show
 from scripts.study.figures import draw
-from scripts.study.page_tables import by_cache, by_heads, by_parent, by_part, registers_by_parent, savings
+from scripts.study.page_tables import by_cache, by_heads, by_parent, by_part, savings, text_kinds_by_parent
 from scripts.study.plan import PLANS, PlanError
 from scripts.study.results import (
     BETTER,
@@ -30,13 +30,13 @@ from scripts.study.results import (
     at,
     gaps,
     is_parent,
-    left_by_register,
+    left_by_text_kind,
     losses,
     of_seeds,
     read,
     read_lines,
     shares,
-    shares_by_register,
+    shares_by_text_kind,
     unique,
     united,
 )
@@ -145,10 +145,10 @@ def renewed(page: str, results: Path) -> str:
             "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
             "smollm2_repeated": lambda folder: by_heads(read(folder / "smollm2_repeated.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
-            "families_registers": lambda folder: registers_by_parent(read(folder / "families_registers.jsonl")),
+            "families_text_kinds": lambda folder: text_kinds_by_parent(read(folder / "families_text_kinds.jsonl")),
             "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),
-            "refined_registers": refined_registers,
-            "distilled_registers": distilled_registers,
+            "refined_text_kinds": refined_text_kinds,
+            "distilled_text_kinds": distilled_text_kinds,
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
             "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
@@ -176,10 +176,10 @@ FORMER = (
 
 def headline(results: Path) -> str:
     """Return the table of the default merge right after conversion: loss, and share of mean's gap."""
-    lines = read(results / "registers.jsonl")
-    by_arm = {line["arm"]: statistics.mean(line["registers"].values()) for line in lines}
-    left = shares_by_register(TODAY["registers"], lines)
-    cells = [f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY["registers"])]
+    lines = read(results / "text_kinds.jsonl")
+    by_arm = {line["arm"]: statistics.mean(line["text_kinds"].values()) for line in lines}
+    left = shares_by_text_kind(TODAY["text_kinds"], lines)
+    cells = [f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY["text_kinds"])]
     name = f"SmolLM2-135M, {len(left)} kinds of text"
     span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
     return "\n".join([after_conversion(results, HEADLINE), f"| {name} | 3 → 1 | {' | '.join(cells)} | {span} |"])
@@ -231,25 +231,25 @@ def field(results: Path) -> str:
     return markdown(["", "parents", *headings], rows)
 
 
-def refined_registers(results: Path) -> str:
+def refined_text_kinds(results: Path) -> str:
     """Return the shares of mean's gap by kind of text, of the default merge with and without refining."""
-    lines = read(results / "registers.jsonl")
-    refined, closed = TODAY["registers"], TODAY["registers"].partition(",")[0]
-    left = [shares_by_register(arm, lines) for arm in (closed, refined, "shipped 262144, refined 262144")]
-    return by_register(["closed form", "refined on 65,536 tokens (default)", "both on 262,144 tokens"], left)
+    lines = read(results / "text_kinds.jsonl")
+    refined, closed = TODAY["text_kinds"], TODAY["text_kinds"].partition(",")[0]
+    left = [shares_by_text_kind(arm, lines) for arm in (closed, refined, "shipped 262144, refined 262144")]
+    return by_text_kind(["closed form", "refined on 65,536 tokens (default)", "both on 262,144 tokens"], left)
 
 
-def distilled_registers(results: Path) -> str:
+def distilled_text_kinds(results: Path) -> str:
     """Return the shares of mean's gap by kind of text, of the default merge and after distilling it on some kinds."""
-    lines = read(results / "registers.jsonl")
-    own = [line for line in read_lines(results / "registers_distilled.jsonl") if line["start"] == "default"]
+    lines = read(results / "text_kinds.jsonl")
+    own = [line for line in read_lines(results / "text_kinds_distilled.jsonl") if line["start"] == "default"]
     names = [
         "right after conversion" if line["tokens"] == 0 else f"distilled on {line['distilled_on']}" for line in own
     ]
-    return by_register(names, [left_by_register(line["registers"], lines) for line in own])
+    return by_text_kind(names, [left_by_text_kind(line["text_kinds"], lines) for line in own])
 
 
-def by_register(names: list[str], left: list[dict[str, float]]) -> str:
+def by_text_kind(names: list[str], left: list[dict[str, float]]) -> str:
     """Return a table of shares of mean's gap by kind of text, with their average and the worst."""
     rows = [[kind, *(f"{each[kind]:.1%}" for each in left)] for kind in left[0]]
     rows.append(["average", *(f"{statistics.mean(each.values()):.1%}" for each in left)])

@@ -27,7 +27,7 @@ from scripts.study.results import (
     losses,
     of_seeds,
     shares,
-    shares_by_register,
+    shares_by_text_kind,
     stage_of,
     unique,
 )
@@ -123,7 +123,7 @@ def by_parent(lines: list[Result]) -> str:
     return markdown(["family", "K/V heads", "parent", *headings], rows)
 
 
-def registers_by_parent(lines: list[Result]) -> str:
+def text_kinds_by_parent(lines: list[Result]) -> str:
     """Return the shares of mean's gap that the arm `default` leaves on each kind of text, by parent.
 
     A cell has one share for each number of K/V heads, from many to few. Kinds of which a parent knows too little are
@@ -134,8 +134,8 @@ def registers_by_parent(lines: list[Result]) -> str:
     for parent in unique(line["parent"] for line in lines):
         own = [line for line in lines if line["parent"] == parent]
         by_groups = ([line for line in own if is_parent(line) or line["groups"] == groups] for groups in heads)
-        shares_of[parent] = [shares_by_register("default", merged) for merged in by_groups]
-    of_parents = [line["registers"] for line in lines if is_parent(line)]
+        shares_of[parent] = [shares_by_text_kind("default", merged) for merged in by_groups]
+    of_parents = [line["text_kinds"] for line in lines if is_parent(line)]
     kinds = [kind for kind in of_parents[0] if max(losses[kind] for losses in of_parents) < KNOWN]
     rows = [[kind, *(_shares(left[kind] for left in each) for each in shares_of.values())] for kind in kinds]
     for name, of_all in (("average", statistics.mean), ("worst", max)):

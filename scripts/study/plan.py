@@ -13,7 +13,7 @@ from model.common.errors import InputError
 from model.common.typed_json import make
 
 PLANS = Path(__file__).parent / "plans"
-REGISTERS = "REGISTERS"
+TEXT_KINDS = "TEXT_KINDS"
 """In a plan's arguments: the folder of calibration texts, one file per kind."""
 SHARED = ("texts", "tokenizer", "seq_len", "windows", "parent")
 """Keys that a plan takes from the plan in its `parents_of`. It can have its own `seeds` of the parent."""
@@ -95,9 +95,9 @@ class Arm:
         return self.convert is None and not self.from_nothing
 
     @property
-    def register(self) -> str | None:
+    def text_kind(self) -> str | None:
         """The single kind of text that the arm is calibrated on; None without one."""
-        texts = [Path(word).stem for word in self.convert or () if word.startswith(f"{REGISTERS}/")]
+        texts = [Path(word).stem for word in self.convert or () if word.startswith(f"{TEXT_KINDS}/")]
         return texts[0] if texts else None
 
 
@@ -138,13 +138,15 @@ class Plan:
     outside: tuple[ExternalParent, ...] = ()
     behaviour: bool = False
     """Whether to measure losses by position and generated texts too (behaviour.py)."""
-    register_windows: int = 0
-    """Number of windows on which the loss on each kind of text in --registers is measured too; 0: none. In the
-    arguments of `convert`, REGISTERS/KIND.jsonl is a calibration text of that kind; then only that kind is measured."""
+    text_kind_windows: int = 0
+    """Number of windows on which the loss on each kind of text in --text-kinds is measured too; 0: none.
+
+    In the arguments of `convert`, TEXT_KINDS/KIND.jsonl is a calibration text of that kind; then only that kind is
+    measured."""
 
     @property
-    def needs_registers(self) -> bool:
-        return self.register_windows > 0 or any(arm.register for arm in self.arms)
+    def needs_text_kinds(self) -> bool:
+        return self.text_kind_windows > 0 or any(arm.text_kind for arm in self.arms)
 
 
 def find_plan(name: str) -> Path:

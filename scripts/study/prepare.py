@@ -9,8 +9,8 @@ The folder of a plan:
     parent-0/ parent-0-hf/     the run that trained the parent of seed 0, and the parent
     parent-0-g2/ …             the same from scratch with 2 K/V heads
     parent-0-qwen3/ …          the same of a family
-    registers/                 texts of many kinds, with chats in the parent's template
-    smollm2/                   model/, train/, valid/ and registers/ of an outside parent
+    text_kinds/                 texts of many kinds, with chats in the parent's template
+    smollm2/                   model/, train/, valid/ and text_kinds/ of an outside parent
     arms/                      the models that are currently converted and trained
     plan.json                  the values of the plan that all of this depends on
     results.jsonl lock
@@ -47,8 +47,8 @@ class Workspace:
     work: Path
     texts: Path | None
     """The folder of --texts."""
-    registers: Path | None = None
-    """The folder of --registers."""
+    text_kinds: Path | None = None
+    """The folder of --text-kinds."""
 
     @property
     def home(self) -> Path:
@@ -95,8 +95,8 @@ class Workspace:
 def check_home(workspace: Workspace) -> None:
     """Raise PlanError if the plan needs texts that were not given, or its folder was built with other values of it."""
     plan = workspace.plan
-    if workspace.registers is None and plan.needs_registers:
-        raise PlanError(f"the plan {plan.name} needs texts of many kinds; give their folder with --registers.")
+    if workspace.text_kinds is None and plan.needs_text_kinds:
+        raise PlanError(f"the plan {plan.name} needs texts of many kinds; give their folder with --text-kinds.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
     if not wanted["parent"]["families"]:  # earlier folders lack the key
@@ -128,8 +128,8 @@ def shared_steps(workspace: Workspace) -> list[Step]:
                 if variant
             ),
         ]
-        if plan.needs_registers:
-            steps.append(registers_step(workspace, home / "init", home))
+        if plan.needs_text_kinds:
+            steps.append(text_kinds_step(workspace, home / "init", home))
     return [*steps, *(step for outside in plan.outside for step in outside_steps(workspace, outside))]
 
 
@@ -140,13 +140,13 @@ def outside_steps(workspace: Workspace, outside: ExternalParent) -> list[Step]:
         Step(folder / "model", partial(fetch_model, outside, folder / "model")),
         Step(folder / "valid", partial(cache, "valid", outside.windows)),
     ]
-    if workspace.plan.needs_registers:
-        steps.append(registers_step(workspace, folder / "model", folder))
+    if workspace.plan.needs_text_kinds:
+        steps.append(text_kinds_step(workspace, folder / "model", folder))
     return [*steps, Step(folder / "train", partial(cache, "train", None))] if outside.uptrain else steps
 
 
-def registers_step(workspace: Workspace, model: Path, folder: Path) -> Step:
-    return Step(folder / "registers", partial(render_registers, workspace, model, folder / "registers"))
+def text_kinds_step(workspace: Workspace, model: Path, folder: Path) -> Step:
+    return Step(folder / "text_kinds", partial(render_text_kinds, workspace, model, folder / "text_kinds"))
 
 
 def parent_steps(workspace: Workspace) -> list[Step]:
@@ -251,15 +251,15 @@ def fetch_model(outside: ExternalParent, out: Path) -> None:
         repeat_heads(Path(temporary) / "model", out, outside.kv_heads)
 
 
-def render_registers(workspace: Workspace, model: Path, out: Path) -> None:
-    """Copy the texts of all registers, with chats rendered in the model's template."""
+def render_text_kinds(workspace: Workspace, model: Path, out: Path) -> None:
+    """Copy the texts of all kinds, with chats rendered in the model's template."""
     from model.common.tokenizer import open_tokenizer
 
-    assert workspace.registers is not None  # check_home
+    assert workspace.text_kinds is not None  # check_home
     tokenizer, folder = open_tokenizer(model), _fresh(out.with_suffix(".partial"))
     for part in ("held-out", "own"):
         (folder / part).mkdir()
-        for source in sorted((workspace.registers / part).glob("*.jsonl")):
+        for source in sorted((workspace.text_kinds / part).glob("*.jsonl")):
             with source.open() as documents, (folder / part / source.name).open("w") as file:
                 for line in documents:
                     file.write(json.dumps({"text": _as_text(json.loads(line), tokenizer)}, ensure_ascii=False) + "\n")

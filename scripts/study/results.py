@@ -34,7 +34,7 @@ def read(path: Path) -> list[Result]:
 WEAK = ("paper", "recipe", "short")
 """The plans that uptrain the three weak parents. The first has the arms that are uptrained at every length."""
 TODAY = {
-    "refine": "refined 65536", "refine_longer": "refined 65536", "registers": "shipped 65536, refined 65536",
+    "refine": "refined 65536", "refine_longer": "refined 65536", "text_kinds": "shipped 65536, refined 65536",
 }  # fmt: skip
 """Plan → the arm with the default merge as it is now."""
 BETTER = ("longer", "recipe_longer", "from_nothing")
@@ -124,15 +124,15 @@ def shares(start: list[Result], lines: list[Result]) -> Seeds:
     return left_of(start, losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]]))
 
 
-def shares_by_register(arm: str, lines: list[Result]) -> dict[str, float]:
+def shares_by_text_kind(arm: str, lines: list[Result]) -> dict[str, float]:
     """Return an arm's remaining share of mean's gap on each kind of text, right after conversion."""
-    own = next(line["registers"] for line in reversed(lines) if line["arm"] == arm and not line["alpha"])
-    return left_by_register(own, lines)
+    own = next(line["text_kinds"] for line in reversed(lines) if line["arm"] == arm and not line["alpha"])
+    return left_by_text_kind(own, lines)
 
 
-def left_by_register(own: dict[str, float], lines: list[Result]) -> dict[str, float]:
+def left_by_text_kind(own: dict[str, float], lines: list[Result]) -> dict[str, float]:
     """Return the remaining share of mean's gap of losses on each kind of text."""
-    losses_of = {line["arm"]: line["registers"] for line in lines if not line["alpha"]}
+    losses_of = {line["arm"]: line["text_kinds"] for line in lines if not line["alpha"]}
     parent, mean = losses_of["parent"], losses_of["mean"]
     return {kind: (own[kind] - parent[kind]) / (mean[kind] - parent[kind]) for kind in own}
 

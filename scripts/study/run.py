@@ -25,12 +25,12 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.command(help=__doc__)
 @click.option("--plan", "name", metavar="NAME|FILE", required=True, help="One of scripts/study/plans/, or a TOML file.")
 @click.option("--texts", type=FOLDER, help="Folder of the novels, as .jsonl.xz.")
-@click.option("--registers", type=FOLDER, help="Texts of many kinds, of scripts/study/registers.py.")
+@click.option("--text-kinds", type=FOLDER, help="Texts of many kinds, of scripts/study/text_kinds.py.")
 @click.option("--work", type=FOLDER, default=Path(".study"), show_default=True, help="Where all outputs go.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Side by side, a thread each.")
 @click.option("--dry-run", is_flag=True, help="Print the remaining work, and do nothing.")
-def main(name: str, texts: Path | None, registers: Path | None, work: Path, jobs: int, dry_run: bool) -> None:
-    workspace = Workspace(read_plan(find_plan(name)), work, texts, registers)
+def main(name: str, texts: Path | None, text_kinds: Path | None, work: Path, jobs: int, dry_run: bool) -> None:
+    workspace = Workspace(read_plan(find_plan(name)), work, texts, text_kinds)
     if dry_run:
         print_rest(workspace)
     else:

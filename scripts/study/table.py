@@ -65,8 +65,8 @@ def tables(lines: list[Result]) -> Iterator[str]:
                 yield behaviours(watched)
             if watched := [line for line in watched if "loss_by_kind" in line["behaviour"]]:
                 yield kinds(watched)
-            if watched := [line for line in chosen if "registers" in line and not line["alpha"]]:
-                yield registers(watched)
+            if watched := [line for line in chosen if "text_kinds" in line and not line["alpha"]]:
+                yield text_kinds(watched)
 
 
 def table(lines: list[Result]) -> str:
@@ -153,18 +153,18 @@ def kinds(lines: list[Result]) -> str:
     return markdown(["arm", "uptraining", *names], rows)
 
 
-def registers(lines: list[Result]) -> str:
-    """Return the table of each arm's remaining share of mean's gap by register, and on the worst register.
+def text_kinds(lines: list[Result]) -> str:
+    """Return the table of each arm's remaining share of mean's gap by kind of text, and on the worst kind.
 
-    Arms named after a register and a number of tokens share one column: each was calibrated on texts of that register,
+    Arms named after a kind of text and a number of tokens share one column: each was calibrated on texts of that kind,
     and is shown only for it.
     """
-    by_arm = {line["arm"]: line["registers"] for line in lines}
+    by_arm = {line["arm"]: line["text_kinds"] for line in lines}
     parent, mean = by_arm["parent"], by_arm["mean"]
     own = {arm: arm.rsplit(" ", 1) for arm in by_arm if arm.rsplit(" ", 1)[0] in parent}
     columns: dict[str, Result] = {arm: losses for arm, losses in by_arm.items() if arm not in ("parent", "mean", *own)}
-    for arm, (register, tokens) in own.items():
-        columns.setdefault(f"own {tokens}", {})[register] = by_arm[arm][register]
+    for arm, (text_kind, tokens) in own.items():
+        columns.setdefault(f"own {tokens}", {})[text_kind] = by_arm[arm][text_kind]
     left = {
         name: {r: (losses[r] - parent[r]) / (mean[r] - parent[r]) for r in losses} for name, losses in columns.items()
     }

@@ -29,7 +29,7 @@ ONLY_PARSED = {
     "scripts/uptrain_multi_gpu.sh": "needs several GPUs; the slow test below runs it on two processes of the CPU",
     "sbatch scripts/launch/slurm/uptrain.sbatch": "needs Slurm; test_launch_files.py runs it with stand-ins",
     "python -m scripts.bench": "test_bench.py runs it at a small size",
-    "python -m scripts.study.distil_registers": "needs SmolLM2, and hours",
+    "python -m scripts.study.distil_on_text_kinds": "needs SmolLM2, and hours",
 }
 """Commands that begin with this are parsed, not run, and why."""
 

@@ -53,7 +53,7 @@ def stand_in(study, monkeypatch):
             return json.dumps({"repeated": 0.1})
         if words[1] == "export" and "exported" in words[3]:  # for its behaviour
             return ""
-        if words[0] == "scripts.study.on_registers":
+        if words[0] == "scripts.study.on_text_kinds":
             calls.append(words)
             return json.dumps({"prose": 4.1})
         calls.append(words)
@@ -298,18 +298,18 @@ def test_parents_of_several_families(study, stand_in, tmp_path):
     assert "another parent" in start(study, "--plan", path, "--work", tmp_path).output
 
 
-def test_parents_are_evaluated_on_registers(study, stand_in, tmp_path, monkeypatch):
+def test_parents_are_evaluated_on_text_kinds(study, stand_in, tmp_path, monkeypatch):
     """In windows of the plan's length, on texts whose chats were rendered once for them."""
     path, rendered = tmp_path / "smoke.toml", []
-    path.write_text("register_windows = 3\n" + SMOKE.read_text())
-    monkeypatch.setattr(study[2], "render_registers", lambda workspace, model, out: rendered.append((model, out)))
-    assert start(study, "--plan", path, "--work", tmp_path, "--registers", tmp_path).exit_code == 0
+    path.write_text("text_kind_windows = 3\n" + SMOKE.read_text())
+    monkeypatch.setattr(study[2], "render_text_kinds", lambda workspace, model, out: rendered.append((model, out)))
+    assert start(study, "--plan", path, "--work", tmp_path, "--text-kinds", tmp_path).exit_code == 0
     home = tmp_path / "smoke"
-    assert rendered == [(home / "init", home / "registers")]
-    measured = [words for words in stand_in if words[0] == "scripts.study.on_registers"]
-    options = ["--registers", str(home / "registers/held-out"), "--windows", "3", "--length", "64"]
+    assert rendered == [(home / "init", home / "text_kinds")]
+    measured = [words for words in stand_in if words[0] == "scripts.study.on_text_kinds"]
+    options = ["--text-kinds", str(home / "text_kinds/held-out"), "--windows", "3", "--length", "64"]
     assert [words[2:] for words in measured] == [options] * len(read(tmp_path))
-    assert all(line["registers"] == {"prose": 4.1} for line in read(tmp_path))
+    assert all(line["text_kinds"] == {"prose": 4.1} for line in read(tmp_path))
 
 
 def test_lists_are_tried_in_all_combinations(study, tmp_path):
@@ -379,9 +379,9 @@ def test_program_that_fails_says_why_in_one_line(study):
     assert "\n" not in error.value.message
 
 
-REGISTERS_PLAN = """
+TEXT_KINDS_PLAN = """
 seq_len = 64
-register_windows = 2
+text_kind_windows = 2
 [texts]
 kind = "novels"
 valid = "valid.jsonl.xz"
@@ -411,13 +411,13 @@ name = "shipped 2048"
 convert = ["--calibration", "shipped", "--calibration-tokens", "2048"]
 [[arms]]
 name = "chat 2048"
-convert = ["--calibration", "REGISTERS/chat.jsonl", "--calibration-tokens", "2048"]
+convert = ["--calibration", "TEXT_KINDS/chat.jsonl", "--calibration-tokens", "2048"]
 """
 
 
 @pytest.mark.slow
-def test_a_plan_is_evaluated_on_registers(tmp_path):
-    """Chats are read in the model's template; what is calibrated on a register is measured on that one."""
+def test_a_plan_is_evaluated_on_text_kinds(tmp_path):
+    """Chats are read in the model's template; what is calibrated on a kind is measured on that one."""
     model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, max_position_embeddings=512), tmp_path / "model"), 300)
     (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
     words = " ".join(f"word{n} said {n * n} times" for n in range(2000))
@@ -428,18 +428,18 @@ def test_a_plan_is_evaluated_on_registers(tmp_path):
         (tmp_path / "texts" / part / "chat.jsonl").write_text(json.dumps(chat) + "\n")
     with lzma.open(tmp_path / "texts/valid.jsonl.xz", "wt") as file:
         file.write(json.dumps({"text": words}) + "\n")
-    plan = tmp_path / "registers.toml"
-    plan.write_text(REGISTERS_PLAN.format(model=model))
+    plan = tmp_path / "text_kinds.toml"
+    plan.write_text(TEXT_KINDS_PLAN.format(model=model))
     command = [STUDY / "run", "--plan", plan, "--work", tmp_path / "work", "--texts", tmp_path / "texts"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (refused.returncode, "--registers" in refused.stderr) == (2, True)
-    subprocess.run([*command, "--registers", tmp_path / "texts"], env=environment, check=True)
-    losses_by_arm = {line["arm"]: line["registers"] for line in read(tmp_path / "work", "registers")}
+    assert (refused.returncode, "--text-kinds" in refused.stderr) == (2, True)
+    subprocess.run([*command, "--text-kinds", tmp_path / "texts"], env=environment, check=True)
+    losses_by_arm = {line["arm"]: line["text_kinds"] for line in read(tmp_path / "work", "text_kinds")}
     assert {arm: sorted(losses) for arm, losses in losses_by_arm.items()} == {
         **{arm: ["chat", "prose"] for arm in ("parent", "mean", "shipped 2048")}, "chat 2048": ["chat"],
     }  # fmt: skip
-    rendered = json.loads((tmp_path / "work/registers/tiny/registers/held-out/chat.jsonl").read_text())["text"]
+    rendered = json.loads((tmp_path / "work/text_kinds/tiny/text_kinds/held-out/chat.jsonl").read_text())["text"]
     assert rendered.startswith("<user>word0 said 0 times") and rendered.endswith("<assistant>yes\n")
     # transformers' loss on the same windows
     ids = AutoTokenizer.from_pretrained(model)(words).input_ids

@@ -295,15 +295,15 @@ def test_table_of_behaviours():
     ]
 
 
-def test_table_of_registers():
+def test_table_of_text_kinds():
     def evaluated(arm, prose, code):
         return line(arm, 0, prose, convert=None if arm == "parent" else (arm,)) | {
-            "registers": {"prose": prose, "code": code}
+            "text_kinds": {"prose": prose, "code": code}
         }
 
     lines = [evaluated("parent", 3, 2), evaluated("mean", 8, 7), evaluated("shipped 16384", 3.5, 2.2)]
     lines += [evaluated("prose 16384", 3.4, 6), evaluated("code 16384", 7, 2.3)]
-    assert table.registers(lines).splitlines() == [
+    assert table.text_kinds(lines).splitlines() == [
         "| held-out texts | parent | mean | shipped 16384 | own 16384 |",
         "| --- | --- | --- | --- | --- |",
         "| prose | 3.000 | 8.000 | 10.0% | 8.0% |",
@@ -312,11 +312,11 @@ def test_table_of_registers():
     ]
 
 
-def test_table_of_registers_by_parent():
+def test_table_of_text_kinds_by_parent():
     def evaluated(parent, arm, groups, prose, code):
         measured = line(arm, 0, prose, groups=groups, convert=None if arm == "parent" else (arm,))
         unknown = 6.1 if arm == "parent" else 6.0
-        return measured | {"parent": parent, "registers": {"prose": prose, "code": code, "chinese": unknown}}
+        return measured | {"parent": parent, "text_kinds": {"prose": prose, "code": code, "chinese": unknown}}
 
     lines = [
         evaluated("phi", "parent", 4, 3, 2),
@@ -326,7 +326,7 @@ def test_table_of_registers_by_parent():
         evaluated("glm", "mean", 2, 5, 4), evaluated("glm", "default", 2, 4, 3.5),
         evaluated("glm", "mean", 1, 5, 4), evaluated("glm", "default", 1, 5, 4),
     ]  # fmt: skip
-    assert page_tables.registers_by_parent(lines).splitlines() == [
+    assert page_tables.text_kinds_by_parent(lines).splitlines() == [
         "| 4 → 2 / 1 heads | phi | glm |",
         "| --- | --- | --- |",
         "| prose | 10.0% / 50.0% | 50.0% / 100.0% |",

@@ -1,8 +1,8 @@
 """Distil the default merge of a model for a moment, on texts of one kind, and measure it on texts of every kind.
 
-    python -m scripts.study.distil_registers .study/merges/smollm2 --work .study/distilled
+    python -m scripts.study.distil_on_text_kinds .study/merges/smollm2 --work .study/distilled
 
-FOLDER is that of an outside parent that the plan `registers` has made: model/ and registers/. Every measurement is a
+FOLDER is that of an outside parent that the plan `text_kinds` has made: model/ and text_kinds/. Every measurement is a
 line of WORK/results.jsonl; existing ones are not repeated.
 """
 
@@ -19,7 +19,7 @@ from scripts.study import programs
 FOLDER = click.Path(file_okay=False, path_type=Path)
 MIXTURE = programs.ROOT / "convert/calibration_text/sample_texts/mixture.jsonl.xz"
 KINDS = ("chat", "python", "shipped", "self")
-"""Texts to train on: a register, the shipped calibration text, or what the parent writes itself."""
+"""Texts to train on: of a kind, the shipped calibration text, or what the parent writes itself."""
 STEPS, STEP_TOKENS, WINDOW = 12, 2048, 512
 OWN_TOKENS = 32_768
 HELD_OUT_WINDOWS = 4
@@ -30,7 +30,12 @@ HELD_OUT_WINDOWS = 4
 @click.option("--work", type=FOLDER, required=True)
 @click.option("--lr", default=2e-4, show_default=True)
 def main(folder: Path, work: Path, lr: float) -> None:
-    parent, registers, merged, results = folder / "model", folder / "registers", work / "merged", work / "results.jsonl"
+    parent, text_kinds, merged, results = (
+        folder / "model",
+        folder / "text_kinds",
+        work / "merged",
+        work / "results.jsonl",
+    )
     work.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     done = {(line["distilled_on"], line.get("lr")) for line in lines}
@@ -39,22 +44,22 @@ def main(folder: Path, work: Path, lr: float) -> None:
         rate = None if kind is None else lr
         if (kind, rate) in done:
             continue
-        model = merged if kind is None else distil(merged, parent, text_of(kind, parent, registers, work), lr, work)
-        words = (model, "--registers", registers / "held-out", "--windows", HELD_OUT_WINDOWS)
-        losses = json.loads(programs.run("scripts.study.on_registers", *words))
+        model = merged if kind is None else distil(merged, parent, text_of(kind, parent, text_kinds, work), lr, work)
+        words = (model, "--text-kinds", text_kinds / "held-out", "--windows", HELD_OUT_WINDOWS)
+        losses = json.loads(programs.run("scripts.study.on_text_kinds", *words))
         tokens = 0 if kind is None else STEPS * STEP_TOKENS
-        line = {"start": "default", "distilled_on": kind, "lr": rate, "tokens": tokens, "registers": losses}
+        line = {"start": "default", "distilled_on": kind, "lr": rate, "tokens": tokens, "text_kinds": losses}
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         click.echo(f"{kind or 'after conversion'}: {sum(losses.values()) / len(losses):.4f} on average")
 
 
-def text_of(kind: str, parent: Path, registers: Path, work: Path) -> Path:
+def text_of(kind: str, parent: Path, text_kinds: Path, work: Path) -> Path:
     """Return a text of one kind. The parent writes its own on the first call."""
     if kind == "shipped":
         return MIXTURE
     if kind != "self":
-        return registers / "own" / f"{kind}.jsonl"
+        return text_kinds / "own" / f"{kind}.jsonl"
     own = work / "self.jsonl"
     if not own.exists():
         from convert.calibration.generated_text import GeneratedText

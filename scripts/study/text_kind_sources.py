@@ -1,12 +1,12 @@
-"""List the files and packages from which each held-out register is read."""
+"""List the files and packages from which each held-out kind of text is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.study import register_readers as read
+from scripts.study import text_kind_readers as read
 from scripts.study.packages import Package
-from scripts.study.register_readers import Document
+from scripts.study.text_kind_readers import Document
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Write texts of many kinds: held-out texts to evaluate merges, and others of the same kinds for calibration.
 
-    python -m scripts.study.registers OUT --books FOLDER
+    python -m scripts.study.text_kinds OUT --books FOLDER
 
-OUT/held-out/REGISTER.jsonl and OUT/own/REGISTER.jsonl hold one document per line: {"text": …}, or {"messages": […]} in
-`chat`. OUT/registers.json lists the sources of each register. With --record, a file of sources and fingerprints of the
+OUT/held-out/KIND.jsonl and OUT/own/KIND.jsonl hold one document per line: {"text": …}, or {"messages": […]} in
+`chat`. OUT/text_kinds.json lists the sources of each kind. With --record, a file of sources and fingerprints of the
 held-out texts (winnowing.py) is written too; it shows that another text contains none of them. The texts belong to
 other people, and are not in the repository.
 """
@@ -18,10 +18,10 @@ from typing import Any
 
 import click
 
-from scripts.study import register_readers as read
+from scripts.study import text_kind_readers as read
 from scripts.study.packages import Package, unpacked
-from scripts.study.register_readers import Document
-from scripts.study.register_sources import PARTS, Part
+from scripts.study.text_kind_readers import Document
+from scripts.study.text_kind_sources import PARTS, Part
 from scripts.study.winnowing import RUN, WINDOW, fingerprints
 
 LONGEST, SHORTEST = 8_000, 1_200
@@ -29,7 +29,7 @@ LONGEST, SHORTEST = 8_000, 1_200
 LICENCE = re.compile(r"licen[cs]e|授权|лиценз|lizenz", re.IGNORECASE)
 NOVELS = 12
 OWN_CHARACTERS = 480_000
-"""Approximate limit of the calibration texts of a register."""
+"""Approximate limit of the calibration texts of a kind."""
 OWN_DOCUMENTS = 8
 """Maximum number of calibration documents per held-out document."""
 LEGAL = 5
@@ -50,28 +50,28 @@ def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> Non
     for part in ("held-out", "own"):
         (out / part).mkdir(parents=True, exist_ok=True)
     summary, marks = {}, {}
-    for register in ("novels", *PARTS):
-        if register == "novels":
+    for kind in ("novels", *PARTS):
+        if kind == "novels":
             documents, own, sources = novels(books)
         else:
-            documents, own, sources = collected(PARTS[register], cache or out / "cache")
+            documents, own, sources = collected(PARTS[kind], cache or out / "cache")
         lines = json_lines(documents)
-        (out / "held-out" / f"{register}.jsonl").write_bytes(lines.encode())
-        (out / "own" / f"{register}.jsonl").write_bytes(json_lines(limited(own)).encode())
+        (out / "held-out" / f"{kind}.jsonl").write_bytes(lines.encode())
+        (out / "own" / f"{kind}.jsonl").write_bytes(json_lines(limited(own)).encode())
         texts = [content(document) for document in documents]
-        summary[register] = {
+        summary[kind] = {
             "documents": len(documents),
             "characters": sum(map(len, texts)),
             "sha256": sha256(lines.encode()).hexdigest(),
             "sources": sources,
         }
-        marks[register] = " ".join(sorted(set[str]().union(*(fingerprints(text) for text in texts))))
-        print(f"{register:14} {len(documents):3} documents {sum(map(len, texts)):7} characters", flush=True)
+        marks[kind] = " ".join(sorted(set[str]().union(*(fingerprints(text) for text in texts))))
+        print(f"{kind:14} {len(documents):3} documents {sum(map(len, texts)):7} characters", flush=True)
     (out / "own/speeches.jsonl").write_bytes(json_lines(speeches(cache or out / "cache")).encode())
-    (out / "registers.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    (out / "text_kinds.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     if record:
         held_out = {name: {**entry, "fingerprints": marks[name]} for name, entry in summary.items()}
-        record_content = {"run": RUN, "window": WINDOW, "registers": held_out}
+        record_content = {"run": RUN, "window": WINDOW, "text_kinds": held_out}
         record.write_text(json.dumps(record_content, indent=1, ensure_ascii=False) + "\n")
 
 

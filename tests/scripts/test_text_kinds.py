@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.study.register_sources import PARTS
+from scripts.study.text_kind_sources import PARTS
 from scripts.study.winnowing import RUN, WINDOW, fingerprints
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "convert/calibration_text/sample_texts").glob("*.xz"))
-RECORD = ROOT / "docs/study/registers.json"
+RECORD = ROOT / "docs/study/text_kinds.json"
 
 
 def words(seed: int, count: int) -> str:
@@ -47,12 +47,12 @@ def test_characters_are_words_where_there_are_no_spaces():
     assert fingerprints(f"一二三{shared}") & fingerprints(f"{shared}四五")
 
 
-def test_the_record_has_every_register():
+def test_the_record_has_every_text_kind():
     record = json.loads(RECORD.read_text())
     assert (record["run"], record["window"]) == (RUN, WINDOW)
-    assert list(record["registers"]) == ["novels", *PARTS]
-    for register in record["registers"].values():
-        assert re.fullmatch(r"[0-9a-f]{12}( [0-9a-f]{12})+", register["fingerprints"])
+    assert list(record["text_kinds"]) == ["novels", *PARTS]
+    for text_kind in record["text_kinds"].values():
+        assert re.fullmatch(r"[0-9a-f]{12}( [0-9a-f]{12})+", text_kind["fingerprints"])
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
@@ -61,5 +61,5 @@ def test_the_shipped_calibration_text_holds_no_held_out_text(file: Path):
     texts = [json.loads(line)["text"] for line in text.splitlines()] if ".jsonl" in file.name else [text]
     shipped = set[str]().union(*map(fingerprints, texts))
     assert shipped
-    for name, register in json.loads(RECORD.read_text())["registers"].items():
-        assert not shipped & set(register["fingerprints"].split()), name
+    for name, text_kind in json.loads(RECORD.read_text())["text_kinds"].items():
+        assert not shipped & set(text_kind["fingerprints"].split()), name
