@@ -5,7 +5,7 @@
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_text_kinds`, `parts`, `smollm2_tokens`, `latent`, `latent_smollm2` or `field`.
+`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `latent`, `latent_smollm2` or `field`.
 """
 
 import json
@@ -19,7 +19,15 @@ import click
 from scripts.study.arms import key_of_line
 from scripts.study.cells import kv_heads, markdown, show
 from scripts.study.figures import draw
-from scripts.study.page_tables import by_cache, by_heads, by_parent, by_part, savings, text_kinds_by_parent
+from scripts.study.page_tables import (
+    by_cache,
+    by_heads,
+    by_parent,
+    by_part,
+    kinds_by_part,
+    savings,
+    text_kinds_by_parent,
+)
 from scripts.study.plan import PLANS, PlanError
 from scripts.study.results import (
     BETTER,
@@ -151,6 +159,7 @@ def renewed(page: str, results: Path) -> str:
             "distilled_text_kinds": distilled_text_kinds,
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
             "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
+            "smollm2_kinds": smollm2_kinds,
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
             "field": field,
@@ -183,6 +192,13 @@ def headline(results: Path) -> str:
     name = f"SmolLM2-135M, {len(left)} kinds of text"
     span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
     return "\n".join([after_conversion(results, HEADLINE), f"| {name} | 3 → 1 | {' | '.join(cells)} | {span} |"])
+
+
+def smollm2_kinds(results: Path) -> str:
+    """Return the table of SmolLM2's losses by kind of token, right after conversion and distilled."""
+    behaviour = [line for line in read(results / "behaviour.jsonl") if line["parent"] == "smollm2"]
+    trained = [line for line in read(results / "smollm2_tokens.jsonl") if line["alpha"]]
+    return kinds_by_part([*behaviour, *trained])
 
 
 def latent_smollm2(results: Path) -> str:

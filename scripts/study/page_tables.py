@@ -76,6 +76,22 @@ def by_part(lines: list[Result], length: str = "α {alpha:g}") -> str:
     return markdown(["trained", *(f"{column[0]}, {length.format(**first[column])}" for column in columns)], rows)
 
 
+def kinds_by_part(lines: list[Result]) -> str:
+    """Return the table of losses beyond the parent's by kind of token, after conversion and by the part trained.
+
+    The first row has the parent's own losses. Lines without these measures are left out.
+    """
+    watched = [line for line in lines if "behaviour" in line]
+    names = list(watched[0]["behaviour"]["parents_loss_by_kind"])
+    rows = []
+    for line in watched:
+        own, parents = (line["behaviour"][key] for key in ("loss_by_kind", "parents_loss_by_kind"))
+        form, parents = ("{:.3f}", dict.fromkeys(names, 0.0)) if is_parent(line) else ("{:+.3f}", parents)
+        length = f"{line['tokens']:,} tokens, {line['trainable']}" if line["alpha"] else "–"
+        rows.append([line["arm"], length, *(form.format(own[name] - parents[name]) for name in names)])
+    return markdown(["", "distilled", *names], rows)
+
+
 def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
     """Return the table of losses beyond the parent by cached numbers, of merged heads and of latent attention.
 

@@ -104,6 +104,32 @@ def test_table_by_cache():
     ]
 
 
+def test_table_of_kinds_of_tokens_by_part():
+    """The parent's row has its own losses, the others what they add; lines that lack them are left out."""
+
+    def watched(measured, copied, part=None):
+        return measured | {
+            "trainable": part,
+            "behaviour": {
+                "loss_by_kind": {"once": 6.5, "copied": copied},
+                "parents_loss_by_kind": {"once": 6.0, "copied": 2.0},
+            },
+        }
+
+    distilled = (0.01, "distill", 5e-4)
+    lines = [
+        watched(line("parent", 0, 4.0, convert=None), 2.0),
+        watched(line("mean", 0, 5.0), 9.0),
+        line("default", 0, 4.2, stage=distilled) | {"trainable": "all"},
+        watched(line("default", 0, 4.2, stage=distilled), 3.0, "kv"),
+    ]
+    assert page_tables.kinds_by_part(lines).splitlines()[2:] == [
+        "| parent | – | 6.500 | 2.000 |",
+        "| mean | – | +0.500 | +7.000 |",
+        "| default | 10,000 tokens, kv | +0.500 | +1.000 |",
+    ]
+
+
 def test_table_of_the_field(tmp_path):
     """Ways without a record are left out, and so are uptrainings of another part."""
     distilled = (0.01, "distill", 5e-4)
