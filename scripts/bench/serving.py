@@ -299,10 +299,13 @@ def _table(engine: str, model: str, rows: list[Row], results: Results) -> str:
         if first in speed:
             shown = [f"{speed[first]:,.1f}", *(f"{speed[n] / speed[first]:.2f}" if n in speed else "" for n in others)]
             lines.append(f"| {task} | {batch} | {context:,} | {' | '.join(shown)} |")
+    size = results.setup["cache_gib"]
     for row in results.left_out:
         if (row["engine"], row["model"]) == (engine, model):
             cells = f"{row['task']} | {row['batch']} | {row['context']:,}"
-            lines.append(f"| {cells} | the KV cache needs {row['gib']} GiB |{' |' * len(others)}")
+            lines.append(
+                f"| {cells} | needs {row['gib']} GiB of KV cache, above the {size:g} GiB given |{' |' * len(others)}"
+            )
     return "\n".join(lines)
 
 

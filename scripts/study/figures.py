@@ -77,7 +77,7 @@ CURVES = (
     ("parent", "next-token", "the control: the parent, trained further", MUTED, "d"),
 )
 TODAYS_CURVE = (TODAY["refine_longer"], "distill", "default, distilled", GREEN, "^")
-DEFAULT_BY_TOKENS = ("closed form", "refined 65536", "refined 262144")
+DEFAULT_BY_TOKENS = ("unrefined", "refined 65536", "refined 262144")
 DISTILLED_DEFAULT = (DEFAULT, "refined 65536")
 """Names of the default merge in the plans that distil it."""
 SHARES, GAPS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2), (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)

@@ -252,7 +252,7 @@ def refined_text_kinds(results: Path) -> str:
     lines = read(results / "text_kinds.jsonl")
     refined, closed = TODAY["text_kinds"], TODAY["text_kinds"].partition(",")[0]
     left = [shares_by_text_kind(arm, lines) for arm in (closed, refined, "shipped 262144, refined 262144")]
-    return by_text_kind(["closed form", "refined on 65,536 tokens (default)", "both on 262,144 tokens"], left)
+    return by_text_kind(["unrefined", "refined on 65,536 tokens (default)", "both on 262,144 tokens"], left)
 
 
 def distilled_text_kinds(results: Path) -> str:

@@ -102,7 +102,7 @@ def test_a_cell_larger_than_the_kv_cache_is_left_out(run, tmp_path, monkeypatch)
     result = run("--engines", "vllm", "--tasks", "decode", "--cache-gib", "1")
     assert result.exit_code == 0, result.output
     assert {row["batch"] for row in rows(tmp_path)} == {1}
-    assert "| decode | 2 | 16 | the KV cache needs 1.4 GiB | | | |" in result.output
+    assert "| decode | 2 | 16 | needs 1.4 GiB of KV cache, above the 1 GiB given | | | |" in result.output
 
 
 def test_other_settings_are_refused(run):

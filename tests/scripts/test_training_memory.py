@@ -13,12 +13,12 @@ from scripts.bench.convert import measure
 from uptrain.budget.memory import LOGIT_BYTES, MIN_CHUNK_LOGITS, MemoryEstimator, MemoryOptions
 
 SIZES = {
-    "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+    "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 18,
     "num_attention_heads": 16, "max_position_embeddings": 512,
 }  # fmt: skip
-"""152 M parameters in 4 groups."""
-LARGE = {**SIZES, "num_hidden_layers": 18}
-"""220 M."""
+"""220 M parameters in 4 groups."""
+FEWER_LAYERS = {**SIZES, "num_hidden_layers": 12}
+"""152 M."""
 
 
 def make_pair(folder, sizes):
@@ -56,8 +56,8 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def large_inputs(inputs, tmp_path_factory):
-    return {**inputs, **make_pair(tmp_path_factory.mktemp("large"), LARGE)}
+def inputs_of_fewer_layers(inputs, tmp_path_factory):
+    return {**inputs, **make_pair(tmp_path_factory.mktemp("fewer"), FEWER_LAYERS)}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ PARTS = ("all", "attention", "kv", "lora")
 CELLS = [
     *((part, teacher, False, "adamw") for part in PARTS for teacher in ("none", "live")),
     *((part, "apart", False, "adamw") for part in PARTS[1:]),
-    *((part, "logits", False, "adamw") for part in PARTS[1:]),
+    *((part, "logits", False, "adamw") for part in PARTS),
     *((part, "live", True, "adamw") for part in PARTS),
     *((part, "none", False, "adafactor") for part in PARTS),
 ]
@@ -104,8 +104,8 @@ def test_training_takes_what_is_planned(inputs, programs, tmp_path, part, teache
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS)
-def test_a_larger_model_takes_what_is_planned(large_inputs, programs, tmp_path, part):
-    compare(large_inputs, programs, tmp_path, part, "live", False, "adamw")
+def test_fewer_layers_take_what_is_planned(inputs_of_fewer_layers, programs, tmp_path, part):
+    compare(inputs_of_fewer_layers, programs, tmp_path, part, "live", False, "adamw")
 
 
 def compare(inputs, programs, tmp_path, part, teacher, recompute, optimizer):
