@@ -18,7 +18,7 @@ from model.common import console
 )
 @click.version_option(package_name="groupwise", prog_name="convert")
 def cli() -> None:
-    """Convert a multi-head-attention (MHA) checkpoint to grouped-query, multi-query or latent attention.
+    """Convert a checkpoint with multi-head or grouped-query attention to fewer K/V heads, or to latent attention.
 
     SOURCE is a Hugging Face folder (safetensors or .bin), a folder with Meta's consolidated.*.pth, a
     torch.distributed.checkpoint, a .gguf file, or the name of a model in the Hugging Face cache (org/name). OUT is an
