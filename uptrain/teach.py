@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.checkpoint.hub import origin_of
 from model.common import console
 from model.common.console import size
 from model.common.errors import InputError
@@ -46,6 +47,8 @@ from uptrain.training.eval_metrics import CHUNK_LOGITS
 from uptrain.training.kl import hidden_states, whole_logits
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import build_meta, load_teacher
+
+CONTINUES = "the same command continues from there; any other begins anew"
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     ]
     own = [(number, windows) for number, windows in parts if own_shard.has(number)]
     fingerprint = hashlib.sha256(wanted.text()).hexdigest()
-    with open_staging(staging_out(options.out, options.machine_shard), fingerprint) as staging, ExitStack() as joined:
+    kept = open_staging(staging_out(options.out, options.machine_shard), fingerprint, continues=CONTINUES)
+    with kept as staging, ExitStack() as joined:
         if options.machine_shard is None:
             differs = "another model, cache or --top-k"
             for machine_shard in joined.enter_context(machine_shards(staging, fingerprint, differs)):
@@ -121,7 +125,7 @@ def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
         vocab_size=vocab_size,
         dtype=id_dtype(vocab_size),
         cache_sha256=cache.manifest.sha256,
-        teacher=options.model.resolve().name,
+        teacher=origin_of(options.model)[0],
         teacher_sha256=model_sha256(options.model),
         shards=(),
     )
@@ -152,13 +156,13 @@ def _summary(out: Path, manifest: LogitsManifest, was_complete: bool) -> dict[st
 
 
 def _check_room(out: Path, n_windows: int, wanted: LogitsManifest) -> None:
-    """Raise InputError if the disk has too little space for so many windows."""
+    """Raise OSError if the disk has too little space for so many windows."""
     required = n_windows * window_bytes(wanted.seq_len, wanted.top_k, wanted.dtype)
     free = shutil.disk_usage(out.resolve().parent).free
     if free < required:
-        raise InputError(
-            f"the logits take {size(required)}, but the disk of {out} has {size(free)} free; choose a lower --top-k, a "
-            "smaller cache, or another --out."
+        raise OSError(
+            f"the logits take {size(required)} more, but the disk of {out} has {size(free)} free; make room, or begin "
+            "anew with a lower --top-k, a smaller cache or another --out"
         )
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 import socket
@@ -17,6 +18,8 @@ from typing import Self
 
 from model.common.errors import InputError
 
+_SPARE_FILES = 64
+"""Files that a process may open besides those that it counts."""
 MAX_NAME = 255
 """Largest number of bytes in a file name on Linux and macOS file systems."""
 
@@ -63,6 +66,24 @@ def has_content(path: Path, expected: Path | bytes) -> bool:
     if isinstance(expected, Path):
         return filecmp.cmp(path, expected, shallow=False)
     return path.stat().st_size == len(expected) and path.read_bytes() == expected
+
+
+def allow_open_files(n: int) -> None:
+    """Raise this process's limit of open files so that it can open `n` more. Each mapped file stays open.
+
+    Raises InputError if the system does not allow so many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(list(Path("/dev/fd").iterdir())) + n + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError) as error:
+        raise InputError(
+            f"{wanted:,} files must be open at the same time, but the system allows {hard:,} to a process; let an "
+            f"administrator raise the hard limit (`ulimit -Hn {wanted}`)."
+        ) from error
 
 
 def tree_bytes(folder: Path) -> int:

@@ -12,6 +12,8 @@ from fault_injection import Fault, Faults, run
 from faulty_runs import ROTATION, SAVE, UNFINISHED, error_of, only_error, succeed
 from real_runs import assert_each_is_whole, assert_same_run, checkpoints, events, records, state, status
 
+from uptrain.checkpoints import save_load
+
 
 def refused(out):
     """Return after which steps a save failed, and why."""
@@ -223,3 +225,18 @@ def test_the_cause_reaches_all_ranks(tmp_path):
         env=real_runs.environment(), capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert result.stdout == "[Errno 27] File too large\n"
+
+
+def test_machines_that_do_not_share_the_folder(tmp_path, uptrain, monkeypatch):
+    """A second machine whose disk lacks the run's folder, or has another folder of that name."""
+    inputs, out = real_runs.make_inputs(tmp_path), tmp_path / "run"
+    monkeypatch.setattr(save_load, "gather", lambda _, value: [value, False] if value is True else [value])
+    uptrain(*real_runs.arguments(inputs, out)).refused("not every process finds", "that all machines share")
+    elsewhere = {"tensors/__1_0.distcp": {"bytes": 1, "sha256": "0"}}
+    monkeypatch.setattr(
+        save_load, "gather", lambda _, value: [value, elsewhere] if isinstance(value, dict) else [value]
+    )
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "second"))
+    assert result.code == 1, result
+    assert "another process wrote tensors/__1_0.distcp to a disk of its own" in result.err
+    assert checkpoints(tmp_path / "second") == []

@@ -119,6 +119,16 @@ def test_weights_that_are_no_numbers(inputs, tmp_path, name, value):
     assert not out.exists()
 
 
+def test_a_teacher_whose_weights_are_no_numbers(inputs, tmp_path):
+    """It is named, and not the student."""
+    teacher = tiny.build(vocab_size=real_runs.VOCAB)
+    with torch.no_grad():
+        teacher.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
+    inputs = {**inputs, "parent": tiny.save(teacher, tmp_path / "broken")}
+    error = error_of(run(*real_runs.arguments(inputs, tmp_path / "run", loss="distill"), folder=tmp_path), 2)
+    assert error == f"weights of {inputs['parent']} are NaN or infinite; the checkpoint is damaged."
+
+
 @pytest.mark.parametrize(
     ("not_finite", "halts"), [([1, 2, 100], True), ([1, 50, 101], False), ([1, 2, 3], False), ([99, 100], False)]
 )

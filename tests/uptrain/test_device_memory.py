@@ -74,7 +74,7 @@ def test_memory_of_llama_2_7b(part, n_trained, taught):
     assert needed.gathered == 2 * (ends + 2 * layer + taught * own)
     divided = 16 * n_trained + needed.frozen + needed.teacher - needed.shared
     assert needed.of(8) == divided // 8 + needed.gathered + needed.activations + needed.logits
-    assert needed.host() == 4 * n_trained + needed.frozen + needed.teacher - needed.shared
+    assert subject.host(needed) == 4 * n_trained + needed.frozen + needed.teacher - needed.shared
     assert needed.logits == max(1 << 23, 4096 * 4096) * (16 if taught else 6)
 
 

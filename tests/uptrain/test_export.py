@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -191,3 +192,12 @@ def test_both_keys_of_the_dtype_name_what_was_written(tmp_path, uptrain):
     assert uptrain("export", run, tmp_path / "out", "--dtype", "bfloat16").code == 0
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_a_teacher_in_the_hubs_cache_has_its_name_there(tmp_path, uptrain):
+    inputs = make_inputs(tmp_path)
+    snapshot = tmp_path / "hub/models--org--parent/snapshots" / ("0" * 40)
+    shutil.copytree(inputs["parent"], snapshot)
+    drive([{"arguments": arguments({**inputs, "parent": snapshot}, tmp_path / "run", loss="distill", steps=4)}])
+    assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
+    assert "| Teacher | `org/parent` |" in (tmp_path / "out/README.md").read_text()

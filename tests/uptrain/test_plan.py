@@ -92,6 +92,11 @@ def test_other_schedules(uptrain, source, kind):
     assert (planned["schedule"]["kind"], planned["schedule"]["decay_start"]) == (kind, None)
     assert planned["schedule"]["original_steps"] == 16
     assert planned["alpha"] == pytest.approx(0.64)
+    unknown = uptrain("plan", source, "--steps", 10, "--schedule", kind, *SIZE)
+    if kind == "inverse-sqrt":
+        unknown.refused("continues the original pre-training, whose length is unknown; give --original-tokens")
+    else:
+        assert unknown.code == 0
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import resource
 import tempfile
 from pathlib import Path
 
@@ -144,3 +145,24 @@ def test_altered_to_an_id_that_cannot_be(tmp_path):
     assert cache.window(0)[0].tolist() == [1, 2]
     with pytest.raises(InputError, match=r"window 1 holds the id 300, .* all are below 300; .* Prepare it anew"):
         cache.window(1)
+
+
+def test_more_shards_than_a_process_may_open(tmp_path, monkeypatch):
+    """Each shard stays open. The limit of the shell, often 1,024, is raised as far as the system lets it be."""
+    folder = write_cache(tmp_path / "cache", shards_of([[3]] * 200), 4, vocab_size=10_000)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_open = len(list(Path("/dev/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 100, limits[1]))
+    try:
+        cache = TokenCache.open(folder)
+        assert cache.window(149)[0].tolist() == [596, 597, 598, 599]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (n_open + 100, n_open + 100))
+
+    def refuse(*_):
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr("resource.setrlimit", refuse)
+    with pytest.raises(InputError, match=r"files must be open at the same time, but .* allows \d+ .*ulimit -Hn"):
+        TokenCache.open(folder)

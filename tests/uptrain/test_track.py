@@ -7,7 +7,7 @@ import pytest
 import real_runs
 from accelerate.utils import LoggerType
 
-from uptrain.training.trackers import finish_trackers, log_to_trackers
+from uptrain.training.trackers import finish_trackers, log_to_trackers, start_trackers
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,23 @@ def test_a_tracker_that_cannot_start(uptrain, inputs, tmp_path, failing, monkeyp
     out = tmp_path / "run"
     assert uptrain(*real_runs.arguments(inputs, out, "--track", "tensorboard", steps=4)).code == 0
     assert [(event["step"], event["why"]) for event in real_runs.events(out, "not tracked from here")] == [
-        (0, "not logged in")
+        (0, "tensorboard: not logged in")
     ]
+
+
+def test_a_tracker_starts_where_another_cannot():
+    class Accelerator:
+        log_with, trackers = ["wandb", "tensorboard"], []
+
+        def init_trackers(self, name, config):
+            if self.log_with == ["wandb"]:
+                raise RuntimeError("not logged in")
+            self.trackers = [f"{self.log_with[0]} of {name}"]
+
+    accelerator = Accelerator()
+    assert start_trackers(accelerator, "run", {}) == ["wandb: not logged in"]
+    assert accelerator.trackers == ["tensorboard of run"]
+    assert accelerator.log_with == ["wandb", "tensorboard"]
 
 
 def test_one_of_two_trackers_fails(monkeypatch):

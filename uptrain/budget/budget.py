@@ -73,6 +73,14 @@ class Budget:
         """Length of the original pre-training in optimizer steps of this run's global batch, rounded."""
         return None if self.original_tokens is None else round(self.original_tokens / self.global_batch_tokens)
 
+    def check_schedule(self, kind: str) -> None:
+        """Raise InputError for a schedule that continues the original pre-training, if its length is unknown."""
+        if kind == "inverse-sqrt" and self.original_tokens is None:
+            raise InputError(
+                "--schedule inverse-sqrt continues the original pre-training, whose length is unknown; give "
+                "--original-tokens, or choose another schedule."
+            )
+
 
 def make_budget(
     options: BudgetOptions,

@@ -95,10 +95,6 @@ class Memory:
         """Return the bytes of each device: one, or several with FSDP2."""
         return self.replicated() if devices == 1 else self.sharded(devices)
 
-    def host(self) -> int:
-        """Return the bytes of the host while models are read: in each process, or once if sharded."""
-        return self.frozen + self.masters + self.teacher - self.shared
-
 
 @dataclass(frozen=True)
 class MemoryEstimator:
@@ -169,6 +165,17 @@ class MemoryEstimator:
             logits=self._logits(tokens),
             gathered=width * (self._gathered(self.tensors, 2) + self._gathered(set(self.teacher) - same, 1)),
         )
+
+    def host(self, needed: Memory) -> int:
+        """Return the bytes of the host while models are read: in each process, or once if sharded.
+
+        Models of transformers' classes are read whole in float32, and so are the parts of their teachers that are then
+        replaced by shared ones.
+        """
+        read = needed.frozen + needed.masters + needed.teacher
+        if is_native(self.config):
+            return read - needed.shared
+        return max(read, MASTER_BYTES * count_parameters(self.tensors))
 
     def _adapters(self) -> Iterator[Tensor]:
         """Yield the two matrices of each adapter: every linear layer of the decoder layers has one."""

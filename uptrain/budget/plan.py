@@ -60,6 +60,7 @@ def make_plan(
         length = _seq_len(seq_len, manifest, checkpoint.config)
         method, trainable = merge_method(model), default_trainable(model, checkpoint.config)
         budget = make_budget(options, checkpoint.config, source_names(model), length, method, trainable)
+    budget.check_schedule(schedule)
     estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer)
     n_params = count_parameters(estimator.tensors)
     n_windows = budget.global_batch_tokens // length
@@ -145,7 +146,7 @@ def _memory(estimator: MemoryEstimator, part: str, numbers: list[int]) -> dict[s
     needed = estimator.memory(MemoryOptions(part, default_micro_batch(estimator.seq_len)))
     least = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
-    return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), "host_bytes": needed.host()}
+    return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), "host_bytes": estimator.host(needed)}
 
 
 def _time(estimator: MemoryEstimator, part: str, tokens: int, processes: int) -> dict[str, Any] | None:

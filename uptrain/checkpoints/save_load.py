@@ -99,8 +99,15 @@ class Checkpoints:
         self._damaged: list[Path] = []
 
     def clean_up(self) -> None:
-        """Make the folder, and remove leftovers of a killed save or rotation."""
+        """Make the folder, and remove leftovers of a killed save or rotation.
+
+        Raises InputError on all ranks if one of them does not find the folder.
+        """
         on_main(self._accelerator, self._remove_leftovers)
+        if not all(gather(self._accelerator, self.folder.is_dir())):
+            raise InputError(
+                f"not every process finds {self.folder}; put the run into a folder that all machines share."
+            )
 
     def _remove_leftovers(self) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -167,6 +174,11 @@ class Checkpoints:
         with self._raising_together():
             if self._accelerator.is_main_process:
                 files = {name: entry for of_rank in all_sums for name, entry in of_rank.items()}
+                if absent := [name for name in files if not (unfinished / name).is_file()]:
+                    raise SaveError(
+                        f"another process wrote {absent[0]} to a disk of its own; put the run into a folder that all "
+                        "machines share"
+                    )
                 _publish(unfinished, final, files, state)
 
     def _sync_and_sum(self, folder: Path) -> Checksums:

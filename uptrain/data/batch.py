@@ -35,6 +35,14 @@ class TopK:
         values, ids = logits.read(windows)
         return cls(_copy(torch.from_numpy(values), device), _copy(torch.from_numpy(ids), device))
 
+    def as_inputs(self) -> tuple[Tensor, Tensor]:
+        """Return the tensors as a module's arguments. FSDP2 rounds floats to bfloat16, so values go as integers."""
+        return self.values_BTL.view(torch.int32), self.ids_BTK
+
+    @classmethod
+    def from_inputs(cls, bits_BTL: Tensor, ids_BTK: Tensor) -> "TopK":
+        return cls(bits_BTL.view(torch.float32), ids_BTK)
+
 
 @dataclass(frozen=True)
 class Batch:

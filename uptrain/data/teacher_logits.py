@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from model.common import checks
 from model.common.errors import InputError
-from model.common.files import is_plain_name
+from model.common.files import allow_open_files, is_plain_name
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import make, parse_object
 from uptrain.data.token_cache import DTYPES, Integers, TokenCache
@@ -144,6 +144,7 @@ class TeacherLogits:
         manifest.check_cache(cache, folder)
         rows, k = manifest.seq_len - 1, manifest.top_k
         shards = manifest.shards
+        allow_open_files(2 * len(shards))
         values = [_map(folder / shard.values, VALUES, (shard.n_windows, rows, k + 1)) for shard in shards]
         ids = [_map(folder / shard.ids, manifest.dtype, (shard.n_windows, rows, k)) for shard in shards]
         return cls(folder, manifest, values, ids, np.cumsum([shard.n_windows for shard in shards]))

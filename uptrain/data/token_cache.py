@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from model.common import checks
 from model.common.errors import InputError
-from model.common.files import is_plain_name
+from model.common.files import allow_open_files, is_plain_name
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
 
@@ -140,6 +140,7 @@ class TokenCache:
         """Map a cache into memory. Raises InputError if a file is missing or its size differs from the manifest."""
         manifest = Manifest.parse(folder)
         tokens, starts, borders = [], [], [0]
+        allow_open_files(2 * len(manifest.shards))
         for shard in manifest.shards:
             tokens.append(_map(folder / shard.tokens, manifest.dtype, shard.n_tokens))
             starts.append(_map(folder / shard.documents, "int64", shard.n_documents) + borders[-1])

@@ -115,8 +115,9 @@ def _with_name(run: Path) -> Path:
 
 
 def _resume(run: Path, max_minutes: float | None, warnings: list[str]) -> None:
-    steps, deadline = Run.read(run).settings.steps, _deadline(max_minutes)
-    with training_bar(steps) as show:
+    settings, deadline = Run.read(run).settings, _deadline(max_minutes)
+    check_optimizer(settings.optimizer)
+    with training_bar(settings.steps) as show:
         status = resume(run, deadline, _warn_at_start(warnings, show))
     _end(run, status)
 

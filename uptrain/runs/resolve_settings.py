@@ -46,6 +46,8 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
     method = merge_method(folder) if options.model else None
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
+    if options.model:
+        budget.check_schedule(options.schedule)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
     precision = options.precision or ("bf16" if has_accelerator() else "fp32")

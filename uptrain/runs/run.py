@@ -56,9 +56,10 @@ def start(
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
     training = build_initial(settings, config_folder, accelerator, out, deadline, show)
-    if not has_finite_weights(training.loss_module, accelerator):
-        whose = " and ".join(filter(None, (settings.model, settings.teacher)))
-        raise InputError(f"weights of {whose} are NaN or infinite; the checkpoint is damaged.")
+    teacher = accelerator.unwrap_model(training.loss_module).teacher
+    for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
+        if model is not None and not has_finite_weights(model, accelerator):
+            raise InputError(f"weights of {folder} are NaN or infinite; the checkpoint is damaged.")
     on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
     with _locked_on_main(accelerator, out):
         return train_run(out, settings, training, RunState(), None)

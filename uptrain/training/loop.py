@@ -194,7 +194,7 @@ def _backward(training: Training, batches: Iterator[Batch], n_batches: int, n_ta
     sharded = is_sharded(training.accelerator)
     losses = []
     for i, batch in enumerate(batches):
-        top = batch.top and (batch.top.values_BTL, batch.top.ids_BTK)
+        top = batch.top and batch.top.as_inputs()
         with nullcontext() if sharded or i == n_batches - 1 else training.accelerator.no_sync(training.loss_module):
             loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, top=top)
             training.accelerator.backward(loss * scale)

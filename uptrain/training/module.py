@@ -39,8 +39,8 @@ class LossModule(nn.Module):
         measure: bool = False,
         top: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`top`: the two tensors of a TopK. (DDP and FSDP take tensors and tuples of them, but no dataclasses.)"""
-        batch = Batch(ids_BT, labels_BT, documents_BT, TopK(*top) if top else None)
+        """`top`: from `TopK.as_inputs`. (DDP and FSDP take tensors and tuples of them, but no dataclasses.)"""
+        batch = Batch(ids_BT, labels_BT, documents_BT, TopK.from_inputs(*top) if top else None)
         if measure:
             from uptrain.training.eval_metrics import measure_batch
 

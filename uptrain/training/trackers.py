@@ -12,12 +12,17 @@ from accelerate import Accelerator
 
 def start_trackers(accelerator: Accelerator, name: str, config: dict[str, Any]) -> list[str]:
     """Start the trackers that the accelerator was made with, for a run of this name."""
-    try:
-        accelerator.init_trackers(name, config=config)
-    except Exception as error:  # each tracker's package has its own
-        accelerator.trackers = []
-        return [_one_line(error)]
-    return []
+    wanted, started, failures = accelerator.log_with, list[Any](), list[str]()
+    for kind in wanted:
+        accelerator.log_with, accelerator.trackers = [kind], []
+        try:
+            accelerator.init_trackers(name, config=config)
+        except Exception as error:  # each tracker's package has its own
+            failures.append(f"{kind}: {_one_line(error)}")
+        else:
+            started += accelerator.trackers
+    accelerator.log_with, accelerator.trackers = wanted, started
+    return failures
 
 
 def log_to_trackers(accelerator: Accelerator, values: dict[str, Any], step: int) -> list[str]:

@@ -18,10 +18,16 @@ START_BYTES = 8
 
 
 @contextmanager
-def open_staging(out: Path, fingerprint: str, temporary: bool = False) -> Iterator[Staging]:
+def open_staging(
+    out: Path,
+    fingerprint: str,
+    temporary: bool = False,
+    continues: str = "the corrected command continues from there",
+) -> Iterator[Staging]:
     """Open the staging folder of `out`. After an InputError, remove it if no unit with tokens is finished.
 
-    `temporary`: OUT is in a folder that the caller deletes, so no work is kept in it.
+    `temporary`: OUT is in a folder that the caller deletes, so no work is kept in it. `continues` says after an
+    InputError what continues with the finished work.
     """
     with Staging(out.resolve()) as staging:
         try:
@@ -31,7 +37,7 @@ def open_staging(out: Path, fingerprint: str, temporary: bool = False) -> Iterat
             if temporary or not any(finished.get("n_tokens", 1) for finished in staging.finished.values()):
                 staging.discard()
                 raise
-            hint = f"Finished work is kept in {staging.root}, and the corrected command continues from there."
+            hint = f"Finished work is kept in {staging.root}, and {continues}."
             raise InputError(f"{error} ({hint})") from error
         except OSError as error:
             if temporary:
