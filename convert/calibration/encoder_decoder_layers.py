@@ -61,7 +61,7 @@ class EncoderDecoderLayers(ModelLayers):
         return self._model.get_submodule(prefix.removesuffix(".")).to(self.device)
 
     def _refusing(self) -> AbstractContextManager[None]:
-        return refusing(f"transformers cannot run the model of {self.checkpoint.path}")
+        return refusing(f"transformers cannot run the model of {self.checkpoint.path}", running=True)
 
     @cached_property
     def _encoder(self) -> Any:

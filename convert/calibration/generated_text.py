@@ -184,7 +184,8 @@ class _Writer:
         while True:
             yield [[*self._first, int(rng.choice(self._vocabulary))]]
             if self._chat:
-                yield [list(part) for part in self._chat]
+                before, *others = map(list, self._chat)
+                yield [before or [*self._first, int(rng.choice(self._vocabulary))], *others]
 
 
 class _Row:

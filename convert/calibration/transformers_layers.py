@@ -113,7 +113,7 @@ class TransformersLayers(ModelLayers):
         self.load(0)
 
     def _refusing(self) -> AbstractContextManager[None]:
-        return refusing(f"transformers cannot run the model of {self.checkpoint.path}")
+        return refusing(f"transformers cannot run the model of {self.checkpoint.path}", running=True)
 
     def _arguments(self, n_rows: int) -> list[Call]:
         """Return the arguments that each layer receives for a batch of `n_rows` windows."""

@@ -121,8 +121,9 @@ class Staging:
             self.finished = finished
             os.truncate(self._journal, size)  # drop a line that was cut off by a kill
             return
-        shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        for left in (self.folder, self.scratch):
+            if left.exists():
+                shutil.rmtree(left)  # an error passes: what stays would be taken for this run's
         self.folder.mkdir()
         replace_file(self._journal, (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.hf_folder import read_config
 from model.common import checks
-from model.common.errors import CheckpointError, InputError
+from model.common.errors import CheckpointError, InputError, is_lack_of_memory
 from model.decoder.config import MAX_LAYERS
 
 
@@ -195,11 +195,12 @@ def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def refusing(problem: str) -> Iterator[None]:
+def refusing(problem: str, running: bool = False) -> Iterator[None]:
     """Turn transformers' errors into a CheckpointError of one line, which begins with `problem`.
 
     Many classes of errors are caught, because a value of a wrong type or size can raise any of them inside
-    transformers. The only inputs are config.json and the weights.
+    transformers. The only inputs are config.json and the weights. While a model is `running`, a lack of memory and an
+    error of the disk are not the checkpoint's fault, and pass.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -212,6 +213,8 @@ def refusing(problem: str) -> Iterator[None]:
         StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
         MemoryError, OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
+        if running and (is_lack_of_memory(error) or (isinstance(error, OSError) and error.errno is not None)):
+            raise
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(f"{problem}: {message[:400]}") from error
 

@@ -133,6 +133,13 @@ def test_chats_begin_as_the_template_says(source, monkeypatch):
     assert "x</s><s>" in text, "the next text begins"
 
 
+def test_a_template_may_have_nothing_before_the_user_s_message(source):
+    """The chat then begins as a text does."""
+    (source / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}</s>{% endfor %}")
+    ids_NT = written(source, 2)
+    assert (ids_NT[:, 0] == 0).all()
+
+
 def test_long_documents_are_cut(source, monkeypatch):
     import torch
 

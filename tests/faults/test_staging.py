@@ -138,3 +138,22 @@ def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path
             Path(copy).replace(path)
             assert path.stat().st_ino != before
     assert len(fingerprints) == 1
+
+
+def test_leftovers_that_cannot_be_removed_are_not_taken_for_new_work(convert, source, tmp_path, monkeypatch):
+    """The layers of one method would be published under the name of another."""
+    scratch = tmp_path / ".out.groupwise/scratch"
+    with Staging(tmp_path / "out") as staging:
+        staging.open("another conversion")
+        staging.scratch.mkdir()
+    assert scratch.exists()
+
+    def refuse(path, **options):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("model.common.staging.shutil.rmtree", refuse)
+        result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN)
+    assert result.code == 1
+    assert "Device or resource busy" in result.err
+    assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0

@@ -122,6 +122,7 @@ def test_olmo_core_converts_as_the_hugging_face_folder_does(convert, tmp_path, d
         assert_same_conversion(convert, folder, path, tmp_path, groups)
     notes = json.loads(convert("inspect", path, "--json").out)["notes"]
     assert len(notes) == (2 if config == "OLMo-core's" else 0)
+    assert not any(str(tmp_path) in note for note in notes), "the model card would name a path"
     assert not notes or ("max_position_embeddings = 64" in notes[0] and "allenai/dolma2-tokenizer" in notes[1])
     assert {p.suffix for p in (tmp_path / "b2").iterdir()} == {".json", ".safetensors", ".md"}
     assert not (tmp_path / "b2/.metadata.json").exists()

@@ -200,6 +200,19 @@ def test_sentencepiece_bytes_and_specials(tmp_path):
     assert config["add_bos_token"] is True
 
 
+@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("gpt-2", False), ("smollm", False)])
+def test_texts_of_llama_3_begin_with_a_token_where_the_file_does_not_say(tmp_path, pre, begins):
+    """As in llama.cpp."""
+    fields = {
+        "model": "gpt2", "pre": pre, "tokens": ["<s>", "a", "b"], "token_type": [3, 1, 1], "merges": [],
+        "bos_token_id": 0,
+    }  # fmt: skip
+    files = tokenizer_files(tmp_path, {f"tokenizer.ggml.{key}": value for key, value in fields.items()})
+    tokens = Tokenizer.from_str(bytes(files["tokenizer.json"]).decode()).encode("ab").tokens
+    assert tokens == ["<s>"] * begins + ["a", "b"]
+    assert json.loads(bytes(files["tokenizer_config.json"]))["add_bos_token"] is begins
+
+
 def test_unknown_tokenizers_are_refused(convert, tmp_path):
     from model.common.errors import CheckpointError
 

@@ -1,5 +1,6 @@
 """The families whose stock class cannot hold any number of K/V heads: what is merged, and what opens the result."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -21,6 +22,8 @@ from transformers import (
 from convert.merging.recipe import Recipe
 from convert.planning.plan import make_plan
 from model.checkpoint import open_checkpoint
+from model.common.errors import CheckpointError
+from model.decoder.transformers_classes import refusing
 from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 
@@ -405,3 +408,15 @@ def test_the_checkpoints_own_code_is_read_and_not_run(convert, tmp_path):
     assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     assert (tmp_path / "out/modeling_mpt.py").read_text() == trap
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(errno.EIO, "Input/output error"), ValueError("of transformers")]
+)
+def test_what_is_not_the_checkpoints_fault_is_not_called_so(error):
+    """While a model runs. The command then ends with exit code 1, and keeps the finished layers."""
+    expected = CheckpointError if isinstance(error, ValueError) else type(error)
+    with pytest.raises(expected), refusing("transformers cannot run the model", running=True):
+        raise error
+    with pytest.raises(CheckpointError), refusing("transformers can build no model"):
+        raise error

@@ -87,7 +87,7 @@ def olmo2_config(
         **dtype_settings(tensors),
     }
     return config, (
-        f"config.json is derived from OLMo-core's {path}; max_position_embeddings = {length} is its {length_key}.",
+        f"config.json is derived from OLMo-core's {path.name}; max_position_embeddings = {length} is its {length_key}.",
         "the tokenizer is not in the checkpoint: copy the files of "
         f"{tokenizer.get('identifier', 'the one trained with')}.",
     )

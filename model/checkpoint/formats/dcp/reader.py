@@ -23,6 +23,7 @@ from model.checkpoint.tensor_blocks import TensorBlock, fill_exactly, rows_of_he
 from model.checkpoint.tied import without_tied_head
 from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, read_piece
 from model.common.errors import CheckpointError
+from model.common.files import allow_open_files
 
 
 class DistributedFolder(Checkpoint):
@@ -49,6 +50,7 @@ class DistributedFolder(Checkpoint):
         model = renamed(path, parts, naming, self.config)
         names = sorted({chunk.place.file for part in model.values() for chunk in part.entry.chunks})
         self.weight_files = (path / METADATA, *(path / name for name in names))
+        allow_open_files(len(names))
         files = {name: _map(path, name) for name in names}
         self._parts = model
         self._stored = {name: _assemble(path, part.name, part.entry, files) for name, part in model.items()}

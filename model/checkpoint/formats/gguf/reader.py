@@ -76,6 +76,9 @@ class GGUFFile(Checkpoint):
             "generation_config.json": json_text({"_from_model_config": True, **self._special_tokens()}),
             "README.md": _card(fields),
         }
+        # A large vocabulary takes hundreds of MB as Python objects, and is not needed any more.
+        self._reader.fields.clear()
+        del self._metadata
         self._heads = {
             "q_proj": self.config["num_attention_heads"],
             "k_proj": self.config["num_key_value_heads"],

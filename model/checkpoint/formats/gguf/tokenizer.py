@@ -177,8 +177,9 @@ def _added_tokens(fields: dict[str, Any], vocabulary: list[str]) -> list[dict[st
 
 def _bos_eos(fields: dict[str, Any]) -> tuple[int | None, int | None]:
     """Return the tokens that the tokenizer adds before and after every text; None if it adds none."""
-    # llama.cpp's default for an absent flag: SentencePiece vocabularies begin texts with BOS, others do not.
-    begins = fields.get("tokenizer.ggml.add_bos_token", fields["tokenizer.ggml.model"] == "llama")
+    # llama.cpp's default for an absent flag: SentencePiece's and Llama 3's texts begin with BOS, others do not.
+    by_default = fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe"
+    begins = fields.get("tokenizer.ggml.add_bos_token", by_default)
     bos = fields.get("tokenizer.ggml.bos_token_id") if begins else None
     eos = fields.get("tokenizer.ggml.eos_token_id") if fields.get("tokenizer.ggml.add_eos_token") else None
     return bos, eos
