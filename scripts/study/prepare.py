@@ -9,7 +9,7 @@ The folder of a plan:
     parent-0/ parent-0-hf/     the run that trained the parent of seed 0, and the parent
     parent-0-g2/ …             the same from scratch with 2 K/V heads
     parent-0-qwen3/ …          the same of a family
-    text_kinds/                 texts of many kinds, with chats in the parent's template
+    text_kinds/                texts of many kinds, with chats in the parent's template
     smollm2/                   model/, train/, valid/ and text_kinds/ of an outside parent
     arms/                      the models that are currently converted and trained
     plan.json                  the values of the plan that all of this depends on

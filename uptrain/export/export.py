@@ -156,8 +156,8 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
 
 
 def _name_of(path: Path) -> str:
-    """Return a folder's name, or the name of a model in the hub's cache."""
-    name, revision = origin_of(path)
+    """Return a folder's name, or the name of a model in the hub's cache; "" for no folder."""
+    name, revision = origin_of(path) if path.name else ("", None)
     return name if revision else path.name
 
 
