@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from accelerate import Accelerator
+from limits import few_files
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch_files import assert_same_conversion, cast, write_dcp
@@ -26,6 +27,15 @@ from uptrain.training.module import LossModule
 
 def prefixed(tensors, prefix):
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    """Thousands of processes write as many files, and each stays open."""
+    folder = tiny.save(model := tiny.build(), tmp_path / "folder")
+    other = write_dcp(tmp_path / "dcp", prefixed(cast(model, "float32"), "model."), 60)
+    shutil.copy(folder / "config.json", other)
+    with few_files(20), open_checkpoint(other) as checkpoint:
+        assert checkpoint.tensors.keys() == tiny.tensors(folder).keys()
 
 
 def adam(tensors, prefix):

@@ -1,6 +1,7 @@
 """The memory of a run: what the plan estimates, what fits, and what `uptrain run` does where nothing fits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def models(taught=True, changed=frozenset(), **more):
     own = llama_2_7b(8)
     same = frozenset(tensor.name for tensor in {*own} & {*teacher} if tensor.name not in changed)
     return MemoryEstimator(tuple(own), tuple(teacher), same, {"model_type": "llama"}, geometry, 11008, 2048, **more)
+
+
+def test_other_families_are_read_in_float32_and_with_the_whole_teacher():
+    native = models()
+    other = replace(native, config={"model_type": "qwen3"})
+    needed = native.memory(MemoryOptions("attention", 1))
+    read = needed.frozen + needed.masters + needed.teacher
+    assert native.host(needed) == read - needed.shared
+    assert other.host(needed) == max(read, 4 * count_parameters(native.tensors)) > native.host(needed)
 
 
 PARTS = [

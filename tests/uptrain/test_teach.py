@@ -9,10 +9,12 @@ import pytest
 import tiny
 import torch
 from caches import write_cache
+from limits import few_files
 from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
 
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
+from uptrain.data.token_cache import TokenCache
 
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
 CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]
@@ -109,6 +111,15 @@ def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
     teach(out)
     assert tiny.snapshot(out) == expected
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_more_shards_than_a_process_may_open(inputs, teach, tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 2_000)
+    logits = teach(tmp_path / "logits")
+    cache = TokenCache.open(inputs["data"])
+    n_shards = len(LogitsManifest.parse(logits).shards)
+    with few_files(n_shards):  # each shard has two
+        assert len(teacher_logits.TeacherLogits.open(logits, cache).read(np.array([0]))[0]) == 1
 
 
 class Counted:
