@@ -162,7 +162,9 @@ def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str,
 
 def _data_offset(file: io.BufferedIOBase | io.RawIOBase, entry: zipfile.ZipInfo) -> int:
     """Return the offset of an archived file's data: after its local header, whose last two numbers are lengths."""
-    file.seek(max(entry.header_offset, 0))
+    if entry.header_offset < 0:
+        raise zipfile.BadZipFile(f"its directory places {entry.filename} before its beginning")
+    file.seek(entry.header_offset)
     header = file.read(30)
     if header is None or len(header) < 30 or header[:4] != _ZIP:
         raise zipfile.BadZipFile(f"there is no {entry.filename} where its directory says")

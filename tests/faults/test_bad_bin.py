@@ -63,6 +63,16 @@ def test_bin_is_not_what_torch_writes(refuse, folder, how):
     refuse(folder, "pytorch_model.bin", "damaged")
 
 
+def test_bin_whose_directory_is_said_to_lie_further_on(refuse, folder):
+    """Its files would begin before the archive: zipfile subtracts what the directory's place is off by."""
+    path = folder / "pytorch_model.bin"
+    content = bytearray(path.read_bytes())
+    place = slice(start := content.rindex(b"PK\x06\x06") + 48, start + 8)  # of the directory's offset, APPNOTE 4.3.14
+    content[place] = (int.from_bytes(content[place], "little") + 10**7).to_bytes(8, "little")
+    path.write_bytes(content)
+    refuse(folder, "pytorch_model.bin", "damaged")
+
+
 def test_bin_of_the_other_byte_order(refuse, folder):
     path = folder / "pytorch_model.bin"
     content = path.read_bytes()
