@@ -120,7 +120,7 @@ def work_on(workspace: Workspace, case: Case, tell: Callable[[str], None]) -> No
     model = begin(workspace, case, folder / "model")
     for stage in case.stages:
         started = time.perf_counter()
-        measures = evaluate(case, model) if stage is None else uptrain(case, model, stage, folder / "run")
+        measures = evaluate(case, model) if stage is None else uptrain(workspace, case, model, stage, folder / "run")
         line = describe(workspace, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
         if workspace.plan.behaviour or workspace.plan.text_kind_windows:
             final = model if stage is None else export(folder / "run")
@@ -154,19 +154,26 @@ def evaluate(case: Case, model: Path) -> Result:
     return {"tokens": 0, **json.loads(programs.run("uptrain", "evaluate", model, *options, "--json"))}
 
 
-def uptrain(case: Case, model: Path, stage: Stage, run: Path) -> Result:
+def uptrain(workspace: Workspace, case: Case, model: Path, stage: Stage, run: Path) -> Result:
     subject, values = case.subject, stage_values(case, stage)
     data = ("--data", subject.caches / "train", "--eval-data", subject.caches / "valid", "--teacher", subject.folder)
     options = (
         "--loss", stage.loss, "--alpha", stage.alpha, "--original-tokens", subject.tokens, "--lr", stage.lr,
         "--schedule", stage.schedule, "--trainable", stage.trainable,
         "--global-batch-tokens", values["global_batch_tokens"], "--seed", subject.seed,
-        "--precision", subject.precision, "--eval-every", NEVER, "--save-every", NEVER,
+        "--precision", subject.precision, "--eval-every", workspace.plan.eval_every_steps or NEVER,
+        "--save-every", NEVER,
     )  # fmt: skip
     programs.train(run, "run", model, *data, *options, "--out", run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = next(line["evaluation"] for line in reversed(lines) if "evaluation" in line)
-    return {"tokens": json.loads((run / "run.json").read_text())["budget"]["tokens"], **last}
+    evaluations = [line for line in lines if "evaluation" in line]
+    measures = {
+        "tokens": json.loads((run / "run.json").read_text())["budget"]["tokens"],
+        **evaluations[-1]["evaluation"],
+    }
+    if workspace.plan.eval_every_steps:
+        measures["curve"] = [{"step": line["step"], **line["evaluation"]} for line in evaluations]
+    return measures
 
 
 def export(run: Path) -> Path:
@@ -200,6 +207,7 @@ def describe(workspace: Workspace, case: Case, stage: Stage | None, measures: Re
         "groups": case.groups or config["num_key_value_heads"], "seed": subject.seed, **stage_values(case, stage),
         "tokens": measures["tokens"], "held_out_loss": measures["loss"], "parent_loss": measures["teacher_loss"],
         "kl": measures["kl"], "agreement": measures["agreement"], "targets": measures["targets"],
+        **({"curve": measures["curve"]} if "curve" in measures else {}),
         "convert": case.arm.convert, "latent": case.latent, "from_nothing": case.arm.from_nothing,
         "original_tokens": subject.tokens, "precision": subject.precision,
         "parent_sha256": weights_hash(subject.folder),

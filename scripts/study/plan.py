@@ -121,6 +121,9 @@ class ExternalParent:
     run."""
     kv_heads: int | None = None
     """Repeat its K/V heads to this number, each in coordinates of its own (repeat_heads.py)."""
+    text_kinds: tuple[str, ...] = ()
+    """Kinds of text in --text-kinds to train on, all of each, and to evaluate on, as many windows of each. Default: the
+    plan's texts."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ class Plan:
     windows: int | None = None
     """Number of held-out windows for evaluation. Default: all."""
     outside: tuple[ExternalParent, ...] = ()
+    eval_every_steps: int | None = None
+    """Evaluate every so many steps of uptraining too, and record the measures as `curve`."""
     behaviour: bool = False
     """Whether to measure losses by position and generated texts too (behaviour.py)."""
     text_kind_windows: int = 0
@@ -146,7 +151,8 @@ class Plan:
 
     @property
     def needs_text_kinds(self) -> bool:
-        return self.text_kind_windows > 0 or any(arm.text_kind for arm in self.arms)
+        measured = self.text_kind_windows > 0 or any(arm.text_kind for arm in self.arms)
+        return measured or any(outside.text_kinds for outside in self.outside)
 
 
 def find_plan(name: str) -> Path:

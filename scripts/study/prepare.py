@@ -135,13 +135,15 @@ def shared_steps(workspace: Workspace) -> list[Step]:
 
 def outside_steps(workspace: Workspace, outside: ExternalParent) -> list[Step]:
     folder = workspace.home / outside.name
-    cache = partial(make_caches, workspace, folder / "model", folder, outside.seq_len)
-    steps = [
-        Step(folder / "model", partial(fetch_model, outside, folder / "model")),
-        Step(folder / "valid", partial(cache, "valid", outside.windows)),
-    ]
+    model = folder / "model"
+    if outside.text_kinds:
+        cache = partial(make_mixed_caches, outside, folder)
+    else:
+        cache = partial(make_caches, workspace, model, folder, outside.seq_len)
+    steps = [Step(model, partial(fetch_model, outside, model))]
     if workspace.plan.needs_text_kinds:
-        steps.append(text_kinds_step(workspace, folder / "model", folder))
+        steps.append(text_kinds_step(workspace, model, folder))
+    steps.append(Step(folder / "valid", partial(cache, "valid", outside.windows)))
     return [*steps, Step(folder / "train", partial(cache, "train", None))] if outside.uptrain else steps
 
 
@@ -232,6 +234,16 @@ def make_caches(
     sources = [word for path in texts for word in ("--data", path)]
     limit = ("--tokens", windows * seq_len) if windows else ()
     options = ("--tokenizer", tokenizer, "--seq-len", seq_len, "--workers", "1", *limit)
+    programs.run("uptrain", "prepare", *sources, *options, "--out", folder / name, "--json")
+
+
+def make_mixed_caches(outside: ExternalParent, folder: Path, name: str, windows: int | None) -> None:
+    """Tokenise texts of several kinds: all to train on, or as many tokens of each to evaluate on."""
+    kinds = folder / "text_kinds" / ("own" if name == "train" else "held-out")
+    share = "=1" if windows else ""
+    sources = [word for kind in outside.text_kinds for word in ("--data", f"{kinds / kind}.jsonl{share}")]
+    limit = ("--tokens", windows * outside.seq_len) if windows else ()
+    options = ("--tokenizer", folder / "model", "--seq-len", outside.seq_len, "--workers", "1", *limit)
     programs.run("uptrain", "prepare", *sources, *options, "--out", folder / name, "--json")
 
 

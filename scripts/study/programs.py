@@ -1,4 +1,4 @@
-"""Run `convert` and `uptrain` of this checkout, each on one core."""
+"""Run `convert` and `uptrain` of this checkout, each on one core unless OMP_NUM_THREADS says otherwise."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import click
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     # Figures are recorded with the commit of this checkout, so its code must run and not an installed version.
     "PYTHONPATH": str(ROOT),
@@ -24,7 +23,7 @@ class ProgramFailed(click.ClickException):
 def run(program: str, *arguments: object) -> str:
     """Run a program, and return its output."""
     words = [program, *map(str, arguments)]
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT}
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

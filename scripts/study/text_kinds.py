@@ -28,8 +28,6 @@ LONGEST, SHORTEST = 8_000, 1_200
 """Maximum characters and minimum bytes of a document: a Chinese character carries more than a letter."""
 LICENCE = re.compile(r"licen[cs]e|授权|лиценз|lizenz", re.IGNORECASE)
 NOVELS = 12
-OWN_CHARACTERS = 480_000
-"""Approximate limit of the calibration texts of a kind."""
 OWN_DOCUMENTS = 8
 """Maximum number of calibration documents per held-out document."""
 LEGAL = 5
@@ -46,7 +44,14 @@ LEGAL = 5
 )
 @click.option("--cache", type=click.Path(path_type=Path), help="Where packages are unpacked (OUT/cache).")
 @click.option("--record", type=click.Path(path_type=Path), help="The file of fingerprints to write.")
-def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> None:
+@click.option(
+    "--own-characters",
+    type=click.IntRange(min=1),
+    default=480_000,
+    show_default=True,
+    help="Approximate limit of the texts of a kind for calibration or training.",
+)
+def main(out: Path, books: Path, cache: Path | None, record: Path | None, own_characters: int) -> None:
     for part in ("held-out", "own"):
         (out / part).mkdir(parents=True, exist_ok=True)
     summary, marks = {}, {}
@@ -57,7 +62,7 @@ def main(out: Path, books: Path, cache: Path | None, record: Path | None) -> Non
             documents, own, sources = collected(PARTS[kind], cache or out / "cache")
         lines = json_lines(documents)
         (out / "held-out" / f"{kind}.jsonl").write_bytes(lines.encode())
-        (out / "own" / f"{kind}.jsonl").write_bytes(json_lines(limited(own)).encode())
+        (out / "own" / f"{kind}.jsonl").write_bytes(json_lines(limited(own, own_characters)).encode())
         texts = [content(document) for document in documents]
         summary[kind] = {
             "documents": len(documents),
@@ -115,11 +120,11 @@ def collected(parts: list[Part], cache: Path) -> tuple[list[Document], list[Docu
     return documents, [one for ones in zip_longest(*own) for one in ones if one is not None], sources
 
 
-def limited(documents: list[Document]) -> Iterator[Document]:
-    """Yield documents up to about OWN_CHARACTERS characters."""
+def limited(documents: list[Document], limit: int) -> Iterator[Document]:
+    """Yield documents up to about `limit` characters."""
     characters = 0
     for document in documents:
-        if characters > OWN_CHARACTERS:
+        if characters > limit:
             return
         characters += len(content(document))
         yield document
