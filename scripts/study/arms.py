@@ -122,12 +122,14 @@ def work_on(workspace: Workspace, case: Case, tell: Callable[[str], None]) -> No
         started = time.perf_counter()
         measures = evaluate(case, model) if stage is None else uptrain(workspace, case, model, stage, folder / "run")
         line = describe(workspace, case, stage, measures) | {"seconds": round(time.perf_counter() - started, 1)}
-        if workspace.plan.behaviour or workspace.plan.text_kind_windows:
+        if workspace.plan.measures_exports:
             final = model if stage is None else export(folder / "run")
         if workspace.plan.behaviour:
             line["behaviour"] = behave(workspace, case, final)
         if workspace.plan.text_kind_windows:
             line["text_kinds"] = on_text_kinds(workspace, case, final)
+        if workspace.plan.tasks:
+            line["tasks"] = json.loads(programs.run("scripts.study.on_tasks", final, "--texts", workspace.valid_texts))
         append(workspace.results, line)
         stage_name = "after conversion" if stage is None else f"{stage.loss}, α {stage.alpha}, lr {stage.lr}"
         tell(f"{case.name}, {stage_name}: {measures['loss']:.4f}, {line['seconds']} s")

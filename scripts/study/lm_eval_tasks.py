@@ -46,6 +46,12 @@ TASKS = {
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--passages", type=click.IntRange(min=1), default=200, show_default=True, help="How many of each text.")
 def main(texts: Path, out: Path, passages: int) -> None:
+    n_passages = write_tasks(texts, out, passages)
+    click.echo(f"{n_passages} passages, tasks {' and '.join(TASKS)}, in {out}.")
+
+
+def write_tasks(texts: Path, out: Path, passages: int) -> int:
+    """Write the tasks and their data, at most `passages` from each text, and return the number of passages."""
     out.mkdir(parents=True, exist_ok=True)
     data = out.resolve() / "passages.jsonl"
     rows = [row for text in documents(texts) for row, _ in zip(split(text), range(passages), strict=False)]
@@ -61,7 +67,7 @@ def main(texts: Path, out: Path, passages: int) -> None:
             metrics=metrics,
         )
         (out / f"{name}.yaml").write_text(task)
-    click.echo(f"{len(rows)} passages, tasks {' and '.join(TASKS)}, in {out}.")
+    return len(rows)
 
 
 def split(text: str) -> Iterator[dict[str, str]]:

@@ -5,7 +5,8 @@
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `latent`, `latent_smollm2` or `field`.
+`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_mixed`, `smollm2_mixed_kinds`, `latent`,
+`latent_smollm2` or `field`.
 """
 
 import json
@@ -20,11 +21,13 @@ from scripts.study.arms import key_of_line
 from scripts.study.cells import kv_heads, markdown, show
 from scripts.study.figures import draw
 from scripts.study.page_tables import (
+    along_training,
     by_cache,
     by_heads,
     by_parent,
     by_part,
     kinds_by_part,
+    recovered_by_text_kind,
     savings,
     text_kinds_by_parent,
 )
@@ -160,6 +163,8 @@ def renewed(page: str, results: Path) -> str:
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
             "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
             "smollm2_kinds": smollm2_kinds,
+            "smollm2_mixed": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
+            "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(read(folder / "smollm2_mixed.jsonl")),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
             "field": field,
@@ -197,8 +202,9 @@ def headline(results: Path) -> str:
 def smollm2_kinds(results: Path) -> str:
     """Return the table of SmolLM2's losses by kind of token, right after conversion and distilled."""
     behaviour = [line for line in read(results / "behaviour.jsonl") if line["parent"] == "smollm2"]
-    trained = [line for line in read(results / "smollm2_tokens.jsonl") if line["alpha"]]
-    return kinds_by_part([*behaviour, *trained])
+    novels = [line for line in read(results / "smollm2_tokens.jsonl") if line["alpha"]]
+    mixed = [line for line in read(results / "smollm2_mixed.jsonl") if line["alpha"]]
+    return kinds_by_part([*behaviour, *novels, *(line | {"arm": f"{line['arm']}, mixed text"} for line in mixed)])
 
 
 def latent_smollm2(results: Path) -> str:

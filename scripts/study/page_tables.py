@@ -92,6 +92,51 @@ def kinds_by_part(lines: list[Result]) -> str:
     return markdown(["", "distilled", *names], rows)
 
 
+def along_training(lines: list[Result]) -> str:
+    """Return the table of a model's measures during uptraining (`curve`).
+
+    They are the loss beyond the parent's, the share of the merge's cost that is recovered, the KL divergence from the
+    parent, and how often the most likely tokens of both are the same.
+    """
+    (line,) = (line for line in lines if "curve" in line)
+    cost = line["curve"][0]["loss"] - line["parent_loss"]
+    rows = []
+    for point in line["curve"]:
+        gap = point["loss"] - line["parent_loss"]
+        tokens = point["step"] * line["global_batch_tokens"]
+        rows.append(
+            [f"{tokens:,}", f"{gap:.4f}", f"{1 - gap / cost:.0%}", f"{point['kl']:.3f}", f"{point['agreement']:.1%}"]
+        )
+    return markdown(["tokens", "loss above the parent's", "recovered", "KL divergence", "agreement"], rows)
+
+
+def recovered_by_text_kind(lines: list[Result]) -> str:
+    """Return the table of losses beyond the parent's on each kind of text, right after conversion and uptrained.
+
+    Beside a loss after uptraining is the share of the merge's cost that is recovered. Several seeds are averaged.
+    """
+    (parent,) = (line["text_kinds"] for line in lines if is_parent(line))
+    merged = [line for line in lines if not is_parent(line)]
+    lengths = sorted({line["tokens"] for line in merged})
+    gaps_of = {
+        tokens: {
+            kind: statistics.mean(line["text_kinds"][kind] for line in merged if line["tokens"] == tokens) - loss
+            for kind, loss in parent.items()
+        }
+        for tokens in lengths
+    }
+    rows = []
+    for kind, loss in parent.items():
+        start, *after = (gaps_of[tokens][kind] for tokens in lengths)
+        rows.append([kind, f"{loss:.3f}", f"{start:+.3f}", *(f"{gap:+.3f} ({1 - gap / start:.0%})" for gap in after)])
+    start, *after = (statistics.mean(gaps_of[tokens].values()) for tokens in lengths)
+    average = statistics.mean(parent.values())
+    rows.append(
+        ["average", f"{average:.3f}", f"{start:+.3f}", *(f"{gap:+.3f} ({1 - gap / start:.0%})" for gap in after)]
+    )
+    return markdown(["", "parent", "after conversion", *(f"{tokens:,} tokens" for tokens in lengths[1:])], rows)
+
+
 def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
     """Return the table of losses beyond the parent by cached numbers, of merged heads and of latent attention.
 

@@ -143,11 +143,18 @@ class Plan:
     """Evaluate every so many steps of uptraining too, and record the measures as `curve`."""
     behaviour: bool = False
     """Whether to measure losses by position and generated texts too (behaviour.py)."""
+    tasks: bool = False
+    """Whether to run tasks of lm-evaluation-harness too (on_tasks.py). Its program, lm_eval, must be in PATH."""
     text_kind_windows: int = 0
     """Number of windows on which the loss on each kind of text in --text-kinds is measured too; 0: none.
 
     In the arguments of `convert`, TEXT_KINDS/KIND.jsonl is a calibration text of that kind; then only that kind is
     measured."""
+
+    @property
+    def measures_exports(self) -> bool:
+        """Whether uptrained models are measured beyond the evaluation of their training."""
+        return self.behaviour or self.tasks or self.text_kind_windows > 0
 
     @property
     def needs_text_kinds(self) -> bool:

@@ -93,10 +93,12 @@ class Workspace:
 
 
 def check_home(workspace: Workspace) -> None:
-    """Raise PlanError if the plan needs texts that were not given, or its folder was built with other values of it."""
+    """Raise PlanError if the plan needs texts or a program that are missing, or its folder has other values of it."""
     plan = workspace.plan
     if workspace.text_kinds is None and plan.needs_text_kinds:
         raise PlanError(f"the plan {plan.name} needs texts of many kinds; give their folder with --text-kinds.")
+    if plan.tasks and shutil.which("lm_eval") is None:
+        raise PlanError(f"the plan {plan.name} needs the program lm_eval in PATH; pip install lm_eval[hf] brings it.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
     if not wanted["parent"]["families"]:  # earlier folders lack the key

@@ -30,6 +30,7 @@ from scripts.study.repeat_heads import repeat_heads
 STUDY = Path(__file__).parents[2] / "scripts/study"
 SMOKE = STUDY / "plans/smoke.toml"
 FIGURES = [("mean", None), *(("fit-refit", loss) for loss in (None, "next-token", "distill")), ("from nothing", None)]
+MEASURES = {"loss": 4.5, "teacher_loss": 4.0, "kl": 0.2, "agreement": 0.95, "targets": 100}
 
 
 @pytest.fixture
@@ -64,8 +65,7 @@ def stand_in(study, monkeypatch):
         out = Path(words[words.index("--out") + 1] if "--out" in words else words[3])
         out.mkdir(parents=True, exist_ok=True)
         if words[1] == "run":
-            measures = {"loss": 4.5, "teacher_loss": 4.0, "kl": 0.2, "agreement": 0.95, "targets": 100}
-            (out / "metrics.jsonl").write_text(json.dumps({"step": 3, "evaluation": measures}) + "\n")
+            (out / "metrics.jsonl").write_text(json.dumps({"step": 3, "evaluation": MEASURES}) + "\n")
             (out / "run.json").write_text(json.dumps({"budget": {"tokens": 3000}}))
             (out / "run_state.json").write_text(json.dumps({"status": "finished"}))
         (out / "config.json").write_text(json.dumps({"num_key_value_heads": 4}))
@@ -310,6 +310,33 @@ def test_parents_are_evaluated_on_text_kinds(study, stand_in, tmp_path, monkeypa
     options = ["--text-kinds", str(home / "text_kinds/held-out"), "--windows", "3", "--length", "64"]
     assert [words[2:] for words in measured] == [options] * len(read(tmp_path))
     assert all(line["text_kinds"] == {"prose": 4.1} for line in read(tmp_path))
+
+
+def test_an_outside_parent_is_trained_on_text_kinds(study, stand_in, tmp_path, monkeypatch):
+    """On all of each kind, and evaluated on as many tokens of each; the losses along the way are recorded."""
+    path = tmp_path / "mixed.toml"
+    mixed = [
+        "eval_every_steps = 1", "[[outside]]", 'name = "mixed"', 'model = "given"', "groups = [1]", "seq_len = 64",
+        "windows = 6", 'original_tokens = "1M"', 'text_kinds = ["chat", "prose"]',
+        'uptrain = [{ alpha = 0.1, loss = "distill", lr = 1e-3 }]',
+    ]  # fmt: skip
+    smoke = SMOKE.read_text().replace("[parent]\n", "[parent]\nseeds = []\n")
+    path.write_text("\n".join([*mixed[:1], smoke, *mixed[1:]]) + "\n")
+    monkeypatch.setattr(study[2], "render_text_kinds", lambda workspace, model, out: out.mkdir())
+    refused = start(study, "--plan", path, "--work", tmp_path)
+    assert (refused.exit_code, "--text-kinds" in refused.output) == (2, True)
+    finished = start(study, "--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
+    assert finished.exit_code == 0, finished.output
+    folder = tmp_path / "mixed/mixed"
+    prepared = {Path(words[words.index("--out") + 1]).name: words for words in stand_in if words[1] == "prepare"}
+    own, held_out = ([folder / "text_kinds" / part / f"{kind}.jsonl" for kind in ("chat", "prose")]
+                     for part in ("own", "held-out"))  # fmt: skip
+    assert prepared["train"][2:6] == ["--data", str(own[0]), "--data", str(own[1])]
+    assert prepared["valid"][2:6] == ["--data", f"{held_out[0]}=1", "--data", f"{held_out[1]}=1"]
+    assert "--tokens" not in prepared["train"]
+    assert prepared["valid"][prepared["valid"].index("--tokens") + 1] == str(6 * 64)
+    curves = [line["curve"] for line in read(tmp_path, "mixed") if line["alpha"]]
+    assert curves == [[{"step": 3, **MEASURES}]] * len(curves) and curves
 
 
 def test_lists_are_tried_in_all_combinations(study, tmp_path):

@@ -130,6 +130,30 @@ def test_table_of_kinds_of_tokens_by_part():
     ]
 
 
+def test_tables_of_a_curve_and_of_what_training_recovers_by_text_kind():
+    parent = line("parent", 0, 4.0, convert=None) | {"text_kinds": {"prose": 4.0, "code": 2.0}}
+    merged = line("default", 0, 5.0) | {"text_kinds": {"prose": 5.0, "code": 4.0}}
+    distilled = line("default", 0, 4.2, stage=(0.01, "distill", 5e-4))
+    steps = ((0, 5.0, 0.9, 0.5), (5, 4.5, 0.6, 0.6), (10, 4.2, 0.3, 0.75))
+    distilled["curve"] = [dict(zip(("step", "loss", "kl", "agreement"), step, strict=True)) for step in steps]
+    distilled["text_kinds"] = {"prose": 4.25, "code": 3.0}
+    lines = [parent, merged, distilled]
+    assert page_tables.along_training(lines).splitlines()[2:] == [
+        "| 0 | 1.0000 | 0% | 0.900 | 50.0% |",
+        "| 5,120 | 0.5000 | 50% | 0.600 | 60.0% |",
+        "| 10,240 | 0.2000 | 80% | 0.300 | 75.0% |",
+    ]
+    assert page_tables.recovered_by_text_kind(lines).splitlines() == [
+        "|  | parent | after conversion | 10,000 tokens |",
+        "| --- | --- | --- | --- |",
+        "| prose | 4.000 | +1.000 | +0.250 (75%) |",
+        "| code | 2.000 | +2.000 | +1.000 (50%) |",
+        "| average | 3.000 | +1.500 | +0.625 (58%) |",
+    ]
+    other = distilled | {"seed": 1, "text_kinds": {"prose": 4.75, "code": 3.0}}
+    assert "| prose | 4.000 | +1.000 | +0.500 (50%) |" in page_tables.recovered_by_text_kind([*lines, other])
+
+
 def test_table_of_the_field(tmp_path):
     """Ways without a record are left out, and so are uptrainings of another part."""
     distilled = (0.01, "distill", 5e-4)
