@@ -5,8 +5,8 @@
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_mixed`, `smollm2_mixed_kinds`, `latent`,
-`latent_smollm2` or `field`.
+`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`, `smollm2_mixed`,
+`smollm2_mixed_kinds`, `latent`, `latent_smollm2` or `field`.
 """
 
 import json
@@ -29,6 +29,7 @@ from scripts.study.page_tables import (
     kinds_by_part,
     recovered_by_text_kind,
     savings,
+    tasks,
     text_kinds_by_parent,
 )
 from scripts.study.plan import PLANS, PlanError
@@ -162,7 +163,8 @@ def renewed(page: str, results: Path) -> str:
             "distilled_text_kinds": distilled_text_kinds,
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
             "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
-            "smollm2_kinds": smollm2_kinds,
+            "smollm2_kinds": lambda folder: kinds_by_part(smollm2_lines(folder)),
+            "smollm2_tasks": lambda folder: tasks(smollm2_lines(folder)),
             "smollm2_mixed": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
             "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(read(folder / "smollm2_mixed.jsonl")),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
@@ -199,12 +201,12 @@ def headline(results: Path) -> str:
     return "\n".join([after_conversion(results, HEADLINE), f"| {name} | 3 → 1 | {' | '.join(cells)} | {span} |"])
 
 
-def smollm2_kinds(results: Path) -> str:
-    """Return the table of SmolLM2's losses by kind of token, right after conversion and distilled."""
-    behaviour = [line for line in read(results / "behaviour.jsonl") if line["parent"] == "smollm2"]
+def smollm2_lines(results: Path) -> list[Result]:
+    """Return the lines of SmolLM2 right after conversion, distilled on novels, and on mixed text."""
+    converted = [line for line in read(results / "behaviour.jsonl") if line["parent"] == "smollm2"]
     novels = [line for line in read(results / "smollm2_tokens.jsonl") if line["alpha"]]
     mixed = [line for line in read(results / "smollm2_mixed.jsonl") if line["alpha"]]
-    return kinds_by_part([*behaviour, *novels, *(line | {"arm": f"{line['arm']}, mixed text"} for line in mixed)])
+    return [*converted, *novels, *(line | {"arm": f"{line['arm']}, mixed text"} for line in mixed)]
 
 
 def latent_smollm2(results: Path) -> str:

@@ -110,6 +110,18 @@ def along_training(lines: list[Result]) -> str:
     return markdown(["tokens", "loss above the parent's", "recovered", "KL divergence", "agreement"], rows)
 
 
+def tasks(lines: list[Result]) -> str:
+    """Return the table of the measures of lm-evaluation-harness's tasks. Lines without them are left out."""
+    rows = []
+    for line in lines:
+        if "tasks" in line:
+            word, prose = line["tasks"]["last_word"], line["tasks"]["prose"]
+            length = f"{line['tokens']:,} tokens, {line['trainable']}" if line["alpha"] else "–"
+            accuracy = f"{word['acc']:.1%} ± {word['acc_stderr']:.1%}"
+            rows.append([line["arm"], length, accuracy, f"{word['perplexity']:.1f}", f"{prose['bits_per_byte']:.3f}"])
+    return markdown(["", "distilled", "last word: accuracy", "its perplexity", "prose: bits per byte"], rows)
+
+
 def recovered_by_text_kind(lines: list[Result]) -> str:
     """Return the table of losses beyond the parent's on each kind of text, right after conversion and uptrained.
 

@@ -154,6 +154,27 @@ def test_tables_of_a_curve_and_of_what_training_recovers_by_text_kind():
     assert "| prose | 4.000 | +1.000 | +0.500 (50%) |" in page_tables.recovered_by_text_kind([*lines, other])
 
 
+def test_table_of_tasks(tmp_path):
+    """SmolLM2 right after conversion, and distilled on two texts; other lines are left out."""
+    tasks = {"last_word": {"acc": 0.25, "acc_stderr": 0.03, "perplexity": 12.34}, "prose": {"bits_per_byte": 1.2345}}
+    start, distilled = (0, None, None), (0.01, "distill", 5e-4)
+    smollm2 = {"parent": "smollm2", "trainable": None}
+    records = {
+        "behaviour": [line("mean", 0, 5.0) | {"tasks": tasks} | each for each in ({}, smollm2)],
+        "smollm2_tokens": [line("default", 0, 4.2, stage=stage) | smollm2 for stage in (start, distilled)],
+        "smollm2_mixed": [
+            line("default", 0, 4.2, stage=stage) | smollm2 | {"tasks": tasks} for stage in (start, distilled)
+        ],
+    }
+    records["smollm2_mixed"][1]["trainable"] = "all"
+    for plan, lines in records.items():
+        (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert page_tables.tasks(page.smollm2_lines(tmp_path)).splitlines()[2:] == [
+        "| mean | – | 25.0% ± 3.0% | 12.3 | 1.234 |",
+        "| default, mixed text | 10,000 tokens, all | 25.0% ± 3.0% | 12.3 | 1.234 |",
+    ]
+
+
 def test_table_of_the_field(tmp_path):
     """Ways without a record are left out, and so are uptrainings of another part."""
     distilled = (0.01, "distill", 5e-4)
