@@ -64,7 +64,8 @@ def merge_options(command: Command) -> Command:
                      help="Text to run the model on, for aligned, pca and fit. shipped: a mixture that comes with "
                      "Groupwise. self: the model writes it, which needs the whole model in memory. Or a .jsonl, "
                      ".parquet or .txt file, a folder of these, or hub:NAME[:[CONFIG:]SPLIT]. self+shipped, "
-                     "self+TEXT, …: windows of each in turn. none: merge by the weights alone.  [default: shipped]"),
+                     "self+TEXT, …: windows of each in turn. none: no text; without --method, this is the "
+                     "paper's mean.  [default: shipped]"),
         _calibration_tokens_option,
         device_option("calibrate on"),
         click.option("--seed", type=click.IntRange(0, LARGEST_COUNT), default=0, show_default=True,
@@ -85,7 +86,7 @@ def latent_options(command: Command) -> Command:
                      "norm's epsilon, for bfloat16 and float32. bias: by a constant channel of the latent, for "
                      "float16 too, but only where the engine reads biases."),
         click.option("--frequencies", type=click.Choice(FREQUENCIES),
-                     help="Frequencies of the rotated key. stock: powers of a base, which every engine computes. "
+                     help="Frequencies of the rotated key. stock: powers of a base, as in DeepSeek's own models. "
                      "longrope: those that the heads use most, each as often as needed. It loses much less, but not "
                      "every engine computes it; transformers does.  [default: longrope; stock where it loses "
                      "nothing]"),

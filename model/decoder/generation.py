@@ -198,7 +198,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
 )
 @device_option("run the model on")
 def command(folder: Path, **options: Any) -> None:
-    """Generate text with the checkpoint in FOLDER."""
+    """Generate text with the checkpoint in FOLDER: llama, mistral, qwen2 or latent attention."""
     show(folder, **options)
 
 

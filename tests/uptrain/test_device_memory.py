@@ -164,7 +164,7 @@ def seven(tmp_path):
     return tmp_path / "gqa8", tmp_path / "parent"
 
 
-def test_plan_names_the_cheapest_command(uptrain, seven):
+def test_plan_names_commands_that_fit(uptrain, seven):
     model, teacher = seven
     fixed = ("plan", model, "--teacher", teacher, "--alpha", 0.0025, "--seq-len", 2048, "--processes", 16)
     fitting = json.loads(uptrain(*fixed, "--memory", "24GB", "--json").out)["memory"]["fitting"]
@@ -176,7 +176,7 @@ def test_plan_names_the_cheapest_command(uptrain, seven):
     assert one["command"] == f"uptrain run {options}"
     assert fitting["2"]["command"].startswith(f"GPUS=2 scripts/uptrain_multi_gpu.sh run {model}")
     text = " ".join(uptrain(*fixed, "--memory", "24GB").out.split())
-    assert "commands that fit into 24 GB" in text and "--activation-checkpointing" in text
+    assert "Commands that fit into 24 GB" in text and "--activation-checkpointing" in text
     assert "--trainable attention" in fitting["8"]["command"], "all is not tried after a conversion"
     small = json.loads(uptrain(*fixed, "--memory", "3 GB", "--json").out)["memory"]["fitting"]
     assert set(small.values()) == {None}

@@ -168,7 +168,7 @@ def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
 def _fitting(
     estimator: MemoryEstimator, memory: int, numbers: list[int], model: str, teacher: Path | None
 ) -> dict[str, dict[str, Any] | None]:
-    """Return, by the number of devices, the cheapest command that fits into their memory; None where none does."""
+    """Return, by the number of devices, the first command that fits into their memory; None where none does."""
 
     def describe(chosen: MemoryOptions, n: int) -> dict[str, Any]:
         return {

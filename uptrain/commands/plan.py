@@ -46,7 +46,7 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
     "--memory",
     type=SizeType(least=10**4),
     metavar="SIZE",
-    help="Memory of a device, e.g. 24GB. Also name the cheapest commands that fit.",
+    help="Memory of a device, e.g. 24GB. Also name commands that fit.",
 )
 @json_option("Print the plan as JSON.")
 def command(model: Path, as_json: bool, **options: Any) -> None:
@@ -65,7 +65,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     print_columns("\nMemory of a device for --trainable", TRAINABLE, _memory(plan["memory"]))
     print_columns("\nTime for --trainable", TRAINABLE, _time(plan["time"], plan["processes"]))
     if plan["memory"]["fitting"]:
-        print_key_values(f"\nThe cheapest commands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
+        print_key_values(f"\nCommands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
 

@@ -101,9 +101,7 @@ def _check_no_nul(text: str) -> str:
 @click.option("--out", type=PATH, required=True, metavar="RUN", help="The run's folder, which must not exist.")
 @budget_options
 @schedule_options
-@click.option(
-    "--teacher", type=ModelFolder(), metavar="FOLDER", help="The MHA parent, to distil from and to compare with."
-)
+@click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from and to compare with.")
 @click.option(
     "--teacher-logits",
     type=PATH,

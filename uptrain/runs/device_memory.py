@@ -26,7 +26,7 @@ def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model
     """Return the largest micro-batch up to the default that fits this process's device, in windows.
 
     `chosen`: the run's options, with any micro-batch. Raises InputError if one window does not fit. The error names
-    the cheapest command that does.
+    the first command that does.
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
     free = free_memory()
