@@ -5,8 +5,8 @@
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`, `smollm2_mixed`,
-`smollm2_mixed_kinds`, `latent`, `latent_smollm2` or `field`.
+`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`,
+`smollm2_extrapolated`, `smollm2_mixed`, `smollm2_mixed_kinds`, `latent`, `latent_smollm2` or `field`.
 """
 
 import json
@@ -26,6 +26,7 @@ from scripts.study.page_tables import (
     by_heads,
     by_parent,
     by_part,
+    extrapolated,
     kinds_by_part,
     recovered_by_text_kind,
     savings,
@@ -164,6 +165,7 @@ def renewed(page: str, results: Path) -> str:
             "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
             "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
             "smollm2_kinds": lambda folder: kinds_by_part(smollm2_lines(folder)),
+            "smollm2_extrapolated": lambda folder: extrapolated(read(folder / "smollm2_tokens.jsonl"), "default"),
             "smollm2_tasks": lambda folder: tasks(smollm2_lines(folder)),
             "smollm2_mixed": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
             "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(read(folder / "smollm2_mixed.jsonl")),

@@ -1,8 +1,9 @@
 """Compare several numbers of K/V heads, parents or trained parts in one table of a page."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import pairwise, product
 
 from scripts.study.cells import (
     PAPERS,
@@ -108,6 +109,33 @@ def along_training(lines: list[Result]) -> str:
             [f"{tokens:,}", f"{gap:.4f}", f"{1 - gap / cost:.0%}", f"{point['kl']:.3f}", f"{point['agreement']:.1%}"]
         )
     return markdown(["tokens", "loss above the parent's", "recovered", "KL divergence", "agreement"], rows)
+
+
+def extrapolated(lines: list[Result], arm: str) -> str:
+    """Return the table of power laws through an arm's losses beyond the parent's against tokens, by the part trained.
+
+    Between two lengths, the loss is taken to fall with a power of the tokens. From the two lengths before the last, the
+    law predicts the last, which was measured too. From the last two, it says after how many tokens a tenth and a
+    twentieth of the merge's cost is left. Parts with fewer than three lengths are left out.
+    """
+    own = [line for line in lines if line["arm"] == arm]
+    (cost,) = gaps([line for line in own if not line["alpha"]]).values()
+    rows = []
+    for part in unique(line["trainable"] for line in own if line["alpha"]):
+        trained = [line for line in own if line["trainable"] == part]
+        lengths = sorted({line["tokens"] for line in trained})
+        best = (gaps(at_best_setting([x for x in trained if x["tokens"] == n])) for n in lengths)
+        points = [(n, statistics.mean(left.values())) for n, left in zip(lengths, best, strict=True)]
+        if len(points) < 3:
+            continue
+        exponents = [math.log(y0 / y1) / math.log(n1 / n0) for (n0, y0), (n1, y1) in pairwise(points)]
+        *_, (n1, y1), (n2, y2) = points
+        reach = (n2 * (y2 / (share * cost)) ** (1 / exponents[-1]) for share in (0.1, 0.05))
+        rows.append([part, ", ".join(f"{exponent:.2f}" for exponent in exponents),
+                     f"{y1 * (n1 / n2) ** exponents[-2]:.3f}", f"{y2:.3f}",
+                     *(f"{tokens / 1e6:,.0f} M" for tokens in reach)])  # fmt: skip
+    headings = ["exponents", f"predicted at {n2:,}", "measured", "tokens to a tenth of the cost", "to a twentieth"]
+    return markdown(["trained", *headings], rows)
 
 
 def tasks(lines: list[Result]) -> str:

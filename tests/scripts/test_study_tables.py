@@ -154,6 +154,22 @@ def test_tables_of_a_curve_and_of_what_training_recovers_by_text_kind():
     assert "| prose | 4.000 | +1.000 | +0.500 (50%) |" in page_tables.recovered_by_text_kind([*lines, other])
 
 
+def test_table_of_extrapolations():
+    """A loss that falls with a power of the tokens is predicted exactly; a part with two lengths is left out."""
+    start = line("default", 0, 5.0) | {"trainable": None}
+    lines = [
+        line("default", 0, 4 + 0.8 * tokens**-0.5, stage=(tokens * 1e-6, "distill", 5e-4)) | {"trainable": "all"}
+        for tokens in (1, 4, 16)
+    ]
+    short = [each | {"trainable": "kv"} for each in lines[:2]]
+    other = line("mean", 0, 6.0) | {"trainable": None}
+    assert page_tables.extrapolated([start, other, *lines, *short], "default").splitlines() == [
+        "| trained | exponents | predicted at 16 | measured | tokens to a tenth of the cost | to a twentieth |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| all | 0.50, 0.50 | 0.200 | 0.200 | 0 M | 0 M |",
+    ]
+
+
 def test_table_of_tasks(tmp_path):
     """SmolLM2 right after conversion, and distilled on two texts; other lines are left out."""
     tasks = {"last_word": {"acc": 0.25, "acc_stderr": 0.03, "perplexity": 12.34}, "prose": {"bits_per_byte": 1.2345}}
