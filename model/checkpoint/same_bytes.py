@@ -1,4 +1,6 @@
-"""Compare tensors byte for byte, a block at a time."""
+"""Compare tensors byte for byte, a block at a time, or by some of their rows."""
+
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,14 @@ def same_bytes(first: Checkpoint, name: str, second: Checkpoint, other_name: str
         return True
     blocks = ((first.rows(name, *rows), second.rows(other_name, *rows)) for rows in one.row_blocks(_BLOCK))
     return all(np.array_equal(_bytes(a), _bytes(b)) for a, b in blocks)
+
+
+def sampled_rows(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
+    """Yield the first, the middle and the last row of a tensor; nothing for a scalar."""
+    shape = checkpoint.tensors[name].shape
+    n_rows = shape[0] if shape else 0
+    for start in sorted({0, n_rows // 2, n_rows - 1}) if n_rows else ():
+        yield checkpoint.rows(name, start, start + 1).tobytes()
 
 
 def _bytes(rows: Array) -> NDArray[np.uint8]:

@@ -10,6 +10,7 @@ import tiny
 from safetensors_headers import write_headers
 
 from model.checkpoint import Tensor
+from model.common.errors import InputError, RankError
 from model.decoder import losses
 from model.geometry import Geometry
 from uptrain.budget import memory
@@ -172,8 +173,8 @@ def test_plan_names_commands_that_fit(uptrain, seven):
     assert all(way["bytes_per_process"] <= 24e9 for way in fitting.values())
     one = fitting["1"]
     assert (one["trainable"], one["activation_checkpointing"], one["micro_batch_tokens"]) == ("kv", True, 4096)
-    options = f"{model} --teacher {teacher} --trainable kv --activation-checkpointing --micro-batch 2 --seq-len 2048"
-    assert one["command"] == f"uptrain run {options}"
+    options = "--trainable kv --activation-checkpointing --precision bf16 --micro-batch 2 --seq-len 2048"
+    assert one["command"] == f"uptrain run {model} --teacher {teacher} {options}"
     assert fitting["2"]["command"].startswith(f"GPUS=2 scripts/uptrain_multi_gpu.sh run {model}")
     text = " ".join(uptrain(*fixed, "--memory", "24GB").out.split())
     assert "Commands that fit into 24 GB" in text and "--activation-checkpointing" in text
@@ -181,7 +182,7 @@ def test_plan_names_commands_that_fit(uptrain, seven):
     small = json.loads(uptrain(*fixed, "--memory", "3 GB", "--json").out)["memory"]["fitting"]
     assert set(small.values()) == {None}
     other = json.loads(uptrain(*fixed, "--memory", "24GB", "--optimizer", "adamw8bit", "--json").out)
-    assert "--optimizer adamw8bit --micro-batch" in other["memory"]["fitting"]["1"]["command"]
+    assert "--optimizer adamw8bit --precision bf16 --micro-batch" in other["memory"]["fitting"]["1"]["command"]
     assert "none fits" in uptrain(*fixed, "--memory", "5GB").out
     assert json.loads(uptrain(*fixed, "--memory", "24GiB", "--json").out)["memory"]["fitting"]["1"]
     for wrong in ("24", "24 B", "24 bytes", "GB", "-1GB"):
@@ -206,6 +207,21 @@ def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(uptrain, sev
     monkeypatch.setattr(device_memory, "free_memory", lambda: int(3e9))
     uptrain(*fixed).refused("nothing fits", f"uptrain plan {model} --memory 3GB")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_busy_gpu_is_named_by_its_process(seven, monkeypatch):
+    """The first process prints the errors of all, but another GPU may have less memory."""
+    model, teacher = seven
+    monkeypatch.setattr(device_memory, "free_memory", lambda: int(3e9))
+    monkeypatch.setattr(device_memory, "has_accelerator", lambda: True)
+    monkeypatch.setenv("RANK", "3")
+    for local_rank, kind, words in (
+        ("0", InputError, "--trainable kv needs"),
+        ("3", RankError, "process 3: --trainable"),
+    ):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(kind, match=words):
+            device_memory.fitting_micro_batch(models(), MemoryOptions("kv", 1), model, teacher)
 
 
 @pytest.mark.parametrize("windows", [1, 3, 32, 256])

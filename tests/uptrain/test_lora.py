@@ -211,3 +211,14 @@ def test_another_rank_does_not_fit_the_checkpoint(inputs, tmp_path, uptrain):
     (run / "run.json").write_text(json.dumps(content))
     uptrain("resume", run).refused("does not fit the run's model")
     assert np.isfinite([loss for _, loss in steps(run, "loss")]).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo"])
+def test_the_model_itself_can_keep_it_near(tmp_path, family):
+    """Then the teacher shares all that it has with the frozen part; OLMo's norms have no weights."""
+    inputs = make_inputs(tmp_path / "inputs")
+    model = tiny.save(tiny.build(family, vocab_size=VOCAB), tmp_path / family, "bfloat16")
+    given = {**inputs, "model": model}
+    more = ("--teacher", model, "--loss", "mix", "--trainable", "lora", "--precision", "bf16")
+    drive([{"arguments": arguments(given, tmp_path / "run", *more, steps=6)}])
+    assert np.isfinite([loss for _, loss in steps(tmp_path / "run", "loss")]).all()

@@ -9,7 +9,15 @@ import torch
 from model import load_model
 from model.decoder import attention
 from uptrain.training.adafactor import Adafactor
-from uptrain.training.models import compile_layers, random_student, recompute_activations
+from uptrain.training.models import (
+    compile_layers,
+    empty_student,
+    empty_teacher,
+    load_student,
+    load_teacher,
+    random_student,
+    recompute_activations,
+)
 from uptrain.training.module import blocks
 from uptrain.training.optimizer import make_optimizer
 from uptrain.training.trainable import choose_trainable
@@ -53,6 +61,28 @@ def test_what_does_not_decay_in_classes_of_transformers(family, config, spared):
     decays = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
     assert {name for name, decay in decays.items() if not decay} == {n for n in decays if re.search(spared, n)}
     assert decays.keys() == set(names.values())
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False)])
+def test_empty_models_are_like_loaded_ones_without_weights(tmp_path, family, tied):
+    """FSDP2's other processes make them. Drawing weights would fill the host's memory once for each process."""
+    folder = tiny.save(tiny.build(family, tie_word_embeddings=tied), tmp_path / family)
+    before = torch.get_rng_state()
+    for empty, loaded in (
+        (empty_student(folder), load_student(folder)),
+        (empty_teacher(folder, "bf16"), load_teacher(folder, "bf16")),
+    ):
+        assert torch.equal(torch.get_rng_state(), before)
+        kinds = [
+            {name: (p.dtype, p.shape, p.device) for name, p in each.named_parameters()} for each in (empty, loaded)
+        ]
+        assert kinds[0] == kinds[1], "with one name for a tied tensor"
+        own, theirs = dict(empty.named_buffers()), dict(loaded.named_buffers())
+        assert own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)
+        with torch.no_grad():
+            empty.load_state_dict(loaded.state_dict())
+            ids = torch.arange(8)[None]
+            assert torch.equal(empty(ids), loaded(ids))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adafactor", Adafactor)])

@@ -114,6 +114,32 @@ def test_adafactor_updates_shards_like_whole_parameters(mesh, sizes):
         torch.testing.assert_close(getattr(states[name], "full_tensor", lambda n=name: states[n])(), value)
 
 
+@pytest.mark.parametrize("scale", [1e-2, 1e-6])
+def test_adafactor_takes_the_steps_of_its_paper(scale):
+    """Shazeer and Stern 2018, algorithm 4, in float64, for gradients as small as those of large models too.
+
+    The rows' gradients differ by a factor of up to 100, which the states are there to level.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(24, 16, bias=False)
+    expected = model.weight.detach().double()
+    optimizer = make_optimizer("adafactor", model, 0.0)
+    rows, columns = torch.zeros(16, 1, dtype=torch.float64), torch.zeros(1, 24, dtype=torch.float64)
+    for step in range(1, 5):
+        gradient = scale * torch.logspace(0, 2, 16)[:, None] * torch.randn(16, 24)
+        model.weight.grad = gradient
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+        squares, decay = gradient.double().square(), 1 - step**-0.8
+        rows = decay * rows + (1 - decay) * squares.mean(1, keepdim=True)
+        columns = decay * columns + (1 - decay) * squares.mean(0, keepdim=True)
+        update = gradient.double() / (rows * columns / rows.mean()).sqrt()
+        update /= max(1.0, float(update.square().mean().sqrt()))
+        relative = min(0.1, step**-0.5) * max(1e-3, float(expected.square().mean().sqrt()))
+        expected = expected - relative * update
+    torch.testing.assert_close(model.weight.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adafactor_trains_shards_as_one_process_does(inputs, tmp_path):

@@ -97,6 +97,18 @@ def test_only_kv_is_trained(uptrain, settings, inputs, tmp_path):
     assert {n for n, t in after.items() if not torch.equal(t, before[n])} == {n for n in before if tiny.is_kv(n)}
 
 
+def test_adafactor_needs_a_rate(uptrain, inputs, tmp_path):
+    fixed = ("run", inputs["model"], "--data", inputs["data"], "--steps", 2, "--global-batch-tokens", 256)
+    uptrain(*fixed, "--out", tmp_path / "run", "--optimizer", "adafactor").refused("--optimizer adafactor needs --lr")
+
+
+def test_logits_are_no_data(uptrain, inputs, tmp_path):
+    logits = tmp_path / "logits"
+    assert uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", logits, "--top-k", 4).code == 0
+    fixed = ("run", inputs["model"], "--data", logits, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256)
+    uptrain(*fixed, "--out", tmp_path / "run").refused("it is of a teacher's logits, for --teacher-logits")
+
+
 def test_from_nothing(uptrain, settings, inputs, tmp_path):
     stored = settings("--steps", 2, "--init", inputs["model"], "--seed", 3, folder=None)
     assert (stored["model"], stored["seed"]) == ("", 3)

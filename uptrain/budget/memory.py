@@ -13,6 +13,7 @@ from typing import Any
 
 from model.checkpoint import Checkpoint, Tensor, open_checkpoint
 from model.checkpoint.latent_norm import without_latent_norm
+from model.checkpoint.same_bytes import sampled_rows
 from model.checkpoint.tensor import BITS, is_rope_buffer
 from model.common import checks
 from model.common.errors import InputError
@@ -226,9 +227,7 @@ def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[Tensor, ...], froze
 
 
 def _rows_equal(one: Checkpoint, other: Checkpoint, tensor: Tensor) -> bool:
-    n_rows = tensor.shape[0] if tensor.shape else 0
-    starts = sorted({0, n_rows // 2, n_rows - 1}) if n_rows else []
-    return all(one.rows(tensor.name, i, i + 1).tobytes() == other.rows(tensor.name, i, i + 1).tobytes() for i in starts)
+    return list(sampled_rows(one, tensor.name)) == list(sampled_rows(other, tensor.name))
 
 
 def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:

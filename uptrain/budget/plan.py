@@ -198,7 +198,8 @@ def run_command(
         if chosen.trainable == "lora" and estimator.lora_rank != DEFAULT_RANK
         else []
     )
-    return " ".join([*words, f"--micro-batch {chosen.micro_batch} --seq-len {estimator.seq_len}"])
+    sizes = f"--precision {estimator.precision} --micro-batch {chosen.micro_batch} --seq-len {estimator.seq_len}"
+    return " ".join([*words, sizes])
 
 
 def _original(name: str) -> dict[str, Any]:

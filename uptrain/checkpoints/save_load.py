@@ -233,7 +233,9 @@ class Checkpoints:
             rejected.append(damage)
             self._damaged.append(folder)
         if rejected:
-            raise InputError(f"no checkpoint in {self.folder} is whole: {'; '.join(rejected)}.")
+            raise InputError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(rejected)}. Remove them to begin at step 0."
+            )
         return None
 
     def verify(self, folder: Path) -> str:

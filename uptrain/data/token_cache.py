@@ -91,6 +91,8 @@ class Manifest:
             raise InputError(f"{folder} is not a token cache: it has no {MANIFEST}; make one with `uptrain prepare`.")
         try:
             content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+            if "top_k" in content:
+                raise InputError("it is of a teacher's logits, for --teacher-logits")
             if content.get("format", FORMAT) != FORMAT:
                 shown = checks.show(content["format"])
                 raise InputError(f"it has format {shown}, and this version reads {FORMAT}")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from model.common.console import size
-from model.common.errors import InputError
+from model.common.console import is_first_process, size
+from model.common.errors import InputError, RankError
 from model.common.machine import available_memory
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions, first_that_fits
 from uptrain.budget.plan import run_command
@@ -25,8 +25,8 @@ def has_estimate(config: dict[str, Any]) -> bool:
 def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model: Path, teacher: Path | None) -> int:
     """Return the largest micro-batch up to the default that fits this process's device, in windows.
 
-    `chosen`: the run's options, with any micro-batch. Raises InputError if one window does not fit. The error names
-    the first command that does.
+    `chosen`: the run's options, with any micro-batch. Raises InputError, or RankError for another GPU than the first,
+    if one window does not fit. The error names the first command that does.
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
     free = free_memory()
@@ -40,10 +40,13 @@ def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model
         if cheaper
         else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {of_plan} …` shows what more devices take"
     )
-    raise InputError(
+    refusal = (
         f"{chosen.options} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
         f"device has {size(free)} free; {advice} (or try it all the same, with --micro-batch 1)."
     )
+    if has_accelerator() and not is_first_process():  # whose device may have more
+        raise RankError(f"process {os.environ.get('RANK', '?')}: {refusal}")
+    raise InputError(refusal)
 
 
 def free_memory() -> int:

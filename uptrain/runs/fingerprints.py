@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from model.checkpoint import Checkpoint, open_checkpoint
+from model.checkpoint.same_bytes import sampled_rows
 from model.common.errors import InputError
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
@@ -13,7 +14,7 @@ from uptrain.runs.settings import Settings
 from uptrain.training.models import frozen_names
 
 N_PIECES, PIECE_BYTES = 64, 1 << 16
-"""Pieces of a weight file that are hashed, and their size: different weights differ everywhere, and files are large."""
+"""Pieces of a weight file that are hashed, and their size, because files are large."""
 _OTHER = {
     "model": "another model", "teacher": "another teacher", "teacher_logits": "other logits",
     "eval_data": "other held-out data",
@@ -66,6 +67,8 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
     }
     for name, sha256 in to_check.items():
         path = Path(getattr(settings, name))
+        if not path.exists():
+            raise InputError(f"{path}, the run's {name.replace('_', ' ')}, does not exist; restore it.")
         if current[name](path) != sha256:
             raise InputError(f"{path} is {_OTHER[name]} than when the run began; restore it, or start a new run.")
 
@@ -100,7 +103,11 @@ def tensor_sha256(checkpoint: Checkpoint, name: str) -> str:
 
 
 def model_sha256(folder: Path) -> str:
-    """Return the SHA-256 of a model: the config, and the names, sizes and sampled pieces of the weight files."""
+    """Return the SHA-256 of a model's config, of names, sizes and pieces of its weight files, and rows of tensors.
+
+    Models of which a part was trained differ in a few tensors only, which the pieces can miss. A tensor that was
+    trained differs in nearly all of its rows.
+    """
     with open_checkpoint(folder) as checkpoint:
         sha256 = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
         for path in checkpoint.weight_files:
@@ -110,4 +117,7 @@ def model_sha256(folder: Path) -> str:
                 for offset in sorted({i * max(size - PIECE_BYTES, 0) // (N_PIECES - 1) for i in range(N_PIECES)}):
                     file.seek(offset)
                     sha256.update(file.read(PIECE_BYTES))
+        for name in sorted(checkpoint.tensors):
+            for row in sampled_rows(checkpoint, name):
+                sha256.update(row)
     return sha256.hexdigest()

@@ -52,7 +52,9 @@ class Run:
             run._check()
         except InputError as error:
             reason = str(error).rstrip(".")
-            raise InputError(f"{path} is damaged, or of another version of Groupwise ({reason}).") from error
+            raise InputError(
+                f"{path} is damaged, or of another version of Groupwise ({reason}); use that version, or a copy."
+            ) from error
         return run
 
     def _check(self) -> None:

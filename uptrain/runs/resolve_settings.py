@@ -44,6 +44,11 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     if options.lora_rank and trainable != "lora":
         raise InputError(f"--lora-rank is for --trainable lora, not {trainable}; leave one of the two out.")
     rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
+    if options.optimizer == "adafactor" and options.budget.lr is None:
+        raise InputError(
+            "--optimizer adafactor needs --lr: it multiplies the rate by the root mean square of each matrix, and the "
+            "default rates are AdamW's."
+        )
     method = merge_method(folder) if options.model else None
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
     if options.model:

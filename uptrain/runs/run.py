@@ -23,6 +23,7 @@ from model.checkpoint.hf_folder import json_text
 from model.common.console import warn
 from model.common.errors import InputError, RankError, RunError, is_lack_of_memory
 from model.common.files import replace_file
+from model.common.printable import one_line
 from model.decoder.devices import faster_products
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import list_checkpoints
@@ -55,7 +56,8 @@ def start(
     # Each process chose the default by its own device. All must take as many windows at a time.
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
-    training = build_initial(settings, config_folder, accelerator, out, deadline, show)
+    with _naming_lack_of_memory(accelerator):
+        training = build_initial(settings, config_folder, accelerator, out, deadline, show)
     teacher = accelerator.unwrap_model(training.loss_module).teacher
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
         if model is not None and not has_finite_weights(model, accelerator):
@@ -77,10 +79,11 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
         checkpoint = checkpoints.newest()
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
-        if reads_model:
-            training = build_initial(settings, folder / MODEL, accelerator, folder, deadline, show)
-        else:
-            training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
+        with _naming_lack_of_memory(accelerator):
+            if reads_model:
+                training = build_initial(settings, folder / MODEL, accelerator, folder, deadline, show)
+            else:
+                training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
         if checkpoint is None:
             return train_run(folder, settings, training, RunState(), None)
         training.checkpoints = checkpoints  # it knows which ones are damaged
@@ -92,6 +95,23 @@ def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
         state = RunState(**{name: checkpoint.state[name] for name in vars(RunState())})
         training.saved_step, training.rotation_is_due = state.step, True
         return train_run(folder, settings, training, state, checkpoint)
+
+
+@contextmanager
+def _naming_lack_of_memory(accelerator: Accelerator) -> Iterator[None]:
+    """Raise RunError, or RankError in one of many processes, where memory does not suffice for the models."""
+    try:
+        yield
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+        text = (
+            f"not enough memory ({one_line(str(error)).partition('. ')[0]}) for the models; use devices with more, or "
+            "more devices. `uptrain plan --memory` shows what fits."
+        )
+        if accelerator.num_processes > 1:
+            raise RankError(f"process {accelerator.process_index}: {text}") from error
+        raise RunError(text) from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from model.checkpoint import open_checkpoint
@@ -95,7 +96,22 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
                 f"{folder}/config.json describes a model of {console.size(nbytes)}, which does not fit into memory; "
                 "correct its sizes, or use a machine with more."
             ) from error
-    return TransformersModel(build_hf_model(folder, dtype)).eval()
+    return TransformersModel(_undefined_hf_model(folder, dtype)).eval()
+
+
+def _undefined_hf_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Return transformers' model of a folder's config.json with undefined weights, which take no memory until written.
+
+    Its buffers are computed, because training checkpoints lack most of them.
+    """
+    with init_empty_weights(include_buffers=False):
+        model = build_hf_model(folder, dtype)
+    for module in model.modules():
+        for name, meta in list(module.named_parameters(recurse=False)):
+            parameter = nn.Parameter(torch.empty_like(meta, device="cpu"), requires_grad=meta.requires_grad)
+            module.register_parameter(name, parameter)
+    model.tie_weights()  # type: ignore[operator]
+    return model
 
 
 def build_meta(folder: Path) -> LanguageModel:
@@ -160,7 +176,7 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
     if not is_native(config):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            return empty_student(folder)
+            return TransformersModel(build_hf_model(folder, torch.float32)).eval()
     student = empty_student(folder)
     assert isinstance(student, LlamaForCausalLM)
     std = checks.number(config.get("initializer_range", 0.02), "config.json has initializer_range")

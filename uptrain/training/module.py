@@ -52,8 +52,10 @@ class LossModule(nn.Module):
 def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:
     """Return whether all weights are finite. Each rank checks its own shards of a sharded model."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in map(torch.Tensor.detach, model.parameters())]
-    n_broken = torch.stack([~tensor.isfinite().all() for tensor in local]).sum().double()
-    return not all_reduce_sum(accelerator, n_broken.to(accelerator.device)).item()
+    n_broken = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    for tensor in local:  # none in a teacher that shares all
+        n_broken += ~tensor.isfinite().all()
+    return not all_reduce_sum(accelerator, n_broken).item()
 
 
 def blocks(student: LanguageModel) -> list[nn.Module]:

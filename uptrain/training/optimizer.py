@@ -68,7 +68,9 @@ def make_optimizer(name: str, model: nn.Module, weight_decay: float) -> torch.op
     ]
     groups = [group for group in groups if group["params"]]
     if name == "adafactor":
-        return Adafactor(groups, lr=0.0)
+        # Torch's default for the first is 1e-7. The squares of clipped gradients of large models are far below that,
+        # so they would count as equal. The paper's 1e-30 would be squared, which float32 cannot hold.
+        return Adafactor(groups, lr=0.0, eps=(1e-15, 1e-3))
     if name == "adamw8bit":
         from torchao.optim import AdamW8bit
 
