@@ -5,8 +5,8 @@
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`,
-`smollm2_extrapolated`, `smollm2_mixed`, `smollm2_mixed_kinds`, `latent`, `latent_smollm2` or `field`.
+`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`, `smollm2_extrapolated`,
+`smollm2_mixed`, `smollm2_mixed_curve`, `smollm2_mixed_kinds`, `latent`, `latent_smollm2` or `field`.
 """
 
 import json
@@ -26,6 +26,7 @@ from scripts.study.page_tables import (
     by_heads,
     by_parent,
     by_part,
+    by_tokens,
     extrapolated,
     kinds_by_part,
     recovered_by_text_kind,
@@ -167,8 +168,9 @@ def renewed(page: str, results: Path) -> str:
             "smollm2_kinds": lambda folder: kinds_by_part(smollm2_lines(folder)),
             "smollm2_extrapolated": lambda folder: extrapolated(read(folder / "smollm2_tokens.jsonl"), "default"),
             "smollm2_tasks": lambda folder: tasks(smollm2_lines(folder)),
-            "smollm2_mixed": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
-            "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(read(folder / "smollm2_mixed.jsonl")),
+            "smollm2_mixed": lambda folder: by_tokens(on_mixed_text(folder)),
+            "smollm2_mixed_curve": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
+            "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(on_mixed_text(folder)),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
             "field": field,
@@ -209,6 +211,11 @@ def smollm2_lines(results: Path) -> list[Result]:
     novels = [line for line in read(results / "smollm2_tokens.jsonl") if line["alpha"]]
     mixed = [line for line in read(results / "smollm2_mixed.jsonl") if line["alpha"]]
     return [*converted, *novels, *(line | {"arm": f"{line['arm']}, mixed text"} for line in mixed)]
+
+
+def on_mixed_text(results: Path) -> list[Result]:
+    """Return the lines of SmolLM2 distilled on mixed text: a long distillation, and its beginning in several orders."""
+    return [line for plan in ("smollm2_mixed", "smollm2_orders") for line in read(results / f"{plan}.jsonl")]
 
 
 def latent_smollm2(results: Path) -> str:

@@ -111,6 +111,24 @@ def along_training(lines: list[Result]) -> str:
     return markdown(["tokens", "loss above the parent's", "recovered", "KL divergence", "agreement"], rows)
 
 
+def by_tokens(lines: list[Result]) -> str:
+    """Return the table of one merge by tokens of uptraining, over the orders of the data.
+
+    Columns are the loss beyond the parent's, the share of the merge's cost that is recovered, the KL divergence from
+    the parent, and how often the most likely tokens of both are the same.
+    """
+    merged = [line for line in lines if not is_parent(line)]
+    lengths = sorted({line["tokens"] for line in merged})
+    cost = statistics.mean(gaps([line for line in merged if line["tokens"] == lengths[0]]).values())
+    rows = []
+    for tokens in lengths:
+        own = [line for line in merged if line["tokens"] == tokens]
+        recovered = {seed: 1 - gap / cost for seed, gap in gaps(own).items()}
+        rows.append([f"{tokens:,}", str(len(gaps(own))), show(gaps(own)), show(recovered, "{:z.0%}"),
+                     show(of_seeds(own, "kl"), "{:.3f}"), show(of_seeds(own, "agreement"), "{:.1%}")])  # fmt: skip
+    return markdown(["tokens", "orders", "loss above the parent's", "recovered", "KL divergence", "agreement"], rows)
+
+
 def extrapolated(lines: list[Result], arm: str) -> str:
     """Return the table of power laws through an arm's losses beyond the parent's against tokens, by the part trained.
 

@@ -154,6 +154,18 @@ def test_tables_of_a_curve_and_of_what_training_recovers_by_text_kind():
     assert "| prose | 4.000 | +1.000 | +0.500 (50%) |" in page_tables.recovered_by_text_kind([*lines, other])
 
 
+def test_table_by_tokens():
+    """Over the orders of the data. The merge is the same for all of them, and recorded once or for each."""
+    parent = line("parent", 0, 4.0, convert=None)
+    starts = [line("default", seed, 5.0) for seed in (0, 1)]
+    distilled = (0.01, "distill", 5e-4)
+    lines = [line("default", seed, loss, stage=distilled) for seed, loss in ((0, 4.2), (1, 4.4))]
+    assert page_tables.by_tokens([parent, *starts, *lines]).splitlines()[2:] == [
+        "| 0 | 2 | 1.0000 ± 0.0000 | 0% ± 0% | 0.500 ± 0.000 | 75.0% ± 0.0% |",
+        "| 10,000 | 2 | 0.3000 ± 0.1414 | 70% ± 14% | 0.500 ± 0.000 | 75.0% ± 0.0% |",
+    ]
+
+
 def test_table_of_extrapolations():
     """A loss that falls with a power of the tokens is predicted exactly; a part with two lengths is left out."""
     start = line("default", 0, 5.0) | {"trainable": None}
