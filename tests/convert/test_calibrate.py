@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+from importlib.metadata import version
 
 import datasets
 import numpy as np
@@ -29,6 +30,8 @@ def test_record_and_verify(convert, parent, tmp_path, prose):
     report = json.loads(convert("verify", parent, out, "--json").out)
     assert (report["ok"], report["unchecked"], report["rounded"]) == (True, [], {})
     assert "calibrated on 1,024 tokens (text.txt)" in (out / "README.md").read_text()
+    versions = record(out)["versions"]
+    assert {name: version(name) for name in ("torch", "transformers")}.items() <= versions.items()
 
 
 @pytest.mark.parametrize("workers", [1, 3])
