@@ -125,6 +125,16 @@ def repetition_warning(epochs: float) -> str | None:
     return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
 
 
+def rate_problem(options: BudgetOptions, optimizer: str) -> str | None:
+    """Return why the default learning rate is wrong for an optimizer; None if it is right, or a rate is given."""
+    if optimizer != "adafactor" or options.lr is not None:
+        return None
+    return (
+        "--optimizer adafactor needs --lr: it multiplies the rate by the root mean square of each matrix, and the "
+        "default rates are AdamW's."
+    )
+
+
 def peak_divisor(method: str | None, trainable: str) -> int:
     """Return the divisor of the original's peak learning rate that gives the default peak."""
     return FITTED_PEAK_DIVISORS[method][trainable] if method in FITTED_PEAK_DIVISORS else PEAK_DIVISOR

@@ -15,6 +15,7 @@ from uptrain.budget.budget import (
     default_peak,
     make_budget,
     peak_divisor,
+    rate_problem,
     repetition_warning,
 )
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
@@ -74,6 +75,7 @@ def make_plan(
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
     plan_schedule = Schedule(schedule, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
     data_use = _data(data, manifest, budget, length)
+    warnings = [data_use and repetition_warning(data_use["epochs"]), rate_problem(options, optimizer)]
     return {
         "model": str(model),
         "n_params": n_params,
@@ -106,7 +108,7 @@ def make_plan(
         },
         "processes": processes,
         "first_loss": _first_loss(model, data),
-        "warnings": list(filter(None, [data_use and repetition_warning(data_use["epochs"])])),
+        "warnings": list(filter(None, warnings)),
     }
 
 

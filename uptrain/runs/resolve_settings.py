@@ -7,7 +7,7 @@ from typing import Any
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.common.files import check_name
-from uptrain.budget.budget import Budget, make_budget
+from uptrain.budget.budget import Budget, make_budget, rate_problem
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.data.default_sizes import default_micro_batch
@@ -44,11 +44,8 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     if options.lora_rank and trainable != "lora":
         raise InputError(f"--lora-rank is for --trainable lora, not {trainable}; leave one of the two out.")
     rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
-    if options.optimizer == "adafactor" and options.budget.lr is None:
-        raise InputError(
-            "--optimizer adafactor needs --lr: it multiplies the rate by the root mean square of each matrix, and the "
-            "default rates are AdamW's."
-        )
+    if problem := rate_problem(options.budget, options.optimizer):
+        raise InputError(problem)
     method = merge_method(folder) if options.model else None
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
     if options.model:
