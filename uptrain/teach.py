@@ -113,7 +113,12 @@ def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
     """Return the manifest without its shards. Raises InputError if model, data and top k do not go together."""
     model = build_meta(options.model)
     vocab_size = len(model.head_weight)
-    check_tokenizer(cache, options.data, options.model)
+    try:
+        check_tokenizer(cache, options.data, options.model)
+    except InputError as error:  # the run compares the cache with the student's tokenizer
+        raise InputError(
+            f"{error} If the student's tokenizer gives the same ids, copy its files into {options.model}."
+        ) from error
     check_vocabulary(cache, vocab_size, str(options.data))
     check_packing(model, cache.seq_len)
     if options.top_k > vocab_size:

@@ -26,7 +26,7 @@ def check_tokenizer(cache: TokenCache, path: Path, folder: Path) -> None:
     if recorded and tokenizer_sha256(folder) != recorded:
         raise InputError(
             f"{path} was made with another tokenizer than that of {folder}; prepare it with "
-            f"--tokenizer {shlex.quote(str(folder))}, or, if both give the same ids, copy the tokenizer's files there."
+            f"--tokenizer {shlex.quote(str(folder))}."
         )
 
 
