@@ -98,7 +98,7 @@ class TransformersModel(nn.Module):
         allowed = document_mask(documents_BT, window=None, dense=True).allowed_B1TS
         assert allowed is not None
         # The widest: states are float32 in training, and parameters that are not trained may be narrower.
-        # Of none, a teacher that shares all of the student's, the states are those of its embedding.
+        # A teacher that shares all of the student's parameters has none of its own. Its embedding knows the dtype.
         dtypes = {parameter.dtype for parameter in self.parameters()}
         dtypes = dtypes or {getattr(self.theirs.get_input_embeddings(), "state_dtype", torch.float32)}  # type: ignore[operator]
         dtype = functools.reduce(torch.promote_types, dtypes)

@@ -164,7 +164,7 @@ def tasks(lines: list[Result]) -> str:
             word, prose = line["tasks"]["last_word"], line["tasks"]["prose"]
             length = f"{line['tokens']:,} tokens, {line['trainable']}" if line["alpha"] else "–"
             accuracy = f"{word['acc']:.1%} ± {word['acc_stderr']:.1%}"
-            rows.append([line["arm"], length, accuracy, f"{word['perplexity']:.1f}", f"{prose['bits_per_byte']:.3f}"])
+            rows.append([line["arm"], length, accuracy, f"{word['perplexity']:,.1f}", f"{prose['bits_per_byte']:.3f}"])
     return markdown(["", "distilled", "last word: accuracy", "its perplexity", "prose: bits per byte"], rows)
 
 

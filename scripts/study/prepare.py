@@ -117,7 +117,7 @@ def check_home(workspace: Workspace) -> None:
 def shared_steps(workspace: Workspace) -> list[Step]:
     """Return the steps before the parents, in order. A plan without its own parents needs fewer."""
     plan, home = workspace.plan, workspace.home
-    cache = partial(make_caches, workspace, home / "init", home, plan.seq_len)
+    cache = partial(make_caches, partial(plan_sources, workspace), home / "init", home, plan.seq_len)
     steps = [Step(workspace.valid_texts, partial(write_excerpts if workspace.has_novels else copy_speeches, workspace))]
     if plan.parent.seeds:
         steps += [
@@ -138,10 +138,8 @@ def shared_steps(workspace: Workspace) -> list[Step]:
 def outside_steps(workspace: Workspace, outside: ExternalParent) -> list[Step]:
     folder = workspace.home / outside.name
     model = folder / "model"
-    if outside.text_kinds:
-        cache = partial(make_mixed_caches, outside, folder)
-    else:
-        cache = partial(make_caches, workspace, model, folder, outside.seq_len)
+    sources = partial(sources_of_kinds, outside, folder) if outside.text_kinds else partial(plan_sources, workspace)
+    cache = partial(make_caches, sources, model, folder, outside.seq_len)
     steps = [Step(model, partial(fetch_model, outside, model))]
     if workspace.plan.needs_text_kinds:
         steps.append(text_kinds_step(workspace, model, folder))
@@ -229,23 +227,23 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
+def plan_sources(workspace: Workspace, name: str) -> list[str]:
+    """Return the texts of the plan: those to train on, or to evaluate on (`valid`)."""
+    return [str(path) for path in (workspace.train_texts if name == "train" else [workspace.valid_texts])]
+
+
+def sources_of_kinds(outside: ExternalParent, folder: Path, name: str) -> list[str]:
+    """Return texts of several kinds: all to train on, or as many tokens of each to evaluate on (`valid`)."""
+    kinds, share = folder / "text_kinds" / ("own" if name == "train" else "held-out"), "" if name == "train" else "=1"
+    return [f"{kinds / kind}.jsonl{share}" for kind in outside.text_kinds]
+
+
 def make_caches(
-    workspace: Workspace, tokenizer: Path, folder: Path, seq_len: int, name: str, windows: int | None
+    sources_of: Callable[[str], list[str]], tokenizer: Path, folder: Path, seq_len: int, name: str, windows: int | None
 ) -> None:
-    texts = workspace.train_texts if name == "train" else [workspace.valid_texts]
-    sources = [word for path in texts for word in ("--data", path)]
+    sources = [word for source in sources_of(name) for word in ("--data", source)]
     limit = ("--tokens", windows * seq_len) if windows else ()
     options = ("--tokenizer", tokenizer, "--seq-len", seq_len, "--workers", "1", *limit)
-    programs.run("uptrain", "prepare", *sources, *options, "--out", folder / name, "--json")
-
-
-def make_mixed_caches(outside: ExternalParent, folder: Path, name: str, windows: int | None) -> None:
-    """Tokenise texts of several kinds: all to train on, or as many tokens of each to evaluate on."""
-    kinds = folder / "text_kinds" / ("own" if name == "train" else "held-out")
-    share = "=1" if windows else ""
-    sources = [word for kind in outside.text_kinds for word in ("--data", f"{kinds / kind}.jsonl{share}")]
-    limit = ("--tokens", windows * outside.seq_len) if windows else ()
-    options = ("--tokenizer", folder / "model", "--seq-len", outside.seq_len, "--workers", "1", *limit)
     programs.run("uptrain", "prepare", *sources, *options, "--out", folder / name, "--json")
 
 

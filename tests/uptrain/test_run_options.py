@@ -106,7 +106,7 @@ def test_logits_are_no_data(uptrain, inputs, tmp_path):
     logits = tmp_path / "logits"
     assert uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", logits, "--top-k", 4).code == 0
     fixed = ("run", inputs["model"], "--data", logits, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256)
-    uptrain(*fixed, "--out", tmp_path / "run").refused("it is of a teacher's logits, for --teacher-logits")
+    uptrain(*fixed, "--out", tmp_path / "run").refused(f"{logits} holds a teacher's logits")
 
 
 def test_from_nothing(uptrain, settings, inputs, tmp_path):

@@ -89,10 +89,10 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file():
             raise InputError(f"{folder} is not a token cache: it has no {MANIFEST}; make one with `uptrain prepare`.")
+        is_of_logits = False
         try:
             content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
-            if "top_k" in content:
-                raise InputError("it is of a teacher's logits, for --teacher-logits")
+            is_of_logits = "top_k" in content
             if content.get("format", FORMAT) != FORMAT:
                 shown = checks.show(content["format"])
                 raise InputError(f"it has format {shown}, and this version reads {FORMAT}")
@@ -103,6 +103,8 @@ class Manifest:
                 if value != getattr(manifest, name):
                     raise InputError(f"its {name} does not belong to its shards")
         except InputError as error:
+            if is_of_logits:
+                raise InputError(f"{folder} holds a teacher's logits; give it as --teacher-logits.") from error
             reason = str(error).rstrip(".")
             raise InputError(f"{path} is damaged: {reason}; prepare the cache anew.") from error
         return manifest

@@ -53,7 +53,7 @@ class Run:
         except InputError as error:
             reason = str(error).rstrip(".")
             raise InputError(
-                f"{path} is damaged, or of another version of Groupwise ({reason}); use that version, or a copy."
+                f"{path} is damaged, or of another version of Groupwise ({reason}); restore it, or use that version."
             ) from error
         return run
 

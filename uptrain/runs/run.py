@@ -105,13 +105,8 @@ def _naming_lack_of_memory(accelerator: Accelerator) -> Iterator[None]:
     except Exception as error:
         if not is_lack_of_memory(error):
             raise
-        text = (
-            f"not enough memory ({one_line(str(error)).partition('. ')[0]}) for the models; use devices with more, or "
-            "more devices. `uptrain plan --memory` shows what fits."
-        )
-        if accelerator.num_processes > 1:
-            raise RankError(f"process {accelerator.process_index}: {text}") from error
-        raise RunError(text) from error
+        text = f"not enough memory ({_first_sentence(error)}) for the models; use devices with more, or more devices."
+        raise _own_error(f"{text} `uptrain plan --memory` shows what fits.", accelerator) from error
 
 
 @contextmanager
@@ -174,19 +169,27 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     if isinstance(error, SaveError):
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
     if is_lack_of_memory(error):
-        reason = " ".join(str(error).split()).partition(". ")[0]
         text = (
-            f"after step {step}, memory ran out ({reason}). Start a new run with a smaller --micro-batch, or with "
-            "--activation-checkpointing; `uptrain plan --memory` shows what fits"
+            f"after step {step}, memory ran out ({_first_sentence(error)}). Start a new run with a smaller "
+            "--micro-batch, or with --activation-checkpointing; `uptrain plan --memory` shows what fits."
         )
-        is_one_of_many = accelerator.num_processes > 1
-        return RankError(f"process {accelerator.process_index}, {text}.") if is_one_of_many else RunError(f"{text}.")
+        return _own_error(text, accelerator)
     if is_lost_process(error):
         message = " ".join(str(error).split())
         return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
     if accelerator.num_processes > 1 and isinstance(error, (InputError, OSError)):
         return RankError(f"process {accelerator.process_index}, after step {step}: {error}. Fix that, then {hint}.")
     return error
+
+
+def _first_sentence(error: Exception) -> str:
+    return one_line(str(error)).partition(". ")[0]
+
+
+def _own_error(text: str, accelerator: Accelerator) -> RunError:
+    """Return the error of one process: if it is one of many, a RankError, which that process prints itself."""
+    is_one_of_many = accelerator.num_processes > 1
+    return RankError(f"process {accelerator.process_index}, {text}") if is_one_of_many else RunError(text)
 
 
 def _resumed_at(folder: Path) -> str:
