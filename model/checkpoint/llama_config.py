@@ -1,4 +1,4 @@
-"""Build a Llama's `config.json` for formats without one, in the spellings of both transformers 4 and 5."""
+"""Build a Llama's or Qwen 2's `config.json` for formats without one, in the spellings of transformers 4 and 5."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +11,12 @@ TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 def llama_config(**settings: Any) -> dict[str, Any]:
     """Return a Llama's config with these settings."""
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", **settings}
+
+
+def qwen2_config(**settings: Any) -> dict[str, Any]:
+    """Return a Qwen 2's config with these settings, and attention to all positions in every layer."""
+    fixed = {"model_type": "qwen2", "hidden_act": "silu", "use_sliding_window": False}
+    return {"architectures": ["Qwen2ForCausalLM"], **fixed, **settings}
 
 
 def rope_settings(theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:

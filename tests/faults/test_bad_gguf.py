@@ -231,10 +231,13 @@ def test_gguf_lfs_pointer(refuse, tmp_path):
         ({"llama.attention.sliding_window": 64}, ("sliding_window", "not supported")),
         ({"llama.rope.dimension_count": 2}, ("rope.dimension_count", "head size")),
         ({"llama.rope.scaling.type": "longrope"}, ("RoPE scaling 'longrope'",)),
+        ({"qwen2.attention.sliding_window": 64}, ("qwen2.attention.sliding_window = 64", "not supported")),
+        ({"qwen2.rope.dimension_count": 2}, ("qwen2.rope.dimension_count", "head size")),
     ],
 )
 def test_gguf_settings_we_do_not_know(refuse, tmp_path, metadata, words):
-    refuse(*words, path=write_gguf(tmp_path / "x.gguf", tiny.build(), **metadata))
+    family = next(iter(metadata)).split(".")[0]
+    refuse(*words, path=write_gguf(tmp_path / "x.gguf", tiny.build(family), **metadata))
 
 
 def test_gguf_rope_factors_we_do_not_know(refuse, tmp_path):

@@ -5,7 +5,10 @@ from pathlib import Path
 import interop
 import numpy as np
 import pytest
+import tiny
 import tiny_tokenizers
+
+from model.checkpoint import open_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -43,12 +46,12 @@ def answered(tmp_path_factory):
             folders[f"{name} {groups}"] = out
     request = {"folders": folders, "ids": interop.token_ids(vocab_size=VOCAB), "n_new": N_NEW}
     answer, logits = interop.ask(environment, "llama_cpp_logits", place / "asked", **request)
-    return folders, answer, logits, request["ids"]
+    return folders, answer, logits, request["ids"], place / "asked"
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_logits(answered, figure, source):
-    folders, answer, logits, ids = answered
+    folders, answer, logits, ids, _ = answered
     family = source.split(",")[0]
     key = ARCHITECTURES.get(family, family)
     for groups in (8, 4, 2, 1):
@@ -65,10 +68,23 @@ def test_logits(answered, figure, source):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_greedy_continuation(answered, source):
-    folders, answer, _, ids = answered
+    folders, answer, _, ids, _ = answered
     for groups in (8, 4, 2, 1):
         name = f"{source} {groups}"
         assert answer["greedy"][name] == interop.greedy(folders[name], ids[0], N_NEW), name
+
+
+@pytest.mark.parametrize("source", [name for name in SOURCES if name.split(",")[0] in ("llama", "mistral", "qwen2")])
+def test_groupwise_reads_the_files_of_llama_cpp(answered, source):
+    """The file of llama.cpp's converter holds what the folder that it was made from does, to the last bit."""
+    folders, _, _, _, place = answered
+    for groups in (8, 2):
+        name = f"{source} {groups}"
+        expected = tiny.tensors(folders[name])
+        with open_checkpoint(place / f"{name}.gguf") as checkpoint:
+            assert checkpoint.tensors.keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert np.array_equal(checkpoint.rows(key, 0, len(tensor)), tensor.float().numpy()), key
 
 
 QUERIES, GROUPS = "deepseek2.attention.q_lora_rank", "deepseek2.expert_group_count"

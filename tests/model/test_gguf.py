@@ -2,28 +2,35 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import tiny
 import torch
-from gguf_files import gguf_name, write_gguf
+from gguf_files import byte_letters, gguf_name, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
+from model.common.errors import CheckpointError
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 
 
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    "model",
+    [("llama", {"attention_bias": False}), ("llama", {"attention_bias": True}), ("qwen2", {})],
+    ids=["llama", "llama with biases", "qwen2"],
+)
 @pytest.mark.parametrize("tied", [False, True])
-def test_tensors_are_the_original_s(tmp_path, tied, biases):
-    model = tiny.build(**SHAPE, tie_word_embeddings=tied, attention_bias=biases)
+def test_tensors_are_the_original_s(tmp_path, tied, model):
+    family, settings = model
+    model = tiny.build(family, **SHAPE, tie_word_embeddings=tied, **settings)
     with open_checkpoint(write_gguf(tmp_path / "x.gguf", model)) as checkpoint:
         state = {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
         assert checkpoint.tensors.keys() == state.keys()
@@ -148,7 +155,59 @@ def test_converting_a_gguf_equals_converting_the_folder(convert, tmp_path, dtype
         assert torch.equal(a[name].float(), b[name].float()), name
 
 
+def test_a_qwen2_s_config_means_the_same(tmp_path):
+    model = tiny.build("qwen2", **SHAPE)
+    path = write_gguf(tmp_path / "x.gguf", model, **{"qwen2.rope.freq_base": 1000000.0})
+    with open_checkpoint(path) as checkpoint:
+        (tmp_path / "config.json").write_bytes(checkpoint.config_text)
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert type(read) is type(model.config)
+    assert read.rope_parameters == {"rope_type": "default", "rope_theta": 1000000.0}
+    assert read.layer_types == ["full_attention"] * model.config.num_hidden_layers
+    for key, value in SHAPE.items():
+        assert getattr(read, key) == value
+
+
+def add_output_bias(model):
+    projection = model.model.layers[1].self_attn.o_proj
+    projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
+
+
+def drop_key_bias(model):
+    model.model.layers[1].self_attn.k_proj.bias = None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [(add_output_bias, r"holds .*1\.self_attn\.o_proj\.bias"), (drop_key_bias, r"lacks .*1\.self_attn\.k_proj\.bias")],
+)
+def test_biases_that_a_qwen2_does_not_have(tmp_path, change, problem):
+    """Read by transformers, one would be dropped or made up."""
+    model = tiny.build("qwen2", **SHAPE)
+    change(model)
+    with pytest.raises(CheckpointError, match=problem):
+        open_checkpoint(write_gguf(tmp_path / "x.gguf", model))
+
+
 # The tokenizer
+
+
+LETTERS = byte_letters()
+
+
+@given(text=st.text(alphabet=st.sampled_from("ab 1234'sS\n\té\u0301ü漢字🙂.,!Ⅷ\u00a0"), max_size=30))
+def test_qwen2_s_tokens_are_those_of_transformers(text):
+    """The regular expression decides which letters may be merged, so merge every pair of the bytes used."""
+    pairs = [(LETTERS[a], LETTERS[b]) for a in b"ab 123's\n." for b in b"ab 123's\n."]
+    tokens = ["<|endoftext|>", *LETTERS, *("".join(pair) for pair in pairs)]
+    merges = [" ".join(pair) for pair in pairs]
+    fields = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": [3] + [1] * (len(tokens) - 1)}
+    fields |= {"merges": merges, "eos_token_id": 0}
+    files = tokenizer_files(Path("x"), {f"tokenizer.ggml.{key}": value for key, value in fields.items()})
+    ours = Tokenizer.from_str(bytes(files["tokenizer.json"]).decode())
+    theirs = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs)
+    assert ours.encode(text).ids == theirs(text).input_ids
+    assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs(text).input_ids)
 
 
 def spm_fields(pieces, **changes):
@@ -181,8 +240,6 @@ PIECES = ["▁a", "ab", "▁ab", "ba", "aba", "▁b", "bb", "abb", "bab", "▁�
 
 @given(text=st.text(alphabet="ab ", min_size=1, max_size=14))
 def test_merges_from_scores_act_as_sentencepiece(text):
-    from pathlib import Path
-
     files = tokenizer_files(Path("x"), spm_fields(PIECES))
     tokenizer = Tokenizer.from_str(bytes(files["tokenizer.json"]).decode())
     scores = {piece: -float(i) for i, piece in enumerate(PIECES)}
@@ -214,8 +271,6 @@ def test_texts_of_llama_3_begin_with_a_token_where_the_file_does_not_say(tmp_pat
 
 
 def test_unknown_tokenizers_are_refused(convert, tmp_path):
-    from model.common.errors import CheckpointError
-
     with pytest.raises(CheckpointError, match="tokenizer of kind 'bert'"):
         tokenizer_files(tmp_path, {"tokenizer.ggml.model": "bert"})
     gpt2 = {"model": "gpt2", "pre": "mystery", "tokens": ["a"], "token_type": [1], "merges": []}

@@ -35,11 +35,12 @@ def test_identity_leaves_the_logits(convert, tmp_path):
         assert torch.equal(parent(ids).logits, open_folder(tmp_path / "out")(ids).logits)
 
 
-def test_gguf_opens_as_transformers_reads_it(convert, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_gguf_opens_as_transformers_reads_it(convert, tmp_path, family):
     """A GGUF converted by us has the tensors that transformers' own GGUF reader finds."""
     from gguf_files import write_gguf
 
-    model = tiny.build(num_key_value_heads=4, head_dim=8, hidden_size=64, intermediate_size=96, vocab_size=300)
+    model = tiny.build(family, num_key_value_heads=4, head_dim=8, hidden_size=64, intermediate_size=96, vocab_size=300)
     path = write_gguf(tmp_path / "model.gguf", model, "Q8_0")
     convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 4)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").state_dict()

@@ -1,4 +1,4 @@
-"""Write tiny GGUF files the way llama.cpp's converter does: permuted Q and K, its names and metadata."""
+"""Write tiny GGUF files the way llama.cpp's converter does: a Llama's Q and K permuted, its names and metadata."""
 
 from pathlib import Path
 from typing import Any
@@ -45,17 +45,17 @@ def vocabulary(size: int) -> dict[str, Any]:
 
 
 def write_gguf(path: Path, model: PreTrainedModel, kind: str = "F32", **metadata: Any) -> Path:
-    """Write a Llama as GGUF; matrices in `kind`, everything else in F32. `metadata` adds or replaces keys."""
+    """Write a Llama or Qwen 2; matrices in `kind`, everything else in F32. `metadata` adds or replaces keys."""
     config = model.config
-    writer = gguf.GGUFWriter(path, metadata.pop("architecture", "llama"))
+    writer = gguf.GGUFWriter(path, metadata.pop("architecture", config.model_type))
     add_metadata(writer, config, metadata)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         w = tensor.float().numpy()
-        if ".q_proj." in name:
+        if config.model_type == "llama" and ".q_proj." in name:
             w = permute(w, config.num_attention_heads)
-        if ".k_proj." in name:
+        if config.model_type == "llama" and ".k_proj." in name:
             w = permute(w, config.num_key_value_heads)
         _add(writer, gguf_name(name), w, kind if w.ndim == 2 else "F32")
     if factors := getattr(model, "rope_factors", None):
@@ -86,18 +86,22 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def add_metadata(writer: gguf.GGUFWriter, config: Any, metadata: dict[str, Any]) -> None:
+    family = config.model_type
     facts = {
-        "llama.block_count": config.num_hidden_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.vocab_size": config.vocab_size,
-        **metadata,
+        f"{family}.block_count": config.num_hidden_layers,
+        f"{family}.context_length": config.max_position_embeddings,
+        f"{family}.embedding_length": config.hidden_size,
+        f"{family}.feed_forward_length": config.intermediate_size,
+        f"{family}.attention.head_count": config.num_attention_heads,
+        f"{family}.attention.head_count_kv": config.num_key_value_heads,
     }
+    if family == "llama":
+        facts |= {
+            "llama.attention.key_length": config.head_dim,
+            "llama.rope.dimension_count": config.head_dim,
+            "llama.vocab_size": config.vocab_size,
+        }
+    facts |= metadata
     for key, value in facts.items():
         if isinstance(value, int):
             writer.add_uint32(key, value)
@@ -105,10 +109,10 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, metadata: dict[str, Any])
             writer.add_float32(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     words = vocabulary(config.vocab_size)
     writer.add_tokenizer_model(words["model"])
-    writer.add_string("tokenizer.ggml.pre", words["pre"])
+    writer.add_string("tokenizer.ggml.pre", "qwen2" if family == "qwen2" else words["pre"])
     writer.add_token_list(words["tokens"])
     writer.add_token_types(words["types"])
     writer.add_token_merges(words["merges"])

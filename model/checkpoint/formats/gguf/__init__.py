@@ -1,1 +1,1 @@
-"""Reader of GGUF files of Llama architecture."""
+"""Reader of GGUF files of Llama and Qwen 2 architecture."""

@@ -1,8 +1,9 @@
-"""Read GGUF files of Llama architecture, llama.cpp's format, as the Hugging Face checkpoints they were made from.
+"""Read GGUF files of Llama and Qwen 2 architecture, llama.cpp's format, as the Hugging Face checkpoints they came from.
 
 Quantised weights are dequantised to float32, which holds their values exactly; F32, F16 and BF16 keep their dtype.
-llama.cpp stores the rows of Q and K in its rotary order (adjacent pairs, where Hugging Face has halves). That
-permutation is reversed (llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`).
+llama.cpp stores the rows of a Llama's Q and K in its rotary order (adjacent pairs, where Hugging Face has halves).
+That permutation is reversed (llama.cpp, `convert_hf_to_gguf.py`, `LlamaModel.permute`). A Qwen 2's rows are stored in
+Hugging Face's order.
 """
 
 import json
@@ -20,7 +21,7 @@ from model.checkpoint.formats.gguf.header import check_header
 from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
 from model.checkpoint.hf_folder import json_text, refuse_lfs_pointer
 from model.checkpoint.interface import Checkpoint, Shard
-from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, rope_settings
+from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, qwen2_config, rope_settings
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -44,7 +45,9 @@ NAMES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 
-# The supported `llama.*` keys. Any other key may change the model's output, and is refused.
+ARCHITECTURES = ("llama", "qwen2")
+
+# The supported keys of an architecture (`llama.*`). Any other key may change the model's output, and is refused.
 KEYS = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "tensor_data_layout",
     "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
@@ -54,7 +57,7 @@ KEYS = {
 
 
 class GGUFFile(Checkpoint):
-    """One `.gguf` file of architecture `llama`."""
+    """One `.gguf` file of one of ARCHITECTURES."""
 
     format = "gguf"
     keep_source_shards = False
@@ -79,10 +82,12 @@ class GGUFFile(Checkpoint):
         # A large vocabulary takes hundreds of MB as Python objects, and is not needed any more.
         self._reader.fields.clear()
         del self._metadata
-        self._heads = {
-            "q_proj": self.config["num_attention_heads"],
-            "k_proj": self.config["num_key_value_heads"],
-        }
+        self._heads = {}
+        if self.config["model_type"] == "llama":
+            self._heads = {
+                "q_proj": self.config["num_attention_heads"],
+                "k_proj": self.config["num_key_value_heads"],
+            }
 
     def span(self, name: str) -> Span | None:
         if _is_quantised(self._stored[name]) or self._permuted_heads(name):
@@ -124,10 +129,21 @@ class GGUFFile(Checkpoint):
         head_dim = meta.integer("attention.key_length", hidden_size // n_heads)
         for key in ("rope.dimension_count", "attention.value_length"):
             if meta.integer(key, head_dim) != head_dim:
-                raise CheckpointError(f"{self.path}: llama.{key} differs from the head size {head_dim}; not supported.")
+                raise CheckpointError(
+                    f"{self.path}: {meta.architecture}.{key} differs from the head size {head_dim}; not supported."
+                )
         theta = meta.number("rope.freq_base", 10000.0)
         has = self.tensors.__contains__
-        config = llama_config(
+        if meta.architecture == "qwen2":
+            self._check_qwen2_biases()
+            build = qwen2_config
+        else:
+            biases = {
+                "attention_bias": has("model.layers.0.self_attn.q_proj.bias"),
+                "mlp_bias": has("model.layers.0.mlp.gate_proj.bias"),
+            }
+            build = partial(llama_config, **biases)
+        config = build(
             hidden_size=hidden_size,
             intermediate_size=meta.integer("feed_forward_length"),
             num_hidden_layers=meta.integer("block_count"),
@@ -137,13 +153,25 @@ class GGUFFile(Checkpoint):
             max_position_embeddings=meta.integer("context_length"),
             rms_norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
             vocab_size=self.tensors["model.embed_tokens.weight"].shape[0],
-            attention_bias=has("model.layers.0.self_attn.q_proj.bias"),
-            mlp_bias=has("model.layers.0.mlp.gate_proj.bias"),
             tie_word_embeddings=not has("lm_head.weight"),
             **rope_settings(theta, self._rope_scaling(head_dim, theta)),
             **dtype_settings(self.tensors.values()),
         )
         return {**config, **self._special_tokens()}
+
+    def _check_qwen2_biases(self) -> None:
+        """Raise CheckpointError unless queries, keys and values have biases, and nothing else has."""
+        biased = {name.removesuffix("bias") for name in self.tensors if name.endswith(".bias")}
+        expected = {
+            name.removesuffix("weight")
+            for name in self.tensors
+            if name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"))
+        }
+        if wrong := sorted(biased ^ expected):
+            problem = "holds" if wrong[0] in biased else "lacks"
+            raise CheckpointError(
+                f"{self.path} {problem} {wrong[0]}bias. A Qwen 2 has biases of queries, keys and values, and no others."
+            )
 
     def _special_tokens(self) -> dict[str, int]:
         names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
@@ -155,7 +183,7 @@ class GGUFFile(Checkpoint):
         factors = [t for t in self._reader.tensors if t.name == ROPE_FACTORS]
         if factors:
             return _llama3_scaling(self.path, np.asarray(factors[0].data, np.float64), head_dim, theta)
-        kind = meta.fields.get("llama.rope.scaling.type", "none")
+        kind = meta.fields.get(f"{meta.architecture}.rope.scaling.type", "none")
         factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
         if kind == "none" and factor == 1.0:
             return None
@@ -170,14 +198,15 @@ class GGUFFile(Checkpoint):
 
 
 class _Metadata:
-    """The `llama.*` keys of a file. Errors name the file and the key."""
+    """The keys of a file's architecture, as `llama.*`. Errors name the file and the key."""
 
     def __init__(self, path: Path, fields: dict[str, Any]) -> None:
         self.path, self.fields = path, fields
-        architecture = fields.get("general.architecture")
-        if architecture != "llama":
+        self.architecture = fields.get("general.architecture")
+        if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
-                f"{path} is a GGUF of architecture {shortened(architecture)}; only 'llama' is supported."
+                f"{path} is a GGUF of architecture {shortened(self.architecture)}; supported are "
+                f"{' and '.join(map(repr, ARCHITECTURES))}."
             )
         if fields.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
@@ -185,7 +214,8 @@ class _Metadata:
                 "llama-gguf-split --merge FIRST_PART WHOLE.gguf."
             )
         for key in fields:
-            if key.startswith("llama.") and key.removeprefix("llama.") not in KEYS:
+            prefix, _, rest = key.partition(".")
+            if prefix == self.architecture and rest not in KEYS:
                 raise CheckpointError(
                     f"{path} has the setting {key} = {shortened(fields[key])}, which is not supported."
                 )
@@ -194,19 +224,21 @@ class _Metadata:
         value = self._get(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        return checks.whole_number(value, f"{self.path} has llama.{key}")
+        return checks.whole_number(value, f"{self.path} has {self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a float32 field as its shortest decimal: 1e-05, not 9.999999747378752e-06."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
-            raise CheckpointError(f"{self.path} has llama.{key} = {shortened(value)}; it must be a positive number.")
+            raise CheckpointError(
+                f"{self.path} has {self.architecture}.{key} = {shortened(value)}; it must be a positive number."
+            )
         return float(str(np.float32(value)))
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self.fields.get(f"llama.{key}", default)
+        value = self.fields.get(f"{self.architecture}.{key}", default)
         if value is None:
-            raise CheckpointError(f"{self.path} lacks llama.{key}; the file is incomplete.")
+            raise CheckpointError(f"{self.path} lacks {self.architecture}.{key}; the file is incomplete.")
         return value
 
 
@@ -234,7 +266,7 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
 def _hf_name(path: Path, name: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if not match or match[2] not in NAMES:
-        raise CheckpointError(f"{path} holds the tensor {name!r}, which a Llama model does not have; refused.")
+        raise CheckpointError(f"{path} holds the tensor {name!r}, which a Llama or Qwen 2 does not have; refused.")
     layer, part, kind = match.groups()
     return f"model.layers.{layer}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}"
 

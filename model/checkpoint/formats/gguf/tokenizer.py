@@ -28,19 +28,25 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def _byte_level(use_regex: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
+def _split(pattern: str) -> list[dict[str, Any]]:
+    return [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        _byte_level(use_regex=False),
+    ]
+
+
 _PRE_TOKENIZERS = {
     "gpt-2": [_byte_level(use_regex=True)],
     "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
-    "llama-bpe": [
-        {"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False},
-        _byte_level(use_regex=False),
-    ],
+    "llama-bpe": _split(_LLAMA3),
+    "qwen2": _split(_QWEN2),
 }
 
 
@@ -102,7 +108,7 @@ def _byte_level_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]) -
         )
     return {
         "added_tokens": _added_tokens(fields, vocabulary),
-        "normalizer": None,
+        "normalizer": {"type": "NFC"} if name == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[name]},
         "post_processor": _template(fields, vocabulary),
         "decoder": _byte_level(use_regex=True),
@@ -215,8 +221,9 @@ def _tokenizer_config(fields: dict[str, Any], vocabulary: list[str]) -> dict[str
     for key, name in names.items():
         if (i := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             config[key] = vocabulary[i]
-    if "llama.context_length" in fields:
-        config["model_max_length"] = fields["llama.context_length"]
+    context = fields.get(f"{fields.get('general.architecture')}.context_length")
+    if context is not None:
+        config["model_max_length"] = context
     if "tokenizer.chat_template" in fields:
         config["chat_template"] = fields["tokenizer.chat_template"]
     return config
