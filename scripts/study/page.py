@@ -6,7 +6,8 @@ Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NA
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
 `families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`, `smollm2_extrapolated`,
-`smollm2_mixed`, `smollm2_mixed_curve`, `smollm2_mixed_kinds`, `latent`, `latent_smollm2` or `field`.
+`smollm2_mixed`, `smollm2_mixed_curve`, `smollm2_mixed_kinds`, `qwen2_text_kinds`, `qwen2_kinds`, `latent`,
+`latent_smollm2` or `field`.
 """
 
 import json
@@ -171,6 +172,8 @@ def renewed(page: str, results: Path) -> str:
             "smollm2_mixed": lambda folder: by_tokens(on_mixed_text(folder)),
             "smollm2_mixed_curve": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
             "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(on_mixed_text(folder)),
+            "qwen2_text_kinds": lambda folder: losses_by_text_kind(read(folder / "qwen2.jsonl"), TODAY["qwen2"]),
+            "qwen2_kinds": lambda folder: kinds_by_part(read(folder / "qwen2.jsonl")),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
             "field": field,
@@ -186,7 +189,9 @@ WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
 BETTER_PARENTS = "4.2 M parameters, 30 M tokens, 2 parents"
 SMOLLM2 = "SmolLM2-135M-Instruct, 4 bit"
 HEADLINE = tuple(("3 models of 4.2 M", "refine", TODAY["refine"], 8, groups) for groups in (4, 2, 1))
-"""Rows of the README's table: parent, plan, arm, K/V heads before and after. A row over all kinds of text follows."""
+"""Rows of the README's table: parent, plan, arm, K/V heads before and after. Rows over all kinds of text follow."""
+KNOWN_MODELS = (("SmolLM2-135M", "text_kinds", "3 → 1"), ("Qwen2.5-Coder-0.5B", "qwen2", "2 → 1"))
+"""Rows over all kinds of text: parent, plan, K/V heads."""
 FORMER = (
     *((WEAK_PARENTS, "merges", FORMER_DEFAULT, 8, groups) for groups in (4, 2, 1)),
     *((BETTER_PARENTS, "longer", FORMER_DEFAULT, 8, groups) for groups in (4, 2, 1)),
@@ -196,13 +201,15 @@ FORMER = (
 
 def headline(results: Path) -> str:
     """Return the table of the default merge right after conversion: loss, and share of mean's gap."""
-    lines = read(results / "text_kinds.jsonl")
-    by_arm = {line["arm"]: statistics.mean(line["text_kinds"].values()) for line in lines}
-    left = shares_by_text_kind(TODAY["text_kinds"], lines)
-    cells = [f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY["text_kinds"])]
-    name = f"SmolLM2-135M, {len(left)} kinds of text"
-    span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
-    return "\n".join([after_conversion(results, HEADLINE), f"| {name} | 3 → 1 | {' | '.join(cells)} | {span} |"])
+    rows = [after_conversion(results, HEADLINE)]
+    for name, plan, heads in KNOWN_MODELS:
+        lines = read(results / f"{plan}.jsonl")
+        by_arm = {line["arm"]: statistics.mean(line["text_kinds"].values()) for line in lines}
+        left = shares_by_text_kind(TODAY[plan], lines)
+        cells = " | ".join(f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY[plan]))
+        span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
+        rows.append(f"| {name}, {len(left)} kinds of text | {heads} | {cells} | {span} |")
+    return "\n".join(rows)
 
 
 def smollm2_lines(results: Path) -> list[Result]:
@@ -280,6 +287,19 @@ def distilled_text_kinds(results: Path) -> str:
         "right after conversion" if line["tokens"] == 0 else f"distilled on {line['distilled_on']}" for line in own
     ]
     return by_text_kind(names, [left_by_text_kind(line["text_kinds"], lines) for line in own])
+
+
+def losses_by_text_kind(lines: list[Result], arm: str) -> str:
+    """Return losses by kind of text right after conversion: the parent's, the mean's and an arm's, with its share."""
+    by_arm = {line["arm"]: line["text_kinds"] for line in lines if not line["alpha"]}
+    left = shares_by_text_kind(arm, lines)
+    rows = [
+        [kind, *(f"{by_arm[each][kind]:.3f}" for each in ("parent", "mean", arm)), f"{share:.1%}"]
+        for kind, share in left.items()
+    ]
+    averages = (statistics.mean(by_arm[each].values()) for each in ("parent", "mean", arm))
+    rows.append(["average", *(f"{loss:.3f}" for loss in averages), f"{statistics.mean(left.values()):.1%}"])
+    return markdown(["held-out texts", "parent", "mean", arm, "of mean's gap"], rows)
 
 
 def by_text_kind(names: list[str], left: list[dict[str, float]]) -> str:

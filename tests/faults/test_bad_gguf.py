@@ -231,6 +231,7 @@ def test_gguf_lfs_pointer(refuse, tmp_path):
         ({"llama.attention.sliding_window": 64}, ("sliding_window", "not supported")),
         ({"llama.rope.dimension_count": 2}, ("rope.dimension_count", "head size")),
         ({"llama.rope.scaling.type": "longrope"}, ("RoPE scaling 'longrope'",)),
+        ({"llama.use_parallel_residual": 1}, ("llama.use_parallel_residual", "not supported")),
         ({"qwen2.attention.sliding_window": 64}, ("qwen2.attention.sliding_window = 64", "not supported")),
         ({"qwen2.rope.dimension_count": 2}, ("qwen2.rope.dimension_count", "head size")),
     ],

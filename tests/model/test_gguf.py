@@ -157,7 +157,9 @@ def test_converting_a_gguf_equals_converting_the_folder(convert, tmp_path, dtype
 
 def test_a_qwen2_s_config_means_the_same(tmp_path):
     model = tiny.build("qwen2", **SHAPE)
-    path = write_gguf(tmp_path / "x.gguf", model, **{"qwen2.rope.freq_base": 1000000.0})
+    path = write_gguf(
+        tmp_path / "x.gguf", model, **{"qwen2.rope.freq_base": 1000000.0, "qwen2.use_parallel_residual": 1}
+    )
     with open_checkpoint(path) as checkpoint:
         (tmp_path / "config.json").write_bytes(checkpoint.config_text)
     read = AutoConfig.from_pretrained(tmp_path)

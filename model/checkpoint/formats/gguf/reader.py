@@ -54,6 +54,8 @@ KEYS = {
     "attention.value_length", "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scale_linear",
 }  # fmt: skip
+WITHOUT_EFFECT = {"qwen2": {"use_parallel_residual"}}
+"""Keys that early files of Qwen 1.5 have, and that llama.cpp does not read for this architecture."""
 
 
 class GGUFFile(Checkpoint):
@@ -213,9 +215,10 @@ class _Metadata:
                 f"{path} is one of {shortened(fields['split.count'])} parts; join them first, with llama.cpp's "
                 "llama-gguf-split --merge FIRST_PART WHOLE.gguf."
             )
+        known = KEYS | WITHOUT_EFFECT.get(self.architecture, set())
         for key in fields:
             prefix, _, rest = key.partition(".")
-            if prefix == self.architecture and rest not in KEYS:
+            if prefix == self.architecture and rest not in known:
                 raise CheckpointError(
                     f"{path} has the setting {key} = {shortened(fields[key])}, which is not supported."
                 )
