@@ -42,7 +42,7 @@ class Checkpoint(ABC):
     notes: tuple[str, ...] = ()
     """Sentences for the user about assumptions that were made and files that are missing."""
     reader_bytes: int = 0
-    """Anonymous memory of the reader's libraries, in bytes."""
+    """Anonymous memory of the reader and its libraries, in bytes."""
     keep_source_shards: bool = True
     """Whether to keep the source's division into shards. False if the format's files do not correspond to shards."""
 

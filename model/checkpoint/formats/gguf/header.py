@@ -1,7 +1,8 @@
-"""Check the header of a GGUF file before the gguf package reads it.
+"""Read the header of a GGUF file: its keys, and where its tensors are.
 
-The gguf package's reader trusts every count and length in a file. Here each is checked against the file's size and
-against limits above any real model. The limits below bound the time and memory of this check.
+Every count and length is checked against the file's size, and against limits above any real model. The limits below
+bound the time and memory of reading. (The gguf package's reader trusts a file, and makes several objects of each token:
+half a gigabyte for a vocabulary of 150,000.)
 
 Format (ggml, docs/gguf.md): magic, version, number of tensors, number of key-value pairs; the pairs (name, type,
 value); for each tensor its name, number of dimensions, dimensions, type and offset; padding to the alignment; the data.
@@ -10,9 +11,10 @@ Numbers are little-endian; a string is a 64-bit length and UTF-8.
 
 import mmap
 import struct
+from collections import Counter
 from math import prod
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from model.common.errors import CheckpointError
 
@@ -29,12 +31,31 @@ MAX_NAME = 256
 """Limit of the characters of a key or a tensor's name. (llama.cpp allows 64.)"""
 
 STRING, ARRAY, UINT32 = 8, 9, 4
-SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Type number → bytes: integers of 8 to 32 bits, float32, bool, integers of 64 bits, float64."""
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Type number → its code in `struct`."""
 
 
-def check_header(path: Path) -> None:
-    """Raise CheckpointError unless the file's header is valid and every tensor's data lies inside the file."""
+class StoredTensor(NamedTuple):
+    """A tensor as it lies in the file. Its rows follow each other."""
+
+    name: str
+    kind: str
+    """The type of its values, as ggml calls it: F32, BF16, Q4_K, …"""
+    shape: tuple[int, ...]
+    """The number of rows first. (The file has it last.)"""
+    offset: int
+    """Bytes from the beginning of the file."""
+    nbytes: int
+
+
+class Header(NamedTuple):
+    fields: dict[str, Any]
+    """Key → value."""
+    tensors: list[StoredTensor]
+
+
+def read_header(path: Path) -> Header:
+    """Return a file's header. Raises CheckpointError unless it is valid and every tensor's data lies in the file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
@@ -42,7 +63,7 @@ def check_header(path: Path) -> None:
                 f"{path} is not a GGUF file, or is truncated: it does not begin with {MAGIC.decode()}."
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            _HeaderParser(path, content, size).check()
+            return _HeaderParser(path, content, size).parse()
 
 
 class _HeaderParser:
@@ -52,13 +73,12 @@ class _HeaderParser:
         from gguf.constants import GGML_QUANT_SIZES
 
         self._path, self._content, self._size = path, content, size
-        self._block_sizes = {kind.value: sizes for kind, sizes in GGML_QUANT_SIZES.items()}
+        self._kinds = {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
         self._end = min(size, MAX_HEADER)
         self._at = len(MAGIC)
         self._n_elements = 0
-        self._alignment = 32
 
-    def check(self) -> None:
+    def parse(self) -> Header:
         version = self._number("I")
         if version and version & 0xFFFF == 0:
             self._refuse("it is big-endian, which is not supported; convert it to little-endian (gguf-convert-endian)")
@@ -67,81 +87,90 @@ class _HeaderParser:
         n_tensors, n_pairs = self._number("Q"), self._number("Q")
         if n_tensors > MAX_TENSORS or n_pairs > MAX_PAIRS:
             self._refuse(f"it states {n_tensors:,} tensors and {n_pairs:,} keys, more than any model has")
-        for _ in range(n_pairs):
-            self._pair()
-        spans = [self._tensor() for _ in range(n_tensors)]
-        self._check_data(spans)
+        pairs = [self._pair() for _ in range(n_pairs)]
+        fields = dict(pairs)
+        if len(fields) < n_pairs:
+            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            self._refuse(f"Duplicate {name} among its keys")
+        tensors = [self._tensor() for _ in range(n_tensors)]
+        alignment = fields.get("general.alignment", 32)
+        return Header(fields, self._placed(tensors, alignment))
 
-    def _pair(self) -> None:
-        name, kind = self._string(), self._number("I")
+    def _pair(self) -> tuple[str, Any]:
+        name, kind = self._bytes(), self._number("I")
         if not (len(name) <= MAX_NAME and name.isascii() and name.decode().isprintable()):
             self._refuse(f"a key is not {MAX_NAME} printable ASCII characters at most")
-        if name == b"general.alignment":
-            if kind != UINT32:
-                self._refuse("its general.alignment is not a 32-bit number")
-            self._alignment = self._number("I")
-            if not 1 <= self._alignment <= MAX_ALIGNMENT or self._alignment & (self._alignment - 1):
-                self._refuse(f"its alignment is {self._alignment}, which is not a power of two up to {MAX_ALIGNMENT}")
-        elif kind == ARRAY:
-            self._array()
-        elif kind == STRING:
-            self._string()
-        else:
-            self._skip(self._scalar_bytes(kind))
+        if name == b"general.alignment" and kind != UINT32:
+            self._refuse("its general.alignment is not a 32-bit number")
+        value = self._array() if kind == ARRAY else self._text() if kind == STRING else self._numbers(kind, 1)[0]
+        if name == b"general.alignment" and (not 1 <= value <= MAX_ALIGNMENT or value & (value - 1)):
+            self._refuse(f"its alignment is {value}, which is not a power of two up to {MAX_ALIGNMENT}")
+        return name.decode(), value
 
-    def _array(self) -> None:
+    def _array(self) -> list[Any]:
         kind, n = self._number("I"), self._number("Q")
         if kind == ARRAY:
-            self._refuse("it has an array of arrays, which no Llama model has")
+            self._refuse("it has an array of arrays, which no supported model has")
         self._n_elements += n
         if self._n_elements > MAX_ELEMENTS:
             self._refuse(f"its arrays have more than {MAX_ELEMENTS:,} elements")
-        if kind != STRING:
-            self._skip(n * self._scalar_bytes(kind))
-            return
-        for _ in range(n):
-            self._string()
+        return [self._text() for _ in range(n)] if kind == STRING else self._numbers(kind, n)
 
-    def _tensor(self) -> tuple[int, int]:
-        """Return the offset of a tensor's data from the first tensor's data, and its number of bytes."""
-        name = repr(self._string().decode(errors="replace"))
-        if len(name) > MAX_NAME:
+    def _tensor(self) -> StoredTensor:
+        """Return a tensor, with its offset from the first tensor's data."""
+        name = self._bytes().decode(errors="replace")
+        if len(repr(name)) > MAX_NAME:
             self._refuse(f"a tensor's name has {len(name):,} characters")
         n_dimensions = self._number("I")
         if not 1 <= n_dimensions <= MAX_DIMENSIONS:
-            self._refuse(f"the tensor {name} has {n_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
+            self._refuse(f"the tensor {name!r} has {n_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
         shape = [self._number("Q") for _ in range(n_dimensions)]
         kind, offset = self._number("I"), self._number("Q")
-        if kind not in self._block_sizes:
-            self._refuse(f"the tensor {name} is of the unknown type {kind}")
-        block, block_bytes = self._block_sizes[kind]
+        if kind not in self._kinds:
+            self._refuse(f"the tensor {name!r} is of the unknown type {kind}")
+        kind_name, block, block_bytes = self._kinds[kind]
         if 0 in shape or shape[0] % block:
-            self._refuse(f"the tensor {name} has the impossible shape {shape}")
-        return offset, prod(shape) // block * block_bytes
+            self._refuse(f"the tensor {name!r} has the impossible shape {shape}")
+        return StoredTensor(name, kind_name, tuple(reversed(shape)), offset, prod(shape) // block * block_bytes)
 
-    def _check_data(self, spans: list[tuple[int, int]]) -> None:
-        """Raise CheckpointError for tensors that overlap, or extend beyond the end of the file."""
-        start = -(-self._at // self._alignment) * self._alignment
-        end = 0
-        for offset, nbytes in sorted(spans):
-            if offset < end or offset % self._alignment:
+    def _placed(self, tensors: list[StoredTensor], alignment: int) -> list[StoredTensor]:
+        """Return the tensors with their offsets in the file.
+
+        Raises CheckpointError for tensors that have the same name, overlap, or extend beyond the end of the file.
+        """
+        start = -(-self._at // alignment) * alignment
+        end, names = 0, set()
+        for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+            if tensor.name in names:
+                self._refuse(f"it holds the duplicated tensor {tensor.name!r}")
+            names.add(tensor.name)
+            if tensor.offset < end or tensor.offset % alignment:
                 self._refuse("its tensors overlap, or are not aligned")
-            end = offset + nbytes
+            end = tensor.offset + tensor.nbytes
         if start + end > self._size:
             self._refuse(f"it is truncated: its header describes {start + end:,} bytes, the file has {self._size:,}")
+        return [tensor._replace(offset=start + tensor.offset) for tensor in tensors]
 
-    def _scalar_bytes(self, kind: int) -> int:
-        if kind not in SCALAR_BYTES:
+    def _numbers(self, kind: int, n: int) -> list[Any]:
+        if kind not in SCALARS:
             self._refuse(f"it has a value of the unknown type {kind}")
-        return SCALAR_BYTES[kind]
+        layout, at = f"<{n}{SCALARS[kind]}", self._at
+        self._skip(struct.calcsize(layout))
+        return list(struct.unpack_from(layout, self._content, at))
 
-    def _number(self, kind: str) -> int:
+    def _number(self, code: str) -> int:
         at = self._at
-        self._skip(struct.calcsize(f"<{kind}"))
-        number: int = struct.unpack_from(f"<{kind}", self._content, at)[0]
+        self._skip(struct.calcsize(f"<{code}"))
+        number: int = struct.unpack_from(f"<{code}", self._content, at)[0]
         return number
 
-    def _string(self) -> bytes:
+    def _text(self) -> str:
+        try:
+            return self._bytes().decode()
+        except UnicodeDecodeError:
+            self._refuse("it is damaged: a text is not UTF-8")
+
+    def _bytes(self) -> bytes:
         length = self._number("Q")
         at = self._at
         self._skip(length)

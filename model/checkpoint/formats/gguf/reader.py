@@ -8,7 +8,8 @@ Hugging Face's order.
 
 import json
 import re
-from functools import partial
+from functools import cache, partial
+from math import prod
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -17,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from model.checkpoint import rope_order
-from model.checkpoint.formats.gguf.header import check_header
+from model.checkpoint.formats.gguf.header import StoredTensor, read_header
 from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
 from model.checkpoint.hf_folder import json_text, refuse_lfs_pointer
 from model.checkpoint.interface import Checkpoint, Shard
@@ -27,7 +28,7 @@ from model.common import checks
 from model.common.errors import CheckpointError
 from model.common.printable import markdown
 
-NOT_QUANTISED = ("F32", "F16", "BF16")
+NOT_QUANTISED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -57,6 +58,9 @@ KEYS = {
 WITHOUT_EFFECT = {"qwen2": {"use_parallel_residual"}}
 """Keys that early files of Qwen 1.5 have, and that llama.cpp does not read for this architecture."""
 
+_OBJECT_BYTES = 10
+"""Memory of the vocabulary while a file is opened: Python's objects for each byte of `tokenizer.json`."""
+
 
 class GGUFFile(Checkpoint):
     """One `.gguf` file of one of ARCHITECTURES."""
@@ -66,25 +70,26 @@ class GGUFFile(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader, fields = _open(path)
+        refuse_lfs_pointer(path)
+        fields, stored = read_header(path)
         self._metadata = _Metadata(path, fields)
-        self._stored = {_hf_name(path, t.name): t for t in self._reader.tensors if t.name != ROPE_FACTORS}
+        self._content: Array = np.memmap(path, np.uint8, "r")
+        self._stored = {_hf_name(path, t.name): t for t in stored if t.name != ROPE_FACTORS}
         self.tensors = {name: _describe(path, name, t) for name, t in sorted(self._stored.items())}
         if "model.embed_tokens.weight" not in self.tensors:
             raise CheckpointError(f"{path} lacks the tensor token_embd.weight; the file is incomplete.")
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         self.weight_files = (path,)
-        self.config = self._build_config()
+        self.config = self._build_config(next((t for t in stored if t.name == ROPE_FACTORS), None))
         self.config_text = json_text(self.config)
         self.side_files = {
             **tokenizer_files(path, fields),
             "generation_config.json": json_text({"_from_model_config": True, **self._special_tokens()}),
             "README.md": _card(fields),
         }
-        # A large vocabulary takes hundreds of MB as Python objects, and is not needed any more.
-        self._reader.fields.clear()
         del self._metadata
-        self._heads = {}
+        self.reader_bytes = _OBJECT_BYTES * len(bytes(self.side_files["tokenizer.json"]))
+        self._heads: dict[str, int] = {}
         if self.config["model_type"] == "llama":
             self._heads = {
                 "q_proj": self.config["num_attention_heads"],
@@ -95,27 +100,24 @@ class GGUFFile(Checkpoint):
         if _is_quantised(self._stored[name]) or self._permuted_heads(name):
             return None
         stored = self._stored[name]
-        return Span(self.path, int(stored.data_offset), int(stored.n_bytes))
+        return Span(self.path, stored.offset, stored.nbytes)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         n_heads = self._permuted_heads(name)
         if not n_heads:
-            return self._stored_rows(name, start, stop)
+            return self._stored_rows(self._stored[name], start, stop)
         return rope_order.half_split_rows(
-            partial(self._stored_rows, name), self.tensors[name].shape[0] // n_heads, start, stop
+            partial(self._stored_rows, self._stored[name]), self.tensors[name].shape[0] // n_heads, start, stop
         )
 
-    def _stored_rows(self, name: str, start: int, stop: int) -> Array:
-        stored = self._stored[name]
-        data = np.asarray(stored.data[start:stop])
-        if stored.tensor_type.name == "BF16":
-            return data.view(ml_dtypes.bfloat16)
+    def _stored_rows(self, stored: StoredTensor, start: int, stop: int) -> Array:
+        row_bytes = stored.nbytes // stored.shape[0]
+        data = self._content[stored.offset + start * row_bytes : stored.offset + stop * row_bytes]
         if not _is_quantised(stored):
-            return data
-        from gguf.quants import dequantize
-
-        values: Array = dequantize(data, stored.tensor_type)
-        return values
+            return data.view(NOT_QUANTISED[stored.kind]).reshape(-1, *stored.shape[1:])
+        return _dequantised(
+            data.reshape(-1, *stored.shape[1:-1], stored.nbytes // prod(stored.shape[:-1])), stored.kind
+        )
 
     def _permuted_heads(self, name: str) -> int:
         """Return the number of heads of a Q or K tensor, whose rows are permuted; 0 for every other tensor."""
@@ -123,9 +125,9 @@ class GGUFFile(Checkpoint):
 
     def close(self) -> None:
         self._stored.clear()
-        del self._reader
+        del self._content
 
-    def _build_config(self) -> dict[str, Any]:
+    def _build_config(self, rope_factors: StoredTensor | None) -> dict[str, Any]:
         meta = self._metadata
         n_heads, hidden_size = meta.integer("attention.head_count"), meta.integer("embedding_length")
         head_dim = meta.integer("attention.key_length", hidden_size // n_heads)
@@ -156,7 +158,7 @@ class GGUFFile(Checkpoint):
             rms_norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
             vocab_size=self.tensors["model.embed_tokens.weight"].shape[0],
             tie_word_embeddings=not has("lm_head.weight"),
-            **rope_settings(theta, self._rope_scaling(head_dim, theta)),
+            **rope_settings(theta, self._rope_scaling(rope_factors, head_dim, theta)),
             **dtype_settings(self.tensors.values()),
         )
         return {**config, **self._special_tokens()}
@@ -180,11 +182,12 @@ class GGUFFile(Checkpoint):
         fields = self._metadata.fields
         return {key: fields[f"tokenizer.ggml.{g}"] for key, g in names.items() if f"tokenizer.ggml.{g}" in fields}
 
-    def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
+    def _rope_scaling(self, factors: StoredTensor | None, head_dim: int, theta: float) -> dict[str, Any] | None:
         meta = self._metadata
-        factors = [t for t in self._reader.tensors if t.name == ROPE_FACTORS]
-        if factors:
-            return _llama3_scaling(self.path, np.asarray(factors[0].data, np.float64), head_dim, theta)
+        if factors is not None:
+            _describe(self.path, ROPE_FACTORS, factors)
+            values = self._stored_rows(factors, 0, factors.shape[0]).astype(np.float64)
+            return _llama3_scaling(self.path, values, head_dim, theta)
         kind = meta.fields.get(f"{meta.architecture}.rope.scaling.type", "none")
         factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
         if kind == "none" and factor == 1.0:
@@ -253,19 +256,6 @@ def read(path: Path) -> Checkpoint:
     return GGUFFile(path)
 
 
-def _open(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the gguf package's reader, and the file's metadata."""
-    import gguf
-
-    refuse_lfs_pointer(path)
-    check_header(path)
-    try:
-        reader = gguf.GGUFReader(path)
-        return reader, {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise CheckpointError(f"{path} is not a GGUF file, or is truncated or damaged: {error}.") from error
-
-
 def _hf_name(path: Path, name: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if not match or match[2] not in NAMES:
@@ -274,15 +264,35 @@ def _hf_name(path: Path, name: str) -> str:
     return f"model.layers.{layer}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}"
 
 
-def _is_quantised(stored: Any) -> bool:
-    return stored.tensor_type.name not in NOT_QUANTISED
+def _is_quantised(stored: StoredTensor) -> bool:
+    return stored.kind not in NOT_QUANTISED
 
 
-def _describe(path: Path, name: str, stored: Any) -> Tensor:
-    if stored.tensor_type.name in ("I8", "I16", "I32", "I64", "F64"):
-        raise CheckpointError(f"{path} holds {name} as {stored.tensor_type.name}, which is not supported.")
-    dtype = "F32" if _is_quantised(stored) else stored.tensor_type.name
-    return Tensor(name, dtype, tuple(int(n) for n in reversed(stored.shape)))
+def _describe(path: Path, name: str, stored: StoredTensor) -> Tensor:
+    if _is_quantised(stored) and (len(stored.shape) == 1 or not _can_dequantise(stored.kind)):
+        shape = "a vector" if len(stored.shape) == 1 else "a matrix"
+        raise CheckpointError(f"{path} holds {name}, {shape}, as {stored.kind}, which is not supported.")
+    return Tensor(name, "F32" if _is_quantised(stored) else stored.kind, stored.shape)
+
+
+@cache
+def _can_dequantise(kind: str) -> bool:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        _dequantised(np.zeros((1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _dequantised(data: Array, kind: str) -> Array:
+    """Return the values of quantised rows, [..., bytes] → [..., values], in float32."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values: Array = dequantize(data, GGMLQuantizationType[kind])
+    return values
 
 
 def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> dict[str, Any]:
