@@ -102,7 +102,7 @@ class _HeaderParser:
             self._refuse(f"a key is not {MAX_NAME} printable ASCII characters at most")
         if name == b"general.alignment" and kind != UINT32:
             self._refuse("its general.alignment is not a 32-bit number")
-        value = self._array() if kind == ARRAY else self._text() if kind == STRING else self._numbers(kind, 1)[0]
+        value: Any = self._array() if kind == ARRAY else self._text() if kind == STRING else self._numbers(kind, 1)[0]
         if name == b"general.alignment" and (not 1 <= value <= MAX_ALIGNMENT or value & (value - 1)):
             self._refuse(f"its alignment is {value}, which is not a power of two up to {MAX_ALIGNMENT}")
         return name.decode(), value

@@ -114,7 +114,8 @@ class GGUFFile(Checkpoint):
         row_bytes = stored.nbytes // stored.shape[0]
         data = self._content[stored.offset + start * row_bytes : stored.offset + stop * row_bytes]
         if not _is_quantised(stored):
-            return data.view(NOT_QUANTISED[stored.kind]).reshape(-1, *stored.shape[1:])
+            plain: Array = data.view(NOT_QUANTISED[stored.kind])
+            return plain.reshape(-1, *stored.shape[1:])
         return _dequantised(
             data.reshape(-1, *stored.shape[1:-1], stored.nbytes // prod(stored.shape[:-1])), stored.kind
         )
