@@ -33,7 +33,6 @@ from scripts.study.results import (
     gaps,
     read,
     shares,
-    shares_by_text_kind,
     united,
 )
 
@@ -45,7 +44,7 @@ SOURCES = {
         "smollm2.jsonl",
         "refine.jsonl",
         "refine_longer.jsonl",
-        "text_kinds.jsonl",
+        "behaviour.jsonl",
         *(f"{plan}.jsonl" for plan in BETTER),
     ),
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
@@ -68,7 +67,7 @@ PLACES = (
     ("merges", 1, "8 → 1", ORANGE, ORANGE, "s"), ("longer", 1, "8 → 1, better-trained parents", ORANGE, "white", "s"),
     ("smollm2", 1, "SmolLM2 3 → 1", GREEN, GREEN, "^"),
 )  # fmt: skip
-TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "text_kinds"}
+TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "behaviour"}
 """The plans that have the default merge as it is now. All other merges were calibrated on less text, of one kind."""
 CURVES = (
     ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
@@ -310,13 +309,12 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
 
 
 def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: int) -> list[float]:
-    """Return an arm's shares of mean's gap right after conversion: for each seed, or for each kind of text."""
+    """Return an arm's shares of mean's gap right after conversion, for each seed."""
+    outside = plan if plan == "smollm2" else None
     if arm == DEFAULT:
         plan = TODAYS_PLANS.get(plan, plan)
         arm = TODAY.get(plan, arm)
-    if plan == "text_kinds":
-        return list(shares_by_text_kind(arm, results[plan]).values())
-    lines = [line for line in results[plan] if line["groups"] == groups]
+    lines = [line for line in results[plan] if line["groups"] == groups and outside in (None, line["parent"])]
     return list(shares([line for line in lines if line["arm"] == arm and not line["alpha"]], lines).values())
 
 

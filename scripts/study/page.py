@@ -28,6 +28,7 @@ from scripts.study.page_tables import (
     by_parent,
     by_part,
     by_tokens,
+    counted,
     extrapolated,
     kinds_by_part,
     recovered_by_text_kind,
@@ -265,8 +266,9 @@ def field(results: Path) -> str:
         lines = [line for line in read(results / f"{plan}.jsonl") if line["trainable"] in parts]
         if arm not in {line["arm"] for line in lines}:  # not run yet
             continue
-        cells = [show(gaps(own)) if (own := at(lines, arm, stage, groups)) else "–" for groups, stage in columns]
-        rows.append([name, str(len({line["seed"] for line in lines if line["arm"] == arm})), *cells])
+        n = len({line["seed"] for line in lines if line["arm"] == arm})
+        merged = (at(lines, arm, stage, groups) for groups, stage in columns)
+        rows.append([name, str(n), *(counted(lambda own: show(gaps(own)), own, n) if own else "–" for own in merged)])
     headings = [f"{64 * groups} numbers{', distilled' if stage[0] else ''}" for groups, stage in columns]
     return markdown(["", "parents", *headings], rows)
 

@@ -36,6 +36,9 @@ from scripts.study.results import (
 KNOWN = 6.0
 """Loss, in nats, below which the parents of `families` know a kind of text. A uniform guess costs them 7.6."""
 
+FAR = 20
+"""A power law is not followed to more than so many times the longest training."""
+
 
 def by_heads(lines: list[Result]) -> str:
     """Return one table for all numbers of K/V heads: of each model its loss and its share of mean's gap."""
@@ -133,8 +136,8 @@ def extrapolated(lines: list[Result], arm: str) -> str:
     """Return the table of power laws through an arm's losses beyond the parent's against tokens, by the part trained.
 
     Between two lengths, the loss is taken to fall with a power of the tokens. From the two lengths before the last, the
-    law predicts the last, which was measured too. From the last two, it says after how many tokens a tenth and a
-    twentieth of the merge's cost is left. Parts with fewer than three lengths are left out.
+    law predicts the last, which was measured too. From the last two, it says after how many tokens a tenth of the
+    merge's cost is left, if that is near enough to believe (FAR). Parts with fewer than three lengths are left out.
     """
     own = [line for line in lines if line["arm"] == arm]
     (cost,) = gaps([line for line in own if not line["alpha"]]).values()
@@ -148,11 +151,11 @@ def extrapolated(lines: list[Result], arm: str) -> str:
             continue
         exponents = [math.log(y0 / y1) / math.log(n1 / n0) for (n0, y0), (n1, y1) in pairwise(points)]
         *_, (n1, y1), (n2, y2) = points
-        reach = (n2 * (y2 / (share * cost)) ** (1 / exponents[-1]) for share in (0.1, 0.05))
+        ahead = (y2 / (0.1 * cost)) ** (1 / exponents[-1])
+        reach = f"{ahead * n2 / 1e6:,.0f} M" if ahead < FAR else f"more than {FAR * n2 / 1e6:,.0f} M"
         rows.append([part, ", ".join(f"{exponent:.2f}" for exponent in exponents),
-                     f"{y1 * (n1 / n2) ** exponents[-2]:.3f}", f"{y2:.3f}",
-                     *(f"{tokens / 1e6:,.0f} M" for tokens in reach)])  # fmt: skip
-    headings = ["exponents", f"predicted at {n2:,}", "measured", "tokens to a tenth of the cost", "to a twentieth"]
+                     f"{y1 * (n1 / n2) ** exponents[-2]:.3f}", f"{y2:.3f}", reach])  # fmt: skip
+    headings = ["exponents", f"predicted at {n2:,}", "measured", "tokens to a tenth of the cost"]
     return markdown(["trained", *headings], rows)
 
 
