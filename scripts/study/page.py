@@ -205,6 +205,8 @@ def headline(results: Path) -> str:
     rows = [after_conversion(results, HEADLINE)]
     for name, plan, heads in KNOWN_MODELS:
         lines = read(results / f"{plan}.jsonl")
+        if not lines:  # not run yet
+            continue
         by_arm = {line["arm"]: statistics.mean(line["text_kinds"].values()) for line in lines}
         left = shares_by_text_kind(TODAY[plan], lines)
         cells = " | ".join(f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY[plan]))

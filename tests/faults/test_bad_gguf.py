@@ -107,11 +107,13 @@ def test_an_enormous_sparse_text(convert, tmp_path):
         convert("inspect", path).refused("x.gguf", "header does not end within 100,000,000 bytes")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def whole(request, tmp_path_factory):
     """Return a small valid file, and where its data begins."""
     path = tmp_path_factory.mktemp("gguf") / "x.gguf"
-    model = tiny.build(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, head_dim=8, num_hidden_layers=1)
+    model = tiny.build(
+        request.param, hidden_size=32, num_attention_heads=4, num_key_value_heads=4, head_dim=8, num_hidden_layers=1
+    )
     content = write_gguf(path, model).read_bytes()
     data = sum(parameter.numel() for parameter in model.parameters()) * 4
     return content, len(content) - data
@@ -231,14 +233,32 @@ def test_gguf_lfs_pointer(refuse, tmp_path):
         ({"llama.attention.sliding_window": 64}, ("sliding_window", "not supported")),
         ({"llama.rope.dimension_count": 2}, ("rope.dimension_count", "head size")),
         ({"llama.rope.scaling.type": "longrope"}, ("RoPE scaling 'longrope'",)),
-        ({"llama.use_parallel_residual": 1}, ("llama.use_parallel_residual", "not supported")),
         ({"qwen2.attention.sliding_window": 64}, ("qwen2.attention.sliding_window = 64", "not supported")),
         ({"qwen2.rope.dimension_count": 2}, ("qwen2.rope.dimension_count", "head size")),
+        ({"qwen2.attention.key_length": 2}, ("8 heads of 2", "not the width")),
     ],
 )
 def test_gguf_settings_we_do_not_know(refuse, tmp_path, metadata, words):
     family = next(iter(metadata)).split(".")[0]
     refuse(*words, path=write_gguf(tmp_path / "x.gguf", tiny.build(family), **metadata))
+
+
+def test_gguf_tensors_we_do_not_know(refuse, tmp_path):
+    model = tiny.build("qwen2")
+    model.rope_factors = [1.0, 1.0]
+    refuse("'rope_freqs.weight'", "refused", path=write_gguf(tmp_path / "x.gguf", model))
+
+
+def test_gguf_with_more_tokens_than_rows(refuse, tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", tiny.build(vocab_size=64))
+    content = path.read_bytes()
+    path.write_bytes(
+        content.replace(
+            text(b"token_embd.weight") + struct.pack("<IQQ", 2, tiny.HIDDEN, 64),
+            text(b"token_embd.weight") + struct.pack("<IQQ", 2, tiny.HIDDEN, 63),
+        )
+    )
+    refuse("64 tokens, but an embedding of 63", path=path)
 
 
 def test_gguf_rope_factors_we_do_not_know(refuse, tmp_path):

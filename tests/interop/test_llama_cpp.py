@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_tokenizers
+from transformers import AutoConfig
 
 from model.checkpoint import open_checkpoint
 
@@ -38,13 +39,15 @@ def answered(tmp_path_factory):
     )
     tokenizer.mkdir()
     (place / "trained/tokenizer.model").rename(tokenizer / "tokenizer.model")
+    of_qwen2 = interop.make_tokenizer(place / "bpe")
     folders: dict[str, Path] = {}
     for name in SOURCES:
         family, size = name.split(",")[0], {**interop.WIDE, "vocab_size": VOCAB, **SETTINGS.get(name, {})}
-        source = interop.make_source(place / name / "source", family, tokenizer, old=name != NEW, **size)
+        own = of_qwen2 if family == "qwen2" else tokenizer
+        source = interop.make_source(place / name / "source", family, own, old=name != NEW, **size)
         for groups, out in interop.convert_to_all(source, place / name).items():
             folders[f"{name} {groups}"] = out
-    request = {"folders": folders, "ids": interop.token_ids(vocab_size=VOCAB), "n_new": N_NEW}
+    request = {"folders": folders, "ids": interop.token_ids(vocab_size=VOCAB), "n_new": N_NEW, "pre": "qwen2"}
     answer, logits = interop.ask(environment, "llama_cpp_logits", place / "asked", **request)
     return folders, answer, logits, request["ids"], place / "asked"
 
@@ -74,14 +77,24 @@ def test_greedy_continuation(answered, source):
         assert answer["greedy"][name] == interop.greedy(folders[name], ids[0], N_NEW), name
 
 
+CONFIG = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "rms_norm_eps", "max_position_embeddings", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("source", [name for name in SOURCES if name.split(",")[0] in ("llama", "mistral", "qwen2")])
 def test_groupwise_reads_the_files_of_llama_cpp(answered, source):
-    """The file of llama.cpp's converter holds what the folder that it was made from does, to the last bit."""
+    """A file of llama.cpp's converter is read as the folder that it was made from, to the last bit."""
     folders, _, _, _, place = answered
     for groups in (8, 2):
         name = f"{source} {groups}"
         expected = tiny.tensors(folders[name])
+        written = AutoConfig.from_pretrained(folders[name])
         with open_checkpoint(place / f"{name}.gguf") as checkpoint:
+            assert checkpoint.config["rope_theta"] == interop.THETA == written.rope_parameters["rope_theta"]
+            for key in CONFIG:
+                assert checkpoint.config[key] == getattr(written, key), key
             assert checkpoint.tensors.keys() == expected.keys()
             for key, tensor in expected.items():
                 assert np.array_equal(checkpoint.rows(key, 0, len(tensor)), tensor.float().numpy()), key

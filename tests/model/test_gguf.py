@@ -10,10 +10,10 @@ import pytest
 import tiny
 import torch
 from gguf_files import byte_letters, gguf_name, write_gguf
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
@@ -107,6 +107,11 @@ def test_config_opens_and_means_the_same(tmp_path):
             {"rope_type": "linear", "factor": 4.0},
         ),
         ({"llama.rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0},
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        ),
         (
             {
                 "llama.rope.scaling.type": "yarn",
@@ -117,10 +122,14 @@ def test_config_opens_and_means_the_same(tmp_path):
         ),
     ],
 )
-def test_rope_scaling(tmp_path, metadata, expected):
-    with open_checkpoint(write_gguf(tmp_path / "x.gguf", tiny.build(**SHAPE), **metadata)) as checkpoint:
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_rope_scaling(tmp_path, family, metadata, expected):
+    metadata = {key.replace("llama", family): value for key, value in metadata.items()}
+    model = tiny.build(family, **SHAPE, max_position_embeddings=64)
+    with open_checkpoint(write_gguf(tmp_path / "x.gguf", model, **metadata)) as checkpoint:
         assert checkpoint.config["rope_scaling"] == expected
-        assert checkpoint.config["rope_parameters"] == {**expected, "rope_theta": 10000.0}
+        parameters = {**(expected or {"rope_type": "default"}), "rope_theta": 10000.0}
+        assert checkpoint.config["rope_parameters"] == parameters
 
 
 def test_llama3_scaling_is_recovered_from_its_factors(tmp_path):
@@ -139,9 +148,9 @@ def test_llama3_scaling_is_recovered_from_its_factors(tmp_path):
         assert checkpoint.config["rope_scaling"] == scaling
 
 
-@pytest.mark.parametrize("dtype", ["F32", "F16"])
-def test_converting_a_gguf_equals_converting_the_folder(convert, tmp_path, dtype):
-    model = tiny.build(**SHAPE)
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "F32"), ("llama", "F16"), ("qwen2", "F32")])
+def test_converting_a_gguf_equals_converting_the_folder(convert, tmp_path, family, dtype):
+    model = tiny.build(family, **SHAPE)
     if dtype == "F16":
         model = AutoModelForCausalLM.from_pretrained(tiny.save(model, tmp_path / "h", "float16"), dtype=torch.float16)
     folder = tiny.save(model, tmp_path / "folder", "float16" if dtype == "F16" else "float32")
@@ -156,18 +165,30 @@ def test_converting_a_gguf_equals_converting_the_folder(convert, tmp_path, dtype
 
 
 def test_a_qwen2_s_config_means_the_same(tmp_path):
-    model = tiny.build("qwen2", **SHAPE)
-    path = write_gguf(
-        tmp_path / "x.gguf", model, **{"qwen2.rope.freq_base": 1000000.0, "qwen2.use_parallel_residual": 1}
-    )
+    model = tiny.build("qwen2", **SHAPE, vocab_size=300)
+    path = write_gguf(tmp_path / "x.gguf", model, **{"qwen2.rope.freq_base": 1000000.0})
     with open_checkpoint(path) as checkpoint:
         (tmp_path / "config.json").write_bytes(checkpoint.config_text)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes(bytes(checkpoint.side_files[name]))
     read = AutoConfig.from_pretrained(tmp_path)
     assert type(read) is type(model.config)
     assert read.rope_parameters == {"rope_type": "default", "rope_theta": 1000000.0}
     assert read.layer_types == ["full_attention"] * model.config.num_hidden_layers
+    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == model.config.max_position_embeddings
     for key, value in SHAPE.items():
         assert getattr(read, key) == value
+
+
+def test_a_qwen2_that_chats_has_two_ends(tmp_path):
+    """Its file names `<|im_end|>` alone; transformers must stop at `<|endoftext|>` too."""
+    model = tiny.build("qwen2", **SHAPE)
+    with open_checkpoint(write_gguf(tmp_path / "x.gguf", model)) as checkpoint:
+        assert json.loads(bytes(checkpoint.side_files["generation_config.json"]))["eos_token_id"] == 0
+    tokens = ["<|im_end|>", "<|endoftext|>"]
+    with open_checkpoint(write_gguf(tmp_path / "y.gguf", model, first_tokens=tokens)) as checkpoint:
+        assert json.loads(bytes(checkpoint.side_files["generation_config.json"]))["eos_token_id"] == [0, 1]
+        assert checkpoint.config["eos_token_id"] == 0
 
 
 def add_output_bias(model):
@@ -197,10 +218,12 @@ def test_biases_that_a_qwen2_does_not_have(tmp_path, change, problem):
 LETTERS = byte_letters()
 
 
-@given(text=st.text(alphabet=st.sampled_from("ab 1234'sS\n\té\u0301ü漢字🙂.,!Ⅷ\u00a0"), max_size=30))
+@given(text=st.text(alphabet=st.sampled_from("ab 1234'sSLt\n\té\u0301ü漢字🙂.,!Ⅷ\u00a0"), max_size=30))
+@example("it'Sab 'sab I'LLab we'Reab 'Tab 'vEm'dab 'mab")
 def test_qwen2_s_tokens_are_those_of_transformers(text):
     """The regular expression decides which letters may be merged, so merge every pair of the bytes used."""
-    pairs = [(LETTERS[a], LETTERS[b]) for a in b"ab 123's\n." for b in b"ab 123's\n."]
+    used = b"sStTrREvLlmdab 123'\n."  # a letter may rather join the next one than the apostrophe before it
+    pairs = [(LETTERS[a], LETTERS[b]) for a in used for b in used]
     tokens = ["<|endoftext|>", *LETTERS, *("".join(pair) for pair in pairs)]
     merges = [" ".join(pair) for pair in pairs]
     fields = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": [3] + [1] * (len(tokens) - 1)}
@@ -272,12 +295,24 @@ def test_texts_of_llama_3_begin_with_a_token_where_the_file_does_not_say(tmp_pat
     assert json.loads(bytes(files["tokenizer_config.json"]))["add_bos_token"] is begins
 
 
+def test_filling_tokens_are_not_added_tokens(tmp_path):
+    pieces = [f"[PAD{i}]" for i in (259, 261)]  # the second is not at its own place
+    files = tokenizer_files(
+        tmp_path, spm_fields(pieces) | {"tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [4, 4]}
+    )
+    added = [token["id"] for token in json.loads(bytes(files["tokenizer.json"]))["added_tokens"]]
+    assert added == [0, 1, 2, 260]
+
+
 def test_unknown_tokenizers_are_refused(convert, tmp_path):
     with pytest.raises(CheckpointError, match="tokenizer of kind 'bert'"):
         tokenizer_files(tmp_path, {"tokenizer.ggml.model": "bert"})
     gpt2 = {"model": "gpt2", "pre": "mystery", "tokens": ["a"], "token_type": [1], "merges": []}
     with pytest.raises(CheckpointError, match="pre-tokenizer 'mystery'; supported are gpt-2"):
         tokenizer_files(tmp_path, {f"tokenizer.ggml.{key}": value for key, value in gpt2.items()})
+    with pytest.raises(CheckpointError, match="a Qwen 2 with the pre-tokenizer 'smollm'; only 'qwen2'"):
+        other = {"general.architecture": "qwen2", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
+        tokenizer_files(tmp_path, other)
     for missing in ("tokens", "token_type", "scores"):
         fields = spm_fields(PIECES)
         del fields[f"tokenizer.ggml.{missing}"]

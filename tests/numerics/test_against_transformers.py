@@ -6,6 +6,7 @@
 import pytest
 import tiny
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -49,4 +50,7 @@ def test_gguf_opens_as_transformers_reads_it(convert, tmp_path, family):
     for name, tensor in theirs.items():
         assert torch.equal(tensor, ours[name]), name
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    written = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    for text in ("ab ba 12", "it'Sab 1234 e\u0301 \n\n ba"):
+        assert tokenizer(text).input_ids == written.encode(text).ids
     assert tokenizer.decode(tokenizer("ab ba 12").input_ids) == "ab ba 12"

@@ -37,10 +37,10 @@ def byte_letters() -> list[str]:
     return [table[b] for b in range(256)]
 
 
-def vocabulary(size: int) -> dict[str, Any]:
-    """Return metadata of a small byte-level BPE tokenizer."""
-    tokens = ["<|end|>", *byte_letters(), "ab", "ba", *(f"<unused{i}>" for i in range(size))][:size]
-    types = [3] + [1] * (len(tokens) - 1)
+def vocabulary(size: int, first: list[str]) -> dict[str, Any]:
+    """Return metadata of a small byte-level BPE tokenizer, with the special tokens `first`."""
+    tokens = [*first, *byte_letters(), "ab", "ba", *(f"<unused{i}>" for i in range(size))][:size]
+    types = [3] * len(first) + [1] * (len(tokens) - len(first))
     return {"model": "gpt2", "pre": "smollm", "tokens": tokens, "types": types, "merges": ["a b", "b a"]}
 
 
@@ -48,7 +48,7 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: str = "F32", **metadata
     """Write a Llama or Qwen 2; matrices in `kind`, everything else in F32. `metadata` adds or replaces keys."""
     config = model.config
     writer = gguf.GGUFWriter(path, metadata.pop("architecture", config.model_type))
-    add_metadata(writer, config, metadata)
+    add_metadata(writer, config, metadata, metadata.pop("first_tokens", None))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -85,7 +85,9 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def add_metadata(writer: gguf.GGUFWriter, config: Any, metadata: dict[str, Any]) -> None:
+def add_metadata(
+    writer: gguf.GGUFWriter, config: Any, metadata: dict[str, Any], first_tokens: list[str] | None = None
+) -> None:
     family = config.model_type
     facts = {
         f"{family}.block_count": config.num_hidden_layers,
@@ -110,7 +112,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, metadata: dict[str, Any])
         elif isinstance(value, str):
             writer.add_string(key, value)
     writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    words = vocabulary(config.vocab_size)
+    words = vocabulary(config.vocab_size, first_tokens or ["<|end|>"])
     writer.add_tokenizer_model(words["model"])
     writer.add_string("tokenizer.ggml.pre", "qwen2" if family == "qwen2" else words["pre"])
     writer.add_token_list(words["tokens"])

@@ -45,6 +45,7 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+END_OF_TEXT = "<|endoftext|>"
 
 ARCHITECTURES = ("llama", "qwen2")
 
@@ -55,9 +56,6 @@ KEYS = {
     "attention.value_length", "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scale_linear",
 }  # fmt: skip
-WITHOUT_EFFECT = {"qwen2": {"use_parallel_residual"}}
-"""Keys that early files of Qwen 1.5 have, and that llama.cpp does not read for this architecture."""
-
 _OBJECT_BYTES = 10
 """Memory of the vocabulary while a file is opened: Python's objects for each byte of `tokenizer.json`."""
 
@@ -74,23 +72,28 @@ class GGUFFile(Checkpoint):
         fields, stored = read_header(path)
         self._metadata = _Metadata(path, fields)
         self._content: Array = np.memmap(path, np.uint8, "r")
-        self._stored = {_hf_name(path, t.name): t for t in stored if t.name != ROPE_FACTORS}
+        llama = self._metadata.architecture == "llama"
+        factors = next((t for t in stored if llama and t.name == ROPE_FACTORS), None)
+        self._stored = {_hf_name(path, t.name): t for t in stored if t is not factors}
         self.tensors = {name: _describe(path, name, t) for name, t in sorted(self._stored.items())}
         if "model.embed_tokens.weight" not in self.tensors:
             raise CheckpointError(f"{path} lacks the tensor token_embd.weight; the file is incomplete.")
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         self.weight_files = (path,)
-        self.config = self._build_config(next((t for t in stored if t.name == ROPE_FACTORS), None))
+        self.config = self._build_config(factors)
         self.config_text = json_text(self.config)
         self.side_files = {
             **tokenizer_files(path, fields),
-            "generation_config.json": json_text({"_from_model_config": True, **self._special_tokens()}),
+            "generation_config.json": json_text(self._generation_config()),
             "README.md": _card(fields),
         }
+        n_tokens, n_rows = len(fields["tokenizer.ggml.tokens"]), self.tensors["model.embed_tokens.weight"].shape[0]
+        if n_tokens > n_rows:
+            raise CheckpointError(f"{path} has {n_tokens:,} tokens, but an embedding of {n_rows:,}.")
         del self._metadata
         self.reader_bytes = _OBJECT_BYTES * len(bytes(self.side_files["tokenizer.json"]))
         self._heads: dict[str, int] = {}
-        if self.config["model_type"] == "llama":
+        if llama:
             self._heads = {
                 "q_proj": self.config["num_attention_heads"],
                 "k_proj": self.config["num_key_value_heads"],
@@ -140,6 +143,11 @@ class GGUFFile(Checkpoint):
         theta = meta.number("rope.freq_base", 10000.0)
         has = self.tensors.__contains__
         if meta.architecture == "qwen2":
+            if n_heads * head_dim != hidden_size:
+                raise CheckpointError(
+                    f"{self.path} has {n_heads} heads of {head_dim}, which is not the width {hidden_size}; "
+                    "Qwen 2 has no other."
+                )
             self._check_qwen2_biases()
             build = qwen2_config
         else:
@@ -183,20 +191,29 @@ class GGUFFile(Checkpoint):
         fields = self._metadata.fields
         return {key: fields[f"tokenizer.ggml.{g}"] for key, g in names.items() if f"tokenizer.ggml.{g}" in fields}
 
+    def _generation_config(self) -> dict[str, Any]:
+        """Return the special tokens. A Qwen 2 that answers chats ends a text with either of two tokens."""
+        tokens, fields = self._special_tokens(), self._metadata.fields
+        vocabulary: list[str] = fields["tokenizer.ggml.tokens"]
+        end = vocabulary.index(END_OF_TEXT) if END_OF_TEXT in vocabulary else None
+        chats = self._metadata.architecture == "qwen2" and end not in (None, tokens.get("eos_token_id"))
+        both = {"eos_token_id": [tokens["eos_token_id"], end]} if chats and "eos_token_id" in tokens else {}
+        return {"_from_model_config": True, **tokens, **both}
+
     def _rope_scaling(self, factors: StoredTensor | None, head_dim: int, theta: float) -> dict[str, Any] | None:
         meta = self._metadata
         if factors is not None:
             _describe(self.path, ROPE_FACTORS, factors)
             values = self._stored_rows(factors, 0, factors.shape[0]).astype(np.float64)
             return _llama3_scaling(self.path, values, head_dim, theta)
-        kind = meta.fields.get(f"{meta.architecture}.rope.scaling.type", "none")
+        kind = meta.fields.get(f"{meta.architecture}.rope.scaling.type", "linear")
         factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
-        if kind == "none" and factor == 1.0:
+        if kind == "none" or (kind == "linear" and factor == 1.0):
             return None
-        if kind in ("none", "linear"):
+        if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
         if kind == "yarn":
-            original = meta.integer("rope.scaling.original_context_length")
+            original = meta.integer("rope.scaling.original_context_length", meta.integer("context_length"))
             return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         raise CheckpointError(
             f"{self.path}: the RoPE scaling {shortened(kind)} is not supported; none, linear and yarn are."
@@ -204,7 +221,7 @@ class GGUFFile(Checkpoint):
 
 
 class _Metadata:
-    """The keys of a file's architecture, as `llama.*`. Errors name the file and the key."""
+    """The keys of a file's architecture, such as `llama.block_count`. Errors name the file and the key."""
 
     def __init__(self, path: Path, fields: dict[str, Any]) -> None:
         self.path, self.fields = path, fields
@@ -219,10 +236,9 @@ class _Metadata:
                 f"{path} is one of {shortened(fields['split.count'])} parts; join them first, with llama.cpp's "
                 "llama-gguf-split --merge FIRST_PART WHOLE.gguf."
             )
-        known = KEYS | WITHOUT_EFFECT.get(self.architecture, set())
         for key in fields:
             prefix, _, rest = key.partition(".")
-            if prefix == self.architecture and rest not in known:
+            if prefix == self.architecture and rest not in KEYS:
                 raise CheckpointError(
                     f"{path} has the setting {key} = {shortened(fields[key])}, which is not supported."
                 )

@@ -59,6 +59,12 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
     build = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}.get(str(model))
     if build is None:
         raise CheckpointError(f"{path} has a tokenizer of kind {shortened(model)}; 'gpt2' and 'llama' are supported.")
+    # transformers uses Qwen 2's pre-tokenizer for every Qwen 2, whatever tokenizer.json says.
+    if fields.get("general.architecture") == "qwen2" and fields.get("tokenizer.ggml.pre") != "qwen2":
+        raise CheckpointError(
+            f"{path} is a Qwen 2 with the pre-tokenizer {shortened(fields.get('tokenizer.ggml.pre'))}; only 'qwen2' is "
+            "supported. Convert from the original Hugging Face folder instead."
+        )
     for key in ("tokens", "token_type", "merges" if model == "gpt2" else "scores"):
         if not isinstance(fields.get(f"tokenizer.ggml.{key}"), list):
             raise CheckpointError(f"{path} lacks tokenizer.ggml.{key}; without it the tokenizer cannot be rebuilt.")
@@ -174,10 +180,11 @@ def _merges_from_scores(vocabulary: list[str], scores: list[float], types: list[
 def _added_tokens(fields: dict[str, Any], vocabulary: list[str]) -> list[dict[str, Any]]:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     special = (UNKNOWN, CONTROL)
+    # Early files call the tokens that only fill the vocabulary user-defined.
     return [
         {"id": i, "content": vocabulary[i], **plain, "special": kind in special}
         for i, kind in enumerate(fields["tokenizer.ggml.token_type"])
-        if kind in (*special, USER_DEFINED)
+        if kind in (*special, USER_DEFINED) and vocabulary[i] != f"[PAD{i}]"
     ]
 
 
@@ -222,7 +229,7 @@ def _tokenizer_config(fields: dict[str, Any], vocabulary: list[str]) -> dict[str
         if (i := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             config[key] = vocabulary[i]
     context = fields.get(f"{fields.get('general.architecture')}.context_length")
-    if context is not None:
+    if is_whole_number(context, least=1):
         config["model_max_length"] = context
     if "tokenizer.chat_template" in fields:
         config["chat_template"] = fields["tokenizer.chat_template"]
