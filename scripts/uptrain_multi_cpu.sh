@@ -8,5 +8,7 @@ set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 export ACCELERATE_USE_CPU=true
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
+# torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 exec accelerate launch --config_file "$configs/ddp.yaml" --num_processes "${PROCESSES:?set it to how many processes}" \
     --main_process_port 0 -m uptrain "$@"

@@ -14,5 +14,7 @@ fi
 if [ "$gpus" -eq 1 ]; then layout=single; fi
 # Saving a checkpoint may take longer than the default of 30 seconds for stopped processes.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
+# torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 exec accelerate launch --config_file "$configs/$layout.yaml" --num_processes "$gpus" --main_process_port 0 \
     -m uptrain "$@"

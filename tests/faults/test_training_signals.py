@@ -142,9 +142,26 @@ def test_a_run_by_a_launcher(runs, tmp_path, program):
     assert_same_run(out, runs.expected(2))
 
 
-def test_no_minutes_are_one_step(runs, tmp_path):
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_between_two_micro_batches(runs, tmp_path, processes):
+    """A launcher does not wait for the end of a long step. The step is made anew."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    options = ("--micro-batch", 1, "--global-batch-tokens", 16 * 32 * processes, "--save-every-steps", 4)
+    succeed(real_runs.arguments(runs.inputs, whole, *options, steps=8), tmp_path, processes)
+    faults = Faults([Fault("SIGTERM", "before _backward 5", processes - 1)])
+    succeed(real_runs.arguments(runs.inputs, out, *options, steps=8), tmp_path, processes, faults)
+    assert_saved_at(out, 5, "SIGTERM")
+    succeed(("resume", out), tmp_path, processes)
+    assert_same_run(out, whole)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_no_minutes_are_one_step(runs, tmp_path, evaluated):
+    """Even if each step is followed by an evaluation, which takes longer."""
     out = tmp_path / "run"
     options = ("--save-every-steps", 4, "--max-minutes", 0)
+    if evaluated:
+        options = (*options, "--eval-data", runs.inputs["held_out"], "--eval-every", 1)
     succeed(real_runs.arguments(runs.inputs, out, *options), tmp_path)
     assert_saved_at(out, 1, "max-minutes")
     succeed(("resume", out, "--max-minutes", 0), tmp_path)

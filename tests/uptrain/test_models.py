@@ -70,6 +70,7 @@ def test_empty_models_are_like_loaded_ones_without_weights(tmp_path, family, tie
     before = torch.get_rng_state()
     for empty, loaded in (
         (empty_student(folder), load_student(folder)),
+        (empty_student(folder, "attention"), load_student(folder, "attention")),
         (empty_teacher(folder, "bf16"), load_teacher(folder, "bf16")),
     ):
         assert torch.equal(torch.get_rng_state(), before)

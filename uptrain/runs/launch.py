@@ -129,7 +129,9 @@ def _end(out: Path, status: str) -> None:
         if status == "finished":
             echo(f"Finished {out}. Export it with: uptrain export {shlex.quote(str(out))} FOLDER")
         else:
-            echo(f"Saved and stopped. Resume it with: uptrain resume {shlex.quote(str(out))}")
+            n = PartialState().num_processes
+            launcher = f" (in {n} processes, by the launcher that started them)" if n > 1 else ""
+            echo(f"Saved and stopped. Resume it with: uptrain resume {shlex.quote(str(out))}{launcher}")
 
 
 def _deadline(max_minutes: float | None) -> float:

@@ -42,6 +42,9 @@ CLIP = 1.0
 HALT_COUNT, HALT_WINDOW = 3, 100
 SPIKE_WINDOW = 128
 
+STOP_CHECKS = 8
+"""How often a long step, of at least twice as many micro-batches, looks for signals. Each time waits for the device."""
+
 
 @dataclass
 class RunState:
@@ -92,6 +95,10 @@ class Training:
     """Whether to remove older checkpoints once a finite gradient confirms the weights of the newest one."""
 
 
+class _StepAbandonedError(Exception):
+    """A process was asked to stop between two micro-batches of a long step. Nothing has been updated yet."""
+
+
 class NonFiniteGradientsError(RunError):
     """Halt of a run: weights are not finite, or too many gradients were not."""
 
@@ -108,7 +115,12 @@ def train(training: Training, state: RunState) -> str:
         for step in steps:
             if (reason := _evaluate_if_due(training, step)) is not None:
                 return _stop(training, state, reason)
-            if _train_step(training, state, step, batches):
+            try:
+                asked_to_stop = _train_step(training, state, step, batches)
+            except _StepAbandonedError:
+                training.optimizer.zero_grad()
+                asked_to_stop = True
+            if asked_to_stop:
                 return _stop(training, state, _reason(training))
             if state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
                 _try_to_save(training, state)
@@ -190,16 +202,25 @@ def _backward(training: Training, batches: Iterator[Batch], n_batches: int, n_ta
     once, after the last micro-batch. FSDP reduces after each micro-batch: to wait, every device would have to hold
     the whole gradient.
     """
+    check_every = n_batches // STOP_CHECKS if n_batches >= 2 * STOP_CHECKS else n_batches
     scale = training.accelerator.num_processes / n_targets
     sharded = is_sharded(training.accelerator)
     losses = []
     for i, batch in enumerate(batches):
+        if i and i % check_every == 0 and _is_asked_to_stop(training):
+            raise _StepAbandonedError
         top = batch.top and batch.top.as_inputs()
         with nullcontext() if sharded or i == n_batches - 1 else training.accelerator.no_sync(training.loss_module):
             loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, top=top)
             training.accelerator.backward(loss * scale)
         losses.append(loss.detach())
     return torch.stack(losses).double().sum()
+
+
+def _is_asked_to_stop(training: Training) -> bool:
+    """Return whether any process has received a signal. All processes must call this at the same time."""
+    asked = torch.tensor(float(bool(training.stop_request.reason)), device=training.accelerator.device)
+    return bool(all_reduce_sum(training.accelerator, asked).item())
 
 
 def _clip(training: Training) -> Tensor:
@@ -301,7 +322,8 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
             max(1, training.micro_batch * training.cache.seq_len // training.eval_cache.seq_len),
             training.accelerator,
             with_teacher,
-            lambda: bool(_reason(training)),
+            # Not at the deadline: a run that is resumed for less time than this takes would never go on.
+            lambda: bool(training.stop_request.reason),
         )
     except EvaluationStopped:
         return _reason(training)

@@ -45,7 +45,7 @@ def empty_student(folder: Path, part: str = "all", lora_rank: int = 0) -> Langua
     """Return the model of a folder's config.json with undefined weights, in the dtypes of `load_student`."""
     if part == "all":
         return _empty(folder, torch.float32)
-    return _with_frozen_part(folder, part, lora_rank, lambda dtype: _empty(folder, dtype))
+    return _with_frozen_part(folder, part, lora_rank, lambda dtype: _empty(folder, dtype), undefined=True)
 
 
 def empty_teacher(folder: Path, precision: str) -> LanguageModel:
@@ -54,7 +54,7 @@ def empty_teacher(folder: Path, precision: str) -> LanguageModel:
 
 
 def _with_frozen_part(
-    folder: Path, part: str, lora_rank: int, make: Callable[[torch.dtype], LanguageModel]
+    folder: Path, part: str, lora_rank: int, make: Callable[[torch.dtype], LanguageModel], undefined: bool = False
 ) -> LanguageModel:  # fmt: skip
     """Return the model of a folder that `make` returns in a dtype, to train a part of it.
 
@@ -67,7 +67,7 @@ def _with_frozen_part(
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
     student = make(dtype if native else torch.float32)
     choose_part(student, part, lora_rank, folder)
-    set_dtypes(student, dtype)
+    set_dtypes(student, dtype, undefined)
     return student
 
 

@@ -63,15 +63,22 @@ def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
         raise InputError(f"--trainable {part}: {folder} has no such tensors; use --trainable all.")
 
 
-def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
-    """Make float32 masters of trained parameters; hold frozen ones in `frozen_dtype` if their modules can cast them."""
+def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype, undefined: bool = False) -> None:
+    """Make float32 masters of trained parameters; hold frozen ones in `frozen_dtype` if their modules can cast them.
+
+    `undefined`: the values do not matter. Memory that is not written takes no place.
+    """
     wide: set[int] = set()  # a tied parameter belongs to two modules
     for module in student.modules():
         own = list(module.parameters(recurse=False))
         if any(parameter.requires_grad for parameter in own) or not cast_in_use(module, torch.float32):
             wide |= {id(parameter) for parameter in own}
     for parameter in student.parameters():
-        parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else frozen_dtype)
+        dtype = torch.float32 if id(parameter) in wide else frozen_dtype
+        if undefined and parameter.dtype != dtype:
+            parameter.data = torch.empty_like(parameter.data, dtype=dtype)
+        else:
+            parameter.data = parameter.data.to(dtype)
 
 
 def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
