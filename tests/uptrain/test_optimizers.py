@@ -166,3 +166,11 @@ def test_resuming_without_its_library_is_refused(inputs, tmp_path, uptrain, monk
     (out / "run.json").write_text(text.replace('"adamw"', '"adamw8bit"'))
     monkeypatch.setattr("uptrain.training.optimizer.find_spec", lambda name: None)
     uptrain("resume", out).refused("--optimizer adamw8bit needs torchao")
+
+
+def test_compiling_without_a_compiler_is_refused_at_the_start(uptrain, inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    uptrain(*arguments(inputs, tmp_path / "run", "--compile")).refused("--compile needs a C++ compiler")
+    assert not (tmp_path / "run").exists()

@@ -38,7 +38,7 @@ from uptrain.runs.resolve_settings import find_data, resolve_settings
 from uptrain.runs.run import resume, start
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.models import build_meta, choose_part, tensor_names
-from uptrain.training.optimizer import check_optimizer
+from uptrain.training.optimizer import check_compiler, check_optimizer
 
 
 def launch_new(options: RunOptions) -> None:
@@ -50,6 +50,8 @@ def launch_new(options: RunOptions) -> None:
     out, deadline = options.out, _deadline(options.max_minutes)
     refuse_existing(out)
     check_optimizer(options.optimizer)
+    if options.compile:
+        check_compiler("--compile", "leave it out")
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = resolve_settings(options, folder, seq_len)
@@ -117,6 +119,8 @@ def _with_name(run: Path) -> Path:
 def _resume(run: Path, max_minutes: float | None, warnings: list[str]) -> None:
     settings, deadline = Run.read(run).settings, _deadline(max_minutes)
     check_optimizer(settings.optimizer)
+    if settings.compile:
+        check_compiler("--compile", "set CXX to its path")
     with training_bar(settings.steps) as show:
         status = resume(run, deadline, _warn_at_start(warnings, show))
     _end(run, status)
