@@ -43,6 +43,8 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
         out = out.resolve()
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
+    if out.is_mount():
+        raise CheckpointError(f"OUT ({out}) is a mount point, which cannot be replaced; name a folder inside it.")
     if out == source or out.is_relative_to(source):
         raise CheckpointError(f"OUT ({out}) is SOURCE or lies inside it; choose a folder elsewhere.")
     inputs = [source, checkpoint.home.resolve(), *(path.resolve() for path in checkpoint.weight_files)]

@@ -15,6 +15,9 @@ from model.common.checks import show
 from model.common.files import has_content
 from model.common.read_files import CONVERSION_RECORD
 
+OF_THE_HUB = (".gitattributes", ".gitignore", ".git/", ".cache/")
+"""What git and the Hugging Face Hub add to a folder that is uploaded or downloaded."""
+
 
 def compare_files(
     source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
@@ -71,7 +74,8 @@ def _compare_side_files(
         elif not has_content(path, content):
             findings.differences.append(f"the file {name} differs from what the conversion writes")
     findings.n_files = len(expected)
-    for name in [*sorted(out.side_files.keys() - expected.keys()), *out.skipped_files]:
+    unexpected = [*sorted(out.side_files.keys() - expected.keys()), *out.skipped_files]
+    for name in (name for name in unexpected if name not in OF_THE_HUB):
         findings.differences.append(f"the file {name} is not the source's")
     for shard in out.shards:
         if shard.metadata.get("format") != "pt":

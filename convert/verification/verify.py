@@ -70,11 +70,15 @@ def verify(
         ]
         with ThreadPoolExecutor(plan.workers(workers)) as pool:
             digest_results = [pool.submit(check) for check in digests]
-            for name, difference in zip(same_names, pool.map(lambda check: check(), checks), strict=True):
-                progress(out.tensors[name].nbytes)
-                findings.differences += difference
-            for result in digest_results:
-                findings.differences += result.result()
+            try:
+                for name, difference in zip(same_names, pool.map(lambda check: check(), checks), strict=True):
+                    progress(out.tensors[name].nbytes)
+                    findings.differences += difference
+                for result in digest_results:
+                    findings.differences += result.result()
+            except BaseException:  # an interrupt must not wait until every file is read
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         findings.n_copied = len(same_names) - len(plan.regrouped.keys() & set(same_names))
         findings.n_regrouped = 0 if layers is None else len(same_names) - findings.n_copied
         compare_files(source, out, plan, record, findings)

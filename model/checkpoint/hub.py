@@ -19,6 +19,9 @@ Origin = tuple[str, str | None]
 
 def origin_of(path: Path) -> Origin:
     """Return a checkpoint's origin: for a cached snapshot the hub's name and commit, else its own name and None."""
+    if path.is_file():  # which the cache links to its content
+        cached = SNAPSHOT.search(path.parent.resolve().as_posix())
+        return (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (path.name, None)
     resolved = path.resolve()
     cached = SNAPSHOT.search(resolved.as_posix())
     return (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (resolved.name, None)

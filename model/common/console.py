@@ -36,7 +36,7 @@ Advance = Callable[[float], None]
 """Moves a progress bar on, by an amount in its unit."""
 NARROWEST = 20
 """Columns of the narrowest terminal that tables are fitted to."""
-EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib")
+EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib", "pyarrow")
 """The packages of INSTALL_EXTRA, by their import names."""
 INSTALL_EXTRA = "in the folder of Groupwise, run pip install '.[torch]'"
 

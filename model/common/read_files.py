@@ -56,14 +56,14 @@ def read_json(path: Path) -> Any:
 def leads_outside(path: Path, folder: Path) -> bool:
     """Return whether `path`, in `folder` or below it, is a symlink to a place outside the folder.
 
-    A snapshot in the Hugging Face cache (`models--X--Y/snapshots/REVISION`) consists of links into the `blobs` folder
-    of its model; those count as inside.
+    A snapshot in the Hugging Face cache (`models--X--Y/snapshots/REVISION`) and its subfolders consist of links into
+    the `blobs` folder of the model; those count as inside.
     """
     home, target = folder.resolve(), path.resolve()
     if target.is_relative_to(home):
         return False
-    is_snapshot = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
-    return not (is_snapshot and target.is_relative_to(home.parent.parent / "blobs"))
+    models = (p.parent.parent for p in (home, *home.parents) if p.parent.name == "snapshots")
+    return not any(model.name.startswith("models--") and target.is_relative_to(model / "blobs") for model in models)
 
 
 def refuse_outside(path: Path, folder: Path) -> None:

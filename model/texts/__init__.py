@@ -9,7 +9,7 @@ from typing import cast
 
 from model.texts.record import Document, Piece, Problem, Read, Reader
 
-READERS = ("jsonl", "parquet", "txt", "arrow")
+READERS = ("jsonl", "txt", "parquet", "arrow")  # the last two need pyarrow
 
 __all__ = ["READERS", "Document", "Piece", "Problem", "Read", "Reader", "find_reader", "format_of"]
 

@@ -100,6 +100,15 @@ def test_added_files_and_a_shortened_card(convert, source, out):
         assert words in result.err
 
 
+def test_what_the_hub_adds_is_no_difference(convert, source, out):
+    (out / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    for folder in (".git", ".cache/huggingface"):
+        (out / folder).mkdir(parents=True)
+        (out / folder / "x").write_text("")
+    result = convert("verify", source, out)
+    assert result.code == 0, result.err + result.out
+
+
 def test_types_in_the_config_and_the_shards_metadata_count(convert, source, out):
     from safetensors.torch import save_file
 

@@ -8,6 +8,7 @@ import torch
 from damage import edit_index
 from refusals import refuser
 from safetensors.torch import load_file, save_file
+from transformers import T5Config, T5ForConditionalGeneration
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -141,3 +142,17 @@ def test_damaged_header(refuse, source, kind):
     shard = next(source.glob("model-00001*"))
     shard.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     refuse(shard.name, "damaged safetensors header")
+
+
+def test_index_names_a_t5_s_embedding_thrice(convert, tmp_path):
+    """As the Hub's conversion of `.bin` files does: it leaves out tensors that share memory, but not their names."""
+    config = T5Config(vocab_size=67, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4)
+    source = tiny.save(T5ForConditionalGeneration(config), tmp_path / "t5", max_shard_size="12KB")
+    weight_map = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    home = weight_map["shared.weight"]
+    copies = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), home)
+    assert not copies.keys() & weight_map.keys()
+    edit_index(source, lambda index: index["weight_map"].update(copies))
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "merged", "--groups", 2).code == 0
+    edit_index(source, lambda index: index["weight_map"].update({"model.extra.weight": home}))
+    convert("inspect", source).refused("model.extra.weight", "does not hold it")

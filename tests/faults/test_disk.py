@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -54,6 +55,14 @@ def test_disk_really_full(source, tmp_path):
     assert result.returncode == 1, result.stderr
     assert os.strerror(errno.ENOSPC) in result.stderr
     assert result.stdout.split() == [".out.groupwise"]
+
+
+def test_out_that_is_a_mount_point(convert, source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == out)
+    convert("mha-to-gqa", source, out, "--groups", 4, "--overwrite").refused("out) is a mount point", "inside it")
+    assert not (tmp_path / ".out.groupwise").exists()
 
 
 def test_read_fails_midway(convert, source, tmp_path, monkeypatch):

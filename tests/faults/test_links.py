@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import tiny
@@ -98,6 +99,17 @@ def test_a_snapshot_of_the_hub_is_whole_but_links_elsewhere_are_not_followed(con
     assert (tmp_path / "out/sub/notes.txt").read_text() == "notes"
     assert (tmp_path / "out/tokenizer.json").is_file()
     assert SECRET not in all_bytes(tmp_path / "out")
+
+
+def test_a_folder_in_a_snapshot(convert, tmp_path):
+    """Such as `original` with Meta's files."""
+    snapshot = hub_cache(tmp_path)
+    (snapshot / "inner").mkdir()
+    for link in [path for path in snapshot.iterdir() if path.is_symlink()]:
+        (snapshot / "inner" / link.name).symlink_to(Path("..") / link.readlink())
+    result = convert("mha-to-gqa", snapshot / "inner", tmp_path / "out", *MEAN, "--json")
+    assert (result.code, json.loads(result.out)["left_out"]) == (0, [])
+    assert (tmp_path / "out/tokenizer.json").is_file()
 
 
 def test_blobs_that_are_a_link_are_elsewhere(convert, tmp_path, secret):
