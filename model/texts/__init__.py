@@ -9,7 +9,8 @@ from typing import cast
 
 from model.texts.record import Document, Piece, Problem, Read, Reader
 
-READERS = ("jsonl", "txt", "parquet", "arrow")  # the last two need pyarrow
+READERS = ("jsonl", "parquet", "txt", "arrow")
+NEED_PYARROW = ("parquet", "arrow")
 
 __all__ = ["READERS", "Document", "Piece", "Problem", "Read", "Reader", "find_reader", "format_of"]
 
@@ -20,4 +21,5 @@ def find_reader(name: str) -> Reader:
 
 def format_of(file_name: str) -> str | None:
     """Return the format of a file by the suffix of its name; None if unknown."""
-    return next((name for name in READERS if file_name.lower().endswith(find_reader(name).SUFFIXES)), None)
+    plain_first = sorted(READERS, key=NEED_PYARROW.__contains__)
+    return next((name for name in plain_first if file_name.lower().endswith(find_reader(name).SUFFIXES)), None)
