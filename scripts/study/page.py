@@ -6,8 +6,8 @@ Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NA
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
 `families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`, `smollm2_extrapolated`,
-`smollm2_mixed`, `smollm2_mixed_curve`, `smollm2_mixed_kinds`, `qwen2_text_kinds`, `qwen2_kinds`, `latent`,
-`latent_smollm2` or `field`.
+`smollm2_mixed`, `smollm2_mixed_curve`, `smollm2_mixed_kinds`, `qwen2_text_kinds`, `latent`, `latent_smollm2` or
+`field`.
 """
 
 import json
@@ -174,7 +174,6 @@ def renewed(page: str, results: Path) -> str:
             "smollm2_mixed_curve": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
             "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(on_mixed_text(folder)),
             "qwen2_text_kinds": lambda folder: losses_by_text_kind(read(folder / "qwen2.jsonl"), TODAY["qwen2"]),
-            "qwen2_kinds": lambda folder: kinds_by_part(read(folder / "qwen2.jsonl")),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
             "field": field,
