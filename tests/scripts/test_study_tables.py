@@ -167,18 +167,22 @@ def test_table_by_tokens():
 
 
 def test_table_of_extrapolations():
-    """A loss that falls with a power of the tokens is predicted exactly; a part with two lengths is left out."""
+    """A loss that falls with a power of the tokens is predicted exactly; a part with two lengths is left out.
+
+    A law is not followed to more than 20 times the longest training.
+    """
     start = line("default", 0, 5.0) | {"trainable": None}
     lines = [
-        line("default", 0, 4 + 0.8 * tokens**-0.5, stage=(tokens * 1e-6, "distill", 5e-4)) | {"trainable": "all"}
-        for tokens in (1, 4, 16)
-    ]
+        line("default", 0, 4 + 0.8 * tokens**-power, stage=(tokens * 1e-6, "distill", 5e-4)) | {"trainable": part}
+        for part, power in (("all", 0.5), ("lora", 0.1)) for tokens in (1, 4, 16)
+    ]  # fmt: skip
     short = [each | {"trainable": "kv"} for each in lines[:2]]
     other = line("mean", 0, 6.0) | {"trainable": None}
     assert page_tables.extrapolated([start, other, *lines, *short], "default").splitlines() == [
-        "| trained | exponents | predicted at 16 | measured | tokens to a tenth of the cost | to a twentieth |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| all | 0.50, 0.50 | 0.200 | 0.200 | 0 M | 0 M |",
+        "| trained | exponents | predicted at 16 | measured | tokens to a tenth of the cost |",
+        "| --- | --- | --- | --- | --- |",
+        "| all | 0.50, 0.50 | 0.200 | 0.200 | 0 M |",
+        "| lora | 0.10, 0.10 | 0.606 | 0.606 | more than 0 M |",
     ]
 
 
@@ -221,7 +225,7 @@ def test_table_of_the_field(tmp_path):
     assert page.field(tmp_path).splitlines() == [
         "|  | parents | 128 numbers | 128 numbers, distilled | 64 numbers | 64 numbers, distilled |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| mean (Ainslie et al.; AverageKV) | 2 | 0.6000 ± 0.1414 | 0.2000 | – | – |",
+        "| mean (Ainslie et al.; AverageKV) | 2 | 0.6000 ± 0.1414 | 0.2000 (1 of 2 parents) | – | – |",
         "| **`mha-to-mla`** | 1 | – | – | – | 0.1000 |",
     ]
 
