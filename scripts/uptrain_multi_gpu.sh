@@ -11,7 +11,8 @@ if [ "$gpus" -eq 0 ]; then
     echo "Error: this machine has no GPU; start \`uptrain\` as it is, or scripts/uptrain_multi_cpu.sh." >&2
     exit 2
 fi
-if [ "$gpus" -eq 1 ]; then layout=single; fi
+# accelerate does not pass signals on to a single process, which then would not save.
+if [ "$gpus" -eq 1 ]; then exec python -m uptrain "$@"; fi
 # Saving a checkpoint may take longer than the default of 30 seconds for stopped processes.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 # torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default.

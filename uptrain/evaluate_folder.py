@@ -29,7 +29,7 @@ from uptrain.runs.checks import (
 from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.evaluate import evaluate
 from uptrain.training.losses import WITHOUT_TEACHER
-from uptrain.training.models import block_names, load_student, load_teacher
+from uptrain.training.models import block_names, load_evaluated, load_teacher
 from uptrain.training.module import LossModule
 
 
@@ -68,7 +68,8 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResul
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     cache = _open_data(options, seq_len, accelerator, scratch, quiet)
-    loss_module = accelerator.prepare(_load_models(options, cache, precision, accelerator))
+    models = _load_models(options, cache, precision, accelerator)
+    loss_module = accelerator.prepare_model(models, evaluation_mode=True)
     size = options.micro_batch or default_micro_batch(cache.seq_len)
     progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
     with faster_products(accelerator.device.type), progress as advance:
@@ -111,7 +112,7 @@ def _open_data(
 
 def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, accelerator: Accelerator) -> LossModule:
     """Load student and teacher, and check that they fit each other and the data."""
-    student = load_student(options.model)
+    student = load_evaluated(options.model)
     vocab_size = student.head_weight.shape[0]
     check_vocabulary(cache, vocab_size, options.data)
     check_packing(student, cache.seq_len)

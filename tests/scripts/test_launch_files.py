@@ -11,7 +11,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIGS = sorted((SCRIPTS / "launch/accelerate").glob("*.yaml"))
-KINDS = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
+KINDS = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""What must reach the processes: the stops of `uptrain run`."""
 SHELLS = {"uptrain_multi_gpu.sh": "sh", "uptrain_multi_cpu.sh": "sh", "launch/slurm/uptrain.sbatch": "bash"}
 
 
@@ -31,21 +33,6 @@ def test_fsdp2_reaches_the_processes():
     assert (options.fsdp_reshard_after_forward, options.fsdp_cpu_ram_efficient_loading) == (True, False)
 
 
-def test_single_starts_uptrain():
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    arguments = [
-        "--config_file",
-        str(SCRIPTS / "launch/accelerate/single.yaml"),
-        "--cpu",
-        "-m",
-        "uptrain",
-        "plan",
-        "--help",
-    ]
-    result = subprocess.run([*launch, *arguments], capture_output=True, text=True, check=False)
-    assert "Usage: python -m uptrain plan" in result.stdout, result.stderr
-
-
 @pytest.mark.parametrize("name", SHELLS)
 def test_shells_parse(name):
     subprocess.run([SHELLS[name], "-n", SCRIPTS / name], check=True)
@@ -61,13 +48,14 @@ def shell(tmp_path):
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
 
-    stand_in("accelerate", 'echo "accelerate $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; printf "%s\\n" "$@"')
+    variables = "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $PET_SIGNALS_TO_HANDLE"
+    stand_in("accelerate", f'echo "accelerate {variables}"; printf "%s\\n" "$@"')
     stand_in(
         "srun",
         'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; exit 1',
     )
     stand_in("scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi')
-    stand_in("python", "case $2 in *device_count*) echo 3;; esac")
+    stand_in("python", 'case $2 in *device_count*) echo 3;; *) printf "%s\\n" python "$@";; esac')
 
     def run(name: str, *arguments: object, **variables: str) -> tuple[int, list[str]]:
         environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **variables}
@@ -82,17 +70,23 @@ def shell(tmp_path):
     ("variables", "layout", "gpus"),
     [
         ({}, "fsdp2", "3"), ({"GPUS": "8"}, "fsdp2", "8"), ({"LAYOUT": "ddp"}, "ddp", "3"),
-        ({"GPUS": "1"}, "single", "1"), ({"GPUS": "1", "LAYOUT": "ddp"}, "single", "1"),
     ],
 )  # fmt: skip
 def test_multi_gpu(shell, variables, layout, gpus):
     code, lines = shell("uptrain_multi_gpu.sh", "run", "my model", "--alpha", "0.05", **variables)
     assert code == 0
-    assert lines[:3] == ["accelerate 600", "launch", "--config_file"]
+    assert lines[:3] == [f"accelerate 600 {SIGNALS}", "launch", "--config_file"]
     assert Path(lines[3]) == SCRIPTS / f"launch/accelerate/{layout}.yaml"
     assert lines[4:] == [
         "--num_processes", gpus, "--main_process_port", "0", "-m", "uptrain", "run", "my model", "--alpha", "0.05"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [{}, {"LAYOUT": "ddp"}])
+def test_one_gpu_needs_no_launcher(shell, layout):
+    """The launcher of a single process ends at a signal, and leaves the process running."""
+    code, lines = shell("uptrain_multi_gpu.sh", "run", "my model", "--alpha", "0.05", GPUS="1", **layout)
+    assert (code, lines) == (0, ["python", "-m", "uptrain", "run", "my model", "--alpha", "0.05"])
 
 
 def test_multi_gpu_without_a_gpu(shell):
@@ -102,6 +96,7 @@ def test_multi_gpu_without_a_gpu(shell):
 def test_multi_cpu(shell):
     code, lines = shell("uptrain_multi_cpu.sh", "run", "my model", PROCESSES="3")
     assert code == 0
+    assert lines[0] == f"accelerate 600 {SIGNALS}"
     assert Path(lines[3]) == SCRIPTS / "launch/accelerate/ddp.yaml"
     assert lines[4:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
     code, lines = shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES="")

@@ -1,6 +1,8 @@
 """What is trained, how it begins when it is trained from scratch, and which optimizer trains it."""
 
 import re
+import resource
+from pathlib import Path
 
 import pytest
 import tiny
@@ -13,6 +15,7 @@ from uptrain.training.models import (
     compile_layers,
     empty_student,
     empty_teacher,
+    load_evaluated,
     load_student,
     load_teacher,
     random_student,
@@ -84,6 +87,37 @@ def test_empty_models_are_like_loaded_ones_without_weights(tmp_path, family, tie
             empty.load_state_dict(loaded.state_dict())
             ids = torch.arange(8)[None]
             assert torch.equal(empty(ids), loaded(ids))
+
+
+@pytest.mark.parametrize("part", ["attention", "lora"])
+def test_empty_models_take_no_memory_before_they_are_written(tmp_path, part):
+    """A class of transformers is made in float32, then gets the checkpoint's dtype."""
+    model = tiny.build("gemma2", vocab_size=2**17, hidden_size=256, tie_word_embeddings=False)
+    folder = tiny.save(model, tmp_path / "model", "bfloat16")
+    empty_student(folder, part, 4)  # imports, and what they cache
+    before = resident_bytes()
+    student = empty_student(folder, part, 4)
+    held = sum(parameter.nbytes for parameter in student.parameters())
+    assert held > 130e6
+    assert resident_bytes() - before < 0.1 * held
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon", "gpt_oss", "phi"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_evaluated_models_compute_as_students_in_half_of_their_memory(tmp_path, family, autocast):
+    config = {"bias": False} if family == "falcon" else {}  # its class rounds a bias in another place
+    folder = tiny.save(tiny.build(family, **config), tmp_path / family, "bfloat16")
+    evaluated, student = load_evaluated(folder), load_student(folder)
+    own, whole = (sum(parameter.nbytes for parameter in each.parameters()) for each in (evaluated, student))
+    assert own < (0.8 if family == "gpt_oss" else 0.6) * whole, "only norms and experts stay wide"
+    assert not any(parameter.requires_grad for parameter in evaluated.parameters())
+    ids = torch.arange(16)[None]
+    with torch.no_grad(), torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
+        assert torch.equal(evaluated(ids), student(ids))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adafactor", Adafactor)])

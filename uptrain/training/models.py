@@ -23,7 +23,7 @@ from model.families import is_native
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.lora import add_adapters
 from uptrain.training.parts import common_dtype, part_pattern
-from uptrain.training.trainable import choose_trainable, set_dtypes
+from uptrain.training.trainable import choose_trainable, set_dtypes, set_dtypes_of_undefined
 
 
 def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
@@ -33,7 +33,17 @@ def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> Languag
     """
     if part == "all":
         return load_model(folder, torch.float32)
-    return _with_frozen_part(folder, part, lora_rank, lambda dtype: load_model(folder, dtype))
+    student, dtype = _in_stored_dtype(folder, lambda dtype: load_model(folder, dtype))
+    choose_part(student, part, lora_rank, folder)
+    set_dtypes(student, dtype)
+    return student
+
+
+def load_evaluated(folder: Path) -> LanguageModel:
+    """Load a model to evaluate it: all in the checkpoint's dtype, with the results of `load_student`."""
+    model, dtype = _in_stored_dtype(folder, lambda dtype: load_model(folder, dtype))
+    set_dtypes(model.requires_grad_(False), dtype)
+    return model
 
 
 def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> LanguageModel:
@@ -45,7 +55,10 @@ def empty_student(folder: Path, part: str = "all", lora_rank: int = 0) -> Langua
     """Return the model of a folder's config.json with undefined weights, in the dtypes of `load_student`."""
     if part == "all":
         return _empty(folder, torch.float32)
-    return _with_frozen_part(folder, part, lora_rank, lambda dtype: _empty(folder, dtype), undefined=True)
+    student, dtype = _in_stored_dtype(folder, lambda dtype: _empty(folder, dtype))
+    choose_part(student, part, lora_rank, folder)
+    set_dtypes_of_undefined(student, dtype)
+    return student
 
 
 def empty_teacher(folder: Path, precision: str) -> LanguageModel:
@@ -53,10 +66,8 @@ def empty_teacher(folder: Path, precision: str) -> LanguageModel:
     return _empty(folder, teacher_dtype(precision)).requires_grad_(False)
 
 
-def _with_frozen_part(
-    folder: Path, part: str, lora_rank: int, make: Callable[[torch.dtype], LanguageModel], undefined: bool = False
-) -> LanguageModel:  # fmt: skip
-    """Return the model of a folder that `make` returns in a dtype, to train a part of it.
+def _in_stored_dtype(folder: Path, make: Callable[[torch.dtype], LanguageModel]) -> tuple[LanguageModel, torch.dtype]:
+    """Return the model that `make` returns in a dtype, and the dtype of the folder's tensors.
 
     transformers would round some buffers to the dtype that it loads, such as the scale of Gemma's embedding. So its
     models are made in float32, and frozen parameters then get the checkpoint's dtype, which holds them exactly.
@@ -65,10 +76,7 @@ def _with_frozen_part(
         name = common_dtype(checkpoint.tensors.values())
         native = is_native(checkpoint.config)
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
-    student = make(dtype if native else torch.float32)
-    choose_part(student, part, lora_rank, folder)
-    set_dtypes(student, dtype, undefined)
-    return student
+    return make(dtype if native else torch.float32), dtype
 
 
 def choose_part(student: LanguageModel, part: str, lora_rank: int, folder: Path) -> None:

@@ -63,22 +63,26 @@ def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
         raise InputError(f"--trainable {part}: {folder} has no such tensors; use --trainable all.")
 
 
-def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype, undefined: bool = False) -> None:
-    """Make float32 masters of trained parameters; hold frozen ones in `frozen_dtype` if their modules can cast them.
+def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
+    """Make float32 masters of trained parameters; hold frozen ones in `frozen_dtype` if their modules can cast them."""
+    for parameter, dtype in _dtypes(student, frozen_dtype):
+        parameter.data = parameter.data.to(dtype)
 
-    `undefined`: the values do not matter. Memory that is not written takes no place.
-    """
+
+def set_dtypes_of_undefined(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
+    """Do the same with undefined weights. They stay unwritten, and so take no memory yet."""
+    for parameter, dtype in _dtypes(student, frozen_dtype):
+        if parameter.dtype != dtype:
+            parameter.data = torch.empty_like(parameter.data, dtype=dtype)
+
+
+def _dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> list[tuple[nn.Parameter, torch.dtype]]:
     wide: set[int] = set()  # a tied parameter belongs to two modules
     for module in student.modules():
         own = list(module.parameters(recurse=False))
         if any(parameter.requires_grad for parameter in own) or not cast_in_use(module, torch.float32):
             wide |= {id(parameter) for parameter in own}
-    for parameter in student.parameters():
-        dtype = torch.float32 if id(parameter) in wide else frozen_dtype
-        if undefined and parameter.dtype != dtype:
-            parameter.data = torch.empty_like(parameter.data, dtype=dtype)
-        else:
-            parameter.data = parameter.data.to(dtype)
+    return [(p, torch.float32 if id(p) in wide else frozen_dtype) for p in student.parameters()]
 
 
 def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
@@ -86,7 +90,8 @@ def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
 
     `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.
     """
-    if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":  # which computes the same
+    # Falcon's class computes the same, but for the rounding of a bias in bfloat16.
+    if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
         module.__class__ = FrozenLinear
     elif type(module) is nn.Embedding:
         module.__class__ = FrozenEmbedding
