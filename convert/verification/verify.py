@@ -31,6 +31,7 @@ from model.checkpoint import Checkpoint, open_checkpoint
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.common.files import file_sha256
+from model.decoder.devices import find_device
 
 PIECE = 8 << 20
 
@@ -48,8 +49,10 @@ def verify(
     A calibration is repeated on `device`, with the tokens stored in OUT. The text that OUT names is neither opened nor
     downloaded, because OUT may be untrusted.
 
-    Raises CheckpointError if either cannot be read, or OUT does not record its recipe.
+    Raises CheckpointError if either cannot be read, or OUT does not record its recipe; InputError if the device is not
+    there.
     """
+    find_device(device)  # a name that does not exist is refused where nothing was calibrated, too
     record = read_record(out_path)
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:

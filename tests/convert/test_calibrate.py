@@ -3,6 +3,8 @@
 import gzip
 import json
 import lzma
+import subprocess
+import sys
 from importlib.metadata import version
 
 import datasets
@@ -32,6 +34,15 @@ def test_record_and_verify(convert, parent, tmp_path, prose):
     assert "calibrated on 1,024 tokens (text.txt)" in (out / "README.md").read_text()
     versions = record(out)["versions"]
     assert {name: version(name) for name in ("torch", "transformers")}.items() <= versions.items()
+
+
+def test_a_text_needs_no_pyarrow(parent, tmp_path, prose):
+    code = "import sys; sys.modules['pyarrow'] = None; from convert.cli import main; main()"
+    command = ["mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--calibration", prose]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, command)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("workers", [1, 3])

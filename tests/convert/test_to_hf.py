@@ -124,6 +124,20 @@ def test_names_of_the_hub_resolve_in_the_cache(convert, tmp_path, monkeypatch, n
     assert convert("verify", name, "out").code == 0
 
 
+def test_a_gguf_file_in_the_hubs_cache_is_named_by_its_model(convert, tmp_path):
+    snapshot, blobs = (tmp_path / "cache/models--org--model" / name for name in (f"snapshots/{REVISION}", "blobs"))
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write_gguf(blobs / "a1", tiny.build())
+    (snapshot / "model.gguf").symlink_to("../../blobs/a1")
+    elsewhere = Path(shutil.copy(blobs / "a1", tmp_path / "own.gguf"))
+    for source, name, revision in ((snapshot / "model.gguf", "org/model", REVISION), (elsewhere, "own.gguf", None)):
+        out = tmp_path / f"out of {source.name}"
+        assert convert("to-hf", source, out).code == 0
+        origin = json.loads((out / "groupwise.json").read_text())["source"]
+        assert (origin["name"], origin["revision"]) == (name, revision)
+
+
 def test_sha256_is_taken_from_the_names_of_the_hubs_cache(convert, tmp_path):
     stored = tiny.save(tiny.build(), tmp_path / "stored")
     content = (stored / "model.safetensors").read_bytes()

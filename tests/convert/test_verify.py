@@ -2,9 +2,13 @@
 
 import json
 import shutil
+import time
 
 import pytest
 import tiny
+
+from convert.verification import verify
+from model.checkpoint import open_checkpoint
 
 
 @pytest.fixture
@@ -57,6 +61,30 @@ def test_flipped_byte_in_the_source(convert, source, out):
     result = convert("verify", source, out)
     assert result.code == 3
     assert "SHA-256" in result.err
+
+
+def test_an_interrupt_leaves_the_rest_unread(source, out, monkeypatch):
+    compared = []
+
+    def compare_slowly(source, out, plan, layers, findings, name):
+        time.sleep(0.05)
+        compared.append(name)
+        return []
+
+    def interrupt(nbytes):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "_compare_tensor", compare_slowly)
+    with open_checkpoint(source) as checkpoint:
+        assert len(checkpoint.tensors) > 10
+        with pytest.raises(KeyboardInterrupt):
+            verify.verify(checkpoint, out, interrupt, 1)
+        time.sleep(0.5)
+    assert len(compared) <= 3
+
+
+def test_a_device_that_is_not_there_is_refused_where_nothing_was_calibrated(convert, source, out):
+    convert("verify", source, out, "--device", "cuda:9").refused("--device cuda:9 is not available here")
 
 
 def test_no_such_output(convert, source, tmp_path):
