@@ -95,9 +95,9 @@ def load_state(
     """Load tensors, by their names in a checkpoint, into the parameters of an empty model that begin with `prefix`.
 
     Applies the conversions of transformers 5, which joins the experts of a layer, for example. Raises CheckpointError
-    if a tensor is missing, left over or misshapen.
+    if a tensor is missing, left over or misshapen. A lack of memory passes.
     """
-    with refusing(f"transformers cannot load the weights of {source}"):
+    with refusing(f"transformers cannot load the weights of {source}", running=True):
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -109,6 +109,9 @@ def load_state(
         mapping: Any = get_model_conversion_mapping(model)
         how = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype)
         loading, _ = convert_and_load_state_dict_in_model(model, state, how)
+        for report in loading.conversion_errors.values():  # transformers caught an error, and continued
+            lacks_memory = any(name in report for name in ("MemoryError", "can't allocate memory"))
+            raise (MemoryError if lacks_memory else RuntimeError)(" ".join(report.splitlines()[-2:]))
     missing = [name for name, parameter in model.named_parameters() if name.startswith(prefix) and parameter.is_meta]
     for problem, names in (
         ("holds a tensor unknown to its config.json:", loading.unexpected_keys),

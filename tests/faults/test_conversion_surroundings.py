@@ -184,6 +184,24 @@ def test_a_lack_of_memory_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "Error: not enough memory (Unable to allocate 8.00 MiB for an array).\n"
 
 
+def test_too_little_memory_to_join_experts(convert, tmp_path, monkeypatch):
+    """Transformers catches the error and continues; the finished layers stay."""
+    folder = make_tokenizer(tiny.save(tiny.build("qwen3_moe", vocab_size=302), tmp_path / "model"), 300)
+    arguments = ("mha-to-gqa", folder, tmp_path / "out", *CALIBRATE, "--calibration-tokens", 1024)
+
+    def fail(*arguments, **options):
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.core_model_loading.MergeModulelist.convert", fail)
+        result = convert(*arguments)
+    assert result.code == 1
+    assert result.err.startswith("Error: not enough memory (") and "Unable to allocate 8.00 GiB" in result.err
+    assert "lacks the tensor" not in result.err
+    result = convert(*arguments)
+    assert result.code == 0, result.err
+
+
 def test_a_prompt_of_another_tokenizer(tmp_path):
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=67), tmp_path / "model"), 300)
     with pytest.raises(CheckpointError, match="but the model has 67 tokens; they do not belong together"):
