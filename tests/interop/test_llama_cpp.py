@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import tiny
 import tiny_tokenizers
+from gguf import GGUFReader
+from gguf_files import write_gguf
 from transformers import AutoConfig
 
 from model.checkpoint import open_checkpoint
@@ -98,6 +100,29 @@ def test_groupwise_reads_the_files_of_llama_cpp(answered, source):
             assert checkpoint.tensors.keys() == expected.keys()
             for key, tensor in expected.items():
                 assert np.array_equal(checkpoint.rows(key, 0, len(tensor)), tensor.float().numpy()), key
+
+
+QUANTISED = {
+    "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0", "Q2_K": "Q2_K", "Q3_K_M": "Q3_K",
+    "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "IQ3_S": "IQ3_S", "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS",
+}  # fmt: skip
+"""What llama.cpp calls a kind of file, and the type of most matrices in it."""
+
+
+def test_quantised_files_have_the_values_of_llama_cpp(tmp_path):
+    """Those that llama.cpp widens them to, to the last bit."""
+    environment = interop.need("llama_cpp")
+    size = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    source = write_gguf(tmp_path / "source.gguf", tiny.build(**size, vocab_size=VOCAB, tie_word_embeddings=False))
+    place = tmp_path / "asked"
+    interop.ask(environment, "llama_cpp_quantised", place, source=source, kinds=list(QUANTISED))
+    for kind, stored in QUANTISED.items():
+        assert stored in {tensor.tensor_type.name for tensor in GGUFReader(place / f"{kind}.gguf").tensors}
+        with open_checkpoint(place / f"{kind}.gguf") as own, open_checkpoint(place / f"{kind}-widened.gguf") as widened:
+            assert own.tensors.keys() == widened.tensors.keys()
+            for name, tensor in own.tensors.items():
+                values, expected = (each.rows(name, 0, tensor.shape[0]) for each in (own, widened))
+                assert np.array_equal(values, expected), (kind, name)
 
 
 QUERIES, GROUPS = "deepseek2.attention.q_lora_rank", "deepseek2.expert_group_count"
