@@ -25,7 +25,7 @@ from model.decoder.generation import generate
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 
-WINDOWS_PER_TEXT, BATCH = 4, 4
+WINDOWS_PER_TEXT, BATCH, POSITIONS = 4, 4, 1024
 PROMPT, WRITTEN = 32, 64
 """Tokens of a prompt, and generated tokens."""
 NGRAM = 4
@@ -103,10 +103,11 @@ def token_losses(model: LlamaForCausalLM, ids_NT: Tensor) -> Tensor:
     """Return the loss of each target, the tokens from the second on, in nats: [N, T - 1]."""
     losses = []
     for ids_BT in ids_NT.split(BATCH):
-        logits_BTV = model(ids_BT)
-        assert isinstance(logits_BTV, Tensor)
-        losses.append(F.cross_entropy(logits_BTV[:, :-1].mT, ids_BT[:, 1:], reduction="none"))
-    return torch.cat(losses)
+        states_NM, targets_N = model.model(ids_BT)[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
+        # A large vocabulary would fill the memory with the logits of all positions.
+        for some_NM, own_N in zip(states_NM.split(POSITIONS), targets_N.split(POSITIONS), strict=True):
+            losses.append(F.cross_entropy(F.linear(some_NM, model.head_weight), own_N, reduction="none"))
+    return torch.cat(losses).view(len(ids_NT), -1)
 
 
 def by_position(losses_NT: Tensor) -> list[float]:
