@@ -103,10 +103,10 @@ def token_losses(model: LlamaForCausalLM, ids_NT: Tensor) -> Tensor:
     """Return the loss of each target, the tokens from the second on, in nats: [N, T - 1]."""
     losses = []
     for ids_BT in ids_NT.split(BATCH):
-        states_NM, targets_N = model.model(ids_BT)[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
-        # A large vocabulary would fill the memory with the logits of all positions.
-        for some_NM, own_N in zip(states_NM.split(POSITIONS), targets_N.split(POSITIONS), strict=True):
-            losses.append(F.cross_entropy(F.linear(some_NM, model.head_weight), own_N, reduction="none"))
+        hidden_NM, targets_N = model.hidden(ids_BT)[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
+        # With a large vocabulary, the logits of all positions would not fit into memory.
+        for some_NM, own_N in zip(hidden_NM.split(POSITIONS), targets_N.split(POSITIONS), strict=True):
+            losses.append(F.cross_entropy(model.logits(some_NM), own_N, reduction="none"))
     return torch.cat(losses).view(len(ids_NT), -1)
 
 

@@ -18,8 +18,11 @@ class Ago:
     def __init__(self, places):
         self.places = places
 
-    def __call__(self, ids_BT):
-        return 50.0 * functional.one_hot(ids_BT.roll(self.places - 1, dims=1), 9)
+    def hidden(self, ids_BT):
+        return functional.one_hot(ids_BT.roll(self.places - 1, dims=1), 9)
+
+    def logits(self, hidden_NM):
+        return 50.0 * hidden_NM
 
 
 def test_losses_are_those_of_the_model(tmp_path):
