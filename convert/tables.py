@@ -69,6 +69,7 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     screen.print(table)
     screen.print("as groups: the number of groups that caches as much. Tensor parallelism divides")
     screen.print("groups among devices, and copies the latent to each. transformers takes all sizes.")
+    screen.print("vLLM kernel: whether it has one for this size; its results were not verified.")
 
 
 def print_plan(planned: dict[str, Any]) -> None:

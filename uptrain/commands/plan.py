@@ -165,7 +165,7 @@ def _fitting(memory: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for n, fit in memory["fitting"].items():
         devices = f"{n} device{'s' * (n != '1')}"
-        rows.append((devices, f"{size(fit['bytes_per_process'])}: {fit['command']}" if fit else "none fits"))
+        rows.append((devices, f"{size(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits"))
     return rows
 
 
