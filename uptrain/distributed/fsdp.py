@@ -78,10 +78,17 @@ def place_teacher(
         if next(layer.parameters(), None) is not None:
             # explicit: each layer is a root, which is not resharded by default
             fully_shard(layer, reshard_after_forward=True)
+            _forget_forward_passes(layer)
         _gather_while_running(layer, lenders_of(layer))
     for tensor in (*teacher.parameters(), *teacher.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(accelerator.device)
+
+
+def _forget_forward_passes(layer: nn.Module) -> None:
+    """Drop what torch records of a forward pass until the backward pass, which a teacher never has."""
+    if hasattr(layer, "reset_iter_state"):  # torch 2.13 and later
+        layer.register_forward_hook(lambda *_: layer.reset_iter_state())  # type: ignore[operator]
 
 
 def _gather_while_running(layer: nn.Module, lenders: Sequence[nn.Module]) -> None:
