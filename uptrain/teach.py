@@ -214,6 +214,10 @@ def _write_shards(
                 _logits_of(teacher, cache, windows[start : start + micro_batch], wanted.top_k, advance)
                 for start in range(0, len(windows), micro_batch)
             ]
+            if any(np.isnan(values).any() for values, _ in batches):  # an infinite one may be the rest's mass
+                raise InputError(
+                    f"{folder} computes NaN for {cache.folder}: its weights are damaged, or too large for its dtype."
+                )
             names = f"values-{number:05}.bin", f"ids-{number:05}.bin"
             sums = []
             for name, arrays, dtype in zip(names, zip(*batches, strict=True), dtypes, strict=True):
@@ -243,8 +247,6 @@ def _logits_of(
     parts = [top_k_of(logits_CV, top_k) for logits_CV in chunks]
     values_NL, ids_NK = (torch.cat(tensors).where(is_text_N[:, None], 0) for tensors in zip(*parts, strict=True))
     advance(len(windows))
-    if values_NL.isnan().any():  # an infinite one may be the rest's mass
-        raise InputError("the model computes NaN for the data: its weights are damaged, or too large for its dtype.")
     shape = (len(windows), cache.seq_len - 1, -1)
     return values_NL.view(shape).cpu().numpy(), ids_NK.view(shape).cpu().numpy()
 

@@ -253,7 +253,7 @@ def test_a_model_that_computes_nan_is_refused(uptrain, inputs, tmp_path):
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
     folder, out = tiny.save(model, tmp_path / "nan"), tmp_path / "logits"
-    uptrain("teach", folder, "--data", inputs["data"], "--out", out).refused("computes NaN", "damaged")
+    uptrain("teach", folder, "--data", inputs["data"], "--out", out).refused(f"{folder} computes NaN for", "damaged")
     assert [path.name for path in tmp_path.iterdir()] == ["nan"]
 
 
