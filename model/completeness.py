@@ -7,6 +7,7 @@ from model.attention_layout import Attention
 from model.checkpoint import Checkpoint
 from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
+from model.families import is_native
 
 HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of an output head. The second is GPT-NeoX's."""
@@ -32,8 +33,10 @@ def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
             raise _lacks(checkpoint, names[0])
     classes = config.get("architectures")
     is_causal = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")
+    tied = config.get("tie_word_embeddings")
+    untied = tied is False or (tied is None and is_native(config))  # the default of these classes
     # A base model, whose names have no prefix, has no head.
-    if is_causal and stack and config.get("tie_word_embeddings") is False and not has_head:
+    if is_causal and stack and untied and not has_head:
         raise _lacks(checkpoint, HEADS[0])
 
 

@@ -6,6 +6,7 @@ The expected tensors depend only on the source, and on OUT's recipe, number of g
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +32,6 @@ from model.checkpoint import Checkpoint, open_checkpoint
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.common.files import file_sha256
-from model.decoder.devices import find_device
 
 PIECE = 8 << 20
 
@@ -52,7 +52,10 @@ def verify(
     Raises CheckpointError if either cannot be read, or OUT does not record its recipe; InputError if the device is not
     there.
     """
-    find_device(device)  # a name that does not exist is refused where nothing was calibrated, too
+    if device != AUTO_DEVICE and find_spec("torch") is not None:  # else nothing can run on it
+        from model.decoder.devices import find_device
+
+        find_device(device)  # so that a wrong name is refused where nothing was calibrated, too
     record = read_record(out_path)
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:

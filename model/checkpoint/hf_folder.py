@@ -147,12 +147,17 @@ def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes]
     """
     side_files: dict[str, Path | bytes] = {}
     skipped_files: list[str] = []
-    seen = set()
+    seen: dict[Path, Path] = {}
     for root, subfolders, names in os.walk(folder, followlinks=True):
         here = Path(root)
-        if here.resolve() in seen:
-            raise CheckpointError(f"{here} is a symlink back into {folder}; a checkpoint folder cannot contain itself.")
-        seen.add(here.resolve())
+        place = here.resolve()
+        if place in seen:
+            if here.parent.resolve().is_relative_to(place):
+                raise CheckpointError(
+                    f"{here} is a symlink back into {folder}; a checkpoint folder cannot contain itself."
+                )
+            raise CheckpointError(f"{seen[place]} and {here} are one folder; remove the symlink.")
+        seen[place] = here
         entries = [*(sorted(subfolders) if deep else []), *sorted(names)]
         subfolders.clear()
         for path in (here / name for name in entries):

@@ -107,18 +107,22 @@ class _Wrapped(Checkpoint):
 class WithoutLatentNorm(_Wrapped):
     """A checkpoint of the stock class, with the latent's rows in their usual size and without the norm.
 
-    Raises CheckpointError if a norm's weights are not those that `config.json` names.
+    Raises CheckpointError if what is left out is not what `WithLatentNorm` writes: norms, biases and constant channels.
     """
 
     def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:
         super().__init__(inner, norm)
         for name, tensor in inner.tensors.items():
             part = _part(name)
-            if part == NORM:
-                _check_weight(inner, tensor, norm)
-            if part == NORM or name.endswith(".bias"):
+            if part == NORM and name.endswith(".weight"):
+                _check_values(inner, tensor, norm.weight)
                 del self.tensors[name]
-            elif part in (KV_A, KV_B):
+            elif part in (KV_A, "o_proj") and name.endswith(".bias") and norm.kind == "bias":
+                _check_values(inner, tensor, _bias(norm, part, tensor.shape))
+                del self.tensors[name]
+            elif part in (KV_A, KV_B) and name.endswith(".weight"):
+                if len(tensor.shape) != 2:
+                    raise CheckpointError(f"{inner.path}: the tensor {name} has shape {tensor.shape}, not two axes.")
                 rows, columns = tensor.shape
                 dropped = norm.latent - norm.usable
                 shape = (rows - dropped, columns) if part == KV_A else (rows, columns - dropped)
@@ -127,11 +131,20 @@ class WithoutLatentNorm(_Wrapped):
     def rows(self, name: str, start: int, stop: int) -> Array:
         norm = self._norm
         if _part(name) == KV_A:
-            kept = np.delete(np.arange(norm.latent + norm.rope), np.arange(norm.usable, norm.latent))[start:stop]
-            rows = self._inner.rows(name, 0, norm.latent + norm.rope)[kept]
-            return _scaled(rows, max(0, norm.usable - start), 1 / norm.shrink)
+            rows = self._inner.rows(name, 0, norm.latent + norm.rope)
+            self._check_zeros(name, rows[norm.usable : norm.latent])
+            kept = np.delete(np.arange(len(rows)), np.arange(norm.usable, norm.latent))[start:stop]
+            return _scaled(rows[kept], max(0, norm.usable - start), 1 / norm.shrink)
         rows = self._inner.rows(name, start, stop)
-        return rows[:, : norm.usable] if _part(name) == KV_B else rows
+        if _part(name) != KV_B:
+            return rows
+        self._check_zeros(name, rows[:, norm.usable :])
+        return rows[:, : norm.usable]
+
+    def _check_zeros(self, name: str, values: Array) -> None:
+        """Raise CheckpointError unless the constant channel of the latent has no weights."""
+        if values.any():
+            raise _changed(self._inner, name)
 
 
 def without_latent_norm(checkpoint: Checkpoint) -> Checkpoint:
@@ -168,10 +181,7 @@ class WithLatentNorm(_Wrapped):
         if part == NORM:
             return np.full(stop - start, norm.weight, dtype=np.float32)
         if part and name.endswith(".bias"):
-            values = np.zeros(self.tensors[name].shape, dtype=np.float32)
-            if part == KV_A:
-                values[norm.usable : norm.latent] = CONSTANT
-            return values[start:stop]
+            return _bias(norm, part, self.tensors[name].shape)[start:stop]
         if part == KV_A:
             rows = _scaled(self._inner.rows(name, 0, norm.usable + norm.rope), norm.usable, norm.shrink)
             empty = np.zeros((norm.latent - norm.usable, rows.shape[1]), dtype=rows.dtype)
@@ -193,10 +203,23 @@ def _scaled(rows: Array, n: int, factor: float) -> Array:
     return scaled
 
 
-def _check_weight(checkpoint: Checkpoint, tensor: Tensor, norm: LatentNorm) -> None:
-    weights = checkpoint.rows(tensor.name, 0, tensor.shape[0]).astype(np.float64)
-    if not np.allclose(weights, norm.weight, rtol=1e-6, atol=0.0):
-        raise CheckpointError(
-            f"{checkpoint.path}: the tensor {tensor.name} holds other values than {norm.weight:g}, which config.json "
-            f"names under {KEY}: the norm of the latent is not undone; convert the model again."
-        )
+def _bias(norm: LatentNorm, part: str, shape: tuple[int, ...]) -> Array:
+    """Return a bias of the stock class, which makes the latent's constant channel."""
+    values = np.zeros(shape, dtype=np.float32)
+    if part == KV_A:
+        values[norm.usable : norm.latent] = CONSTANT
+    return values
+
+
+def _check_values(checkpoint: Checkpoint, tensor: Tensor, expected: float | Array) -> None:
+    """Raise CheckpointError if a tensor of one axis does not hold what the conversion wrote."""
+    values = checkpoint.rows(tensor.name, 0, tensor.shape[0]).astype(np.float64)
+    if len(tensor.shape) != 1 or not np.allclose(values, expected, rtol=1e-6, atol=0.0):
+        raise _changed(checkpoint, tensor.name)
+
+
+def _changed(checkpoint: Checkpoint, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.path}: the tensor {name} holds other values than the conversion wrote (config.json, {KEY}), so "
+        "the norm of the latent is not undone; convert the model again."
+    )

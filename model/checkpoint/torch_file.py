@@ -21,7 +21,9 @@ import ml_dtypes  # noqa: F401  registers bfloat16 and the 8-bit floats with num
 import numpy as np
 
 from model.checkpoint.hf_folder import refuse_lfs_pointer
+from model.checkpoint.pickles import check_pickle
 from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span
+from model.common import checks
 from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -152,6 +154,12 @@ def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str,
             raise zipfile.BadZipFile("its files are compressed, which torch.save never does")
     except _ZIP_ERRORS as error:
         raise damaged(path, error) from error
+    offset, size = places[f"{roots[0]}data.pkl"]
+    file.seek(offset)
+    try:
+        check_pickle(file.read(size) or b"")
+    except Exception as error:  # pickletools raises many kinds
+        raise damaged(path, error) from error
     offset, size = places.get(f"{roots[0]}byteorder", (0, 0))
     file.seek(offset)
     if size and file.read(size) != sys.byteorder.encode():
@@ -213,7 +221,7 @@ def _named_tensors(path: Path, content: Any) -> Iterator[tuple[str, "torch.Tenso
 def check_name(path: Path, name: Any) -> None:
     """Raise CheckpointError for a name that a safetensors file cannot hold."""
     if not isinstance(name, str) or name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise CheckpointError(f"{path} holds {name!r}, which cannot be the name of a tensor.")
+        raise CheckpointError(f"{path} holds {checks.show(name)}, which cannot be the name of a tensor.")
 
 
 def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
@@ -222,7 +230,7 @@ def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
 
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(
-            f"{path} holds {name!r}, which is a {type(value).__name__} and not a tensor; "
+            f"{path} holds {checks.show(name)}, which is a {type(value).__name__} and not a tensor; "
             "save the model's state dict alone."
         )
     if value.layout != torch.strided or value.device.type != device or dtype_name(value) not in DTYPES:

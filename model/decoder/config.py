@@ -85,7 +85,7 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     if config.get("is_causal") is False:
         raise CheckpointError("config.json has is_causal = false; attention to later tokens is not implemented.")
     n_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    n_layers = checks.whole_number(config["num_hidden_layers"], "config.json has num_hidden_layers", most=MAX_LAYERS)
+    n_layers = _n_layers(config)
     head_dim = hidden_size // n_heads if config.get("head_dim") is None else _size(config, "head_dim")
     attention_bias, mlp_bias = _flag(config, "attention_bias"), _flag(config, "mlp_bias")
     return LlamaConfig(
@@ -107,12 +107,17 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
+def _n_layers(config: Mapping[str, Any]) -> int:
+    key = "num_hidden_layers"
+    return checks.whole_number(config.get(key), f"config.json has {key}", most=MAX_LAYERS)
+
+
 def _read_latent_config(config: Mapping[str, Any], norm: LatentNorm) -> LlamaConfig:
     """Return the settings of DeepSeek-V3's class with dense layers, as `convert mha-to-mla` writes them.
 
     Raises CheckpointError for any other setting of that class.
     """
-    n_layers = checks.whole_number(config["num_hidden_layers"], "config.json has num_hidden_layers", most=MAX_LAYERS)
+    n_layers = _n_layers(config)
     expected = {
         "q_lora_rank": (None,), "rope_interleave": (True, None), "hidden_act": ("silu",),
         "attention_bias": (norm.kind == "bias",), "tie_word_embeddings": (False,), "first_k_dense_replace": (n_layers,),

@@ -4,6 +4,7 @@ The model is built on the meta device, without memory, and every parameter is th
 """
 
 import functools
+import shlex
 from collections.abc import Container, Iterable
 from math import prod
 from pathlib import Path
@@ -31,20 +32,28 @@ from model.geometry import read_geometry
 def load_model(
     folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu", skip: Container[str] = ()
 ) -> LlamaForCausalLM | TransformersModel:
-    """Load a checkpoint (any format that `open_checkpoint` reads) in evaluation mode; call `.train()` to train it.
+    """Load a checkpoint in evaluation mode; call `.train()` to train it.
 
-    `dtype` None keeps the tensors' dtype, or widens all to the widest if the matrices differ. Families without native
-    code are opened by transformers, with the same interface. Native models are loaded without the parameters of `skip`,
-    which stay on the meta device until the caller replaces them. Raises CheckpointError for a config that is not
-    implemented, and for a missing, unexpected or misshapen tensor, which it names.
+    Families with native code are loaded from any format that `open_checkpoint` reads. `dtype` None keeps the tensors'
+    dtype, or widens all to the widest if the matrices differ. Other families are opened by transformers, with the same
+    interface. It reads Hugging Face folders only, and `dtype` None is the dtype of config.json. Native models are
+    loaded without the parameters of `skip`, which stay on the meta device until the caller replaces them. Raises
+    CheckpointError for a config that is not implemented, and for a missing, unexpected or misshapen tensor, which it
+    names.
     """
     with open_checkpoint(Path(folder)) as checkpoint:
         if is_native(checkpoint.config):
             model = load_llama(checkpoint, dtype, device, skip)
             model.stop_ids = stop_ids(checkpoint)
             return model
+        if checkpoint.format not in ("safetensors", "bin"):
+            path, model_type = checkpoint.path, checkpoint.config.get("model_type")
+            raise CheckpointError(
+                f"{path}: transformers opens models of model_type {model_type!r} as Hugging Face folders only; write "
+                f"one first: convert to-hf {shlex.quote(str(path))} OUT"
+            )
         n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
-    return load_hf_model(Path(folder), n_stored, dtype, device)
+    return load_hf_model(checkpoint.home, n_stored, dtype, device)
 
 
 def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -11,6 +11,15 @@ from model.common.errors import CheckpointError
 Check = Callable[[object, str], Any]
 _above_0: Check = partial(checks.number, above=0.0)
 
+
+def _rotations(value: object, name: str) -> float:
+    """Return a number of rotations, of which yarn takes the logarithm."""
+    number = checks.number(value, name, above=0.0)
+    if not 1e-6 <= number <= 1e6:
+        raise CheckpointError(f"{name} = {checks.show(value)}; it must be from 1e-6 to 1e6.")
+    return number
+
+
 SCALINGS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
     "default": ({}, {}),
     "linear": ({"factor": _above_0}, {}),
@@ -19,7 +28,7 @@ SCALINGS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
         {"factor": _above_0},
         {
             "original_max_position_embeddings": checks.whole_number, "attention_factor": checks.number,
-            "beta_fast": _above_0, "beta_slow": _above_0, "mscale": checks.number, "mscale_all_dim": checks.number,
+            "beta_fast": _rotations, "beta_slow": _rotations, "mscale": checks.number, "mscale_all_dim": checks.number,
             "truncate": checks.flag,
         },
     ),
@@ -68,6 +77,11 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
             "use; make them equal, or remove one."
         )
     scaling = new or old
+    if nested := [key for key, value in scaling.items() if isinstance(value, dict)]:
+        raise CheckpointError(
+            f"config.json has RoPE settings for {checks.show(nested[0])} alone; settings that differ from layer to "
+            "layer are not implemented."
+        )
     bases = [each for each in (scaling.get("rope_theta"), config.get("rope_theta")) if each is not None]
     if len(bases) == 2 and bases[0] != bases[1]:
         raise CheckpointError(
@@ -89,7 +103,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
         kind,
         checks.number(theta, "config.json has rope_theta", above=1.0),
         head_dim,
-        checks.whole_number(config["max_position_embeddings"], "config.json has max_position_embeddings"),
+        checks.whole_number(config.get("max_position_embeddings"), "config.json has max_position_embeddings"),
         _parameters(kind, _with_context(kind, scaling, config)),
     )
     _check(rope)

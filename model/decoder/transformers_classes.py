@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from model.checkpoint.hf_folder import read_config
 from model.common import checks
-from model.common.errors import CheckpointError, InputError, is_lack_of_memory
+from model.common.errors import CheckpointError, InputError, is_lack_of_memory, naming
 from model.decoder.config import MAX_LAYERS
+from model.families import FAMILIES, Family
+from model.geometry import check_class_settings
 
 
 def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -28,7 +30,7 @@ def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """
     from transformers import AutoModelForCausalLM
 
-    config = _read_config(folder)
+    config = read_hf_config(folder)
     with refusing(f"transformers can build no model from {folder}/config.json"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
@@ -140,11 +142,11 @@ def layer_class_names(folder: Path) -> tuple[str, ...]:
     """Return transformers' class names of the layers of a folder's model. Raises as `build_hf_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_read_config(folder))]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(read_hf_config(folder))]
     return tuple(model_class._no_split_modules or ())
 
 
-def _read_config(folder: Path) -> Any:
+def read_hf_config(folder: Path) -> Any:
     """Return transformers' config of a folder.
 
     Code in the folder is not run: the code that is copied into converted models is registered from
@@ -155,10 +157,17 @@ def _read_config(folder: Path) -> Any:
     from model.remote_code.register import register
 
     register()
-    _refuse_kernels(folder, read_config(folder)[1])
-    _check_layers(folder, read_config(folder)[1])
+    _, values = read_config(folder)
+    _refuse_kernels(folder, values)
+    _check_layers(folder, values)
+    family = FAMILIES.get(str(values.get("model_type")))
+    if isinstance(family, Family):
+        with naming(folder):
+            check_class_settings(values, family)
     with refusing(f"transformers can build no model from {folder}/config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # What the file names may not be installed, and may not take the masks of packed documents.
+        config._attn_implementation = None
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{folder}: model_type {config.model_type!r} is an encoder-decoder, and only causal language models can be "

@@ -16,7 +16,7 @@ from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, check_size
 from model.decoder.losses import IGNORED
 from model.decoder.masks import document_mask, document_positions
-from model.decoder.transformers_classes import build_hf_model, refusing
+from model.decoder.transformers_classes import build_hf_model, read_hf_config, refusing
 
 
 class TransformersModel(nn.Module):
@@ -142,6 +142,7 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
     with refusing(f"transformers can build no model from {folder}/config.json"):
         opened: Any = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=read_hf_config(folder),
             trust_remote_code=False,
             dtype=dtype or "auto",
             output_loading_info=True,

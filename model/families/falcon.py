@@ -7,9 +7,7 @@ from model.families.family import ConfigKeys, Family, Switch
 
 FAMILY = Family(
     "falcon",
-    keys=ConfigKeys(
-        n_layers=("num_hidden_layers", "n_layer"), n_heads=("num_attention_heads", "n_head"), n_kv_heads="num_kv_heads"
-    ),
+    keys=ConfigKeys(n_kv_heads="num_kv_heads"),
     default_sizes={"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32},
     prefix=r"(?:transformer\.)?",
     layers="h",

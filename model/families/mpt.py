@@ -30,6 +30,9 @@ FAMILY = Family(
     rotary_fraction=None,
     alibi="attn_config.alibi",
     class_ignores={
+        "attn_config.alibi": (None, True),
+        "attn_config.rope": (None, False),
+        "logit_scale": (None,),
         "attn_config.alibi_bias_max": (None, 8),
         "attn_config.prefix_lm": (None, False),
         "attn_config.sliding_window_size": (None, -1),

@@ -6,9 +6,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from model.common.errors import InputError
 from model.texts.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem, Read, some
+
+_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+"""Types of text → the same without UTF-8."""
 
 
 @contextmanager
@@ -65,6 +69,25 @@ def read(piece: Piece, name: str, batches: Iterator[Any], n_rows: int) -> Iterat
             for document in documents(batch.column(name)):
                 row += 1
                 yield Read(row, piece.nbytes * row // n_rows, document)
+
+
+def check_offsets(batch: Any) -> Any:
+    """Return a record batch of one column. Raises ArrowInvalid if an offset or an index leads out of its memory.
+
+    Invalid UTF-8 is no error here: it is a problem of its document alone.
+    """
+    (column,) = batch.columns
+    if pa.types.is_dictionary(column.type):
+        column.indices.validate(full=True)
+        if len(column) > column.null_count:
+            ends = pc.min_max(column.indices)
+            if ends["min"].as_py() < 0 or ends["max"].as_py() >= len(column.dictionary):
+                raise pa.ArrowInvalid("an index beyond the dictionary")
+        column = column.dictionary
+    if _is_text(column.type):
+        column = column.view(_BYTES[column.type])
+    column.validate(full=True)
+    return batch
 
 
 def documents(column: Any) -> Iterator[Document]:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import resource
 import sys
 import zipfile
 
@@ -113,6 +114,37 @@ def test_bin_holds_something_else(refuse, folder, kind):
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
     torch.save(change(tensors), folder / "pytorch_model.bin")
     refuse(folder, "pytorch_model.bin", words)
+
+
+def deep(levels):
+    """Return a tuple whose hash and text take time that is exponential in its depth."""
+    value = (1,)
+    for _ in range(levels):
+        value = (value, value)
+    return value
+
+
+GREEDY = {
+    "a bytearray of a terabyte": (
+        b"\x80\x02cbuiltins\nbytearray\n\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85R.",
+        "bytearray",
+    ),
+    "a far index": (b"\x80\x02}r" + (2**32 - 1).to_bytes(4, "little") + b".", "stores an object at 4294967295"),
+    "a deep tuple": (pickle.dumps({"a": deep(60)}, protocol=2), "a tuple of more than 10,000 parts"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", GREEDY)
+def test_bin_whose_pickle_would_take_all_memory_or_time(refuse, folder, kind):
+    content, words = GREEDY[kind]
+    path = folder / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        entries = {info.filename: archive.read(info) for info in archive.infolist()}
+    zipped(path, {name: content if name.endswith("data.pkl") else old for name, old in entries.items()})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refuse(folder, "pytorch_model.bin", "damaged", words)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
 
 
 @pytest.mark.parametrize("form", ["zip", "old zip-less", "bare pickle"])

@@ -49,6 +49,21 @@ def test_dcp_metadata_with_a_bytearray(refuse, dcp, size):
     refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["index", "tuple"])
+def test_dcp_metadata_that_would_take_all_memory_or_time(refuse, dcp, kind):
+    deep = ((),)
+    for _ in range(60):
+        deep = (deep, deep)
+    key = pickle.dumps(deep, protocol=2)[2:-1]  # without its frame: Python would hash it here
+    content = {
+        "index": b"\x80\x02}r" + (2**32 - 1).to_bytes(4, "little") + b".",
+        "tuple": b"\x80\x02}" + key + b"K\x01s.",
+    }
+    (dcp / ".metadata").write_bytes(content[kind])
+    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
+
+
 def test_dcp_metadata_beyond_any_size(refuse, dcp):
     """It is read whole."""
     with (dcp / ".metadata").open("wb") as file:

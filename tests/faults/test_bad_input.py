@@ -138,6 +138,13 @@ def test_symlink_cycle(refuse, source):
     refuse("cannot contain itself")
 
 
+def test_two_ways_to_a_folder(refuse, source):
+    (source / "texts").mkdir()
+    (source / "texts/a.txt").write_text("a")
+    (source / "more").symlink_to(source / "texts")
+    refuse("/more and ", "/texts are one folder", "remove the symlink")
+
+
 def test_both_a_single_file_and_an_index(refuse, source):
     save_file(tiny.tensors(source), source / "model.safetensors")
     refuse("holds both", "remove the outdated one")

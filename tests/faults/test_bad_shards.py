@@ -124,6 +124,8 @@ HEADERS = {
     "not an object": b"[1]",
     "unknown dtype": {"a": entry(dtype="Q9")},
     "negative shape": {"a": entry(shape=[-2])},
+    "endless product": {"a": entry(shape=[10**4000] * 300)},
+    "too many axes": {"a": entry(shape=[1] * 99 + [2])},
     "shape of text": {"a": entry(shape="2")},
     "wrong length": {"a": entry(shape=[3])},
     "hole": {"a": entry(data_offsets=[4, 12])},

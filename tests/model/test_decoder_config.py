@@ -109,6 +109,12 @@ def test_absent_sizes_are_those_of_the_config_class(family):
             for value in ("32", [32], -1, float("inf"))
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}}, "truncate"),
+        *(
+            ({"rope_scaling": {"type": "yarn", "factor": 2.0, key: value}}, f"{key} = .*from 1e-6 to 1e6")
+            for key in ("beta_fast", "beta_slow")
+            for value in (1e308, 1e-320)
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}, "layer to layer"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
                               "original_max_position_embeddings": 64}},

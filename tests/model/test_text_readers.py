@@ -213,6 +213,31 @@ def test_columns_of_texts(tmp_path, name, piece_bytes, type_):
     assert read_all(name, path, piece_bytes) == [(f"{path}:row {i}", text) for i, text in enumerate(expected, 1)]
 
 
+@pytest.mark.parametrize("offset", [2_000_000_000, -5, 2])
+@pytest.mark.parametrize("type_", [pa.string(), pa.list_(pa.int32())])
+def test_arrow_offsets_that_lead_out_of_the_file(tmp_path, offset, type_):
+    """Arrow believes them: the process would end by a signal."""
+    buffers = [None, pa.py_buffer(np.array([0, offset, 3, 4], np.int32))]
+    if type_ == pa.string():
+        column = pa.Array.from_buffers(type_, 3, [*buffers, pa.py_buffer(b"abcd")])
+    else:
+        column = pa.Array.from_buffers(type_, 3, buffers, children=[pa.array([1, 2, 3, 4], pa.int32())])
+    table = pa.table({"text" if type_ == pa.string() else "input_ids": column})
+    path = columns_of(tmp_path / "a.arrow", [table], "arrow")
+    if offset == 2:
+        assert len(read_all("arrow", path)) == 3
+        return
+    with pytest.raises(InputError, match=r"a\.arrow is damaged or cut off"):
+        read_all("arrow", path)
+
+
+def test_arrow_indices_beyond_the_dictionary(tmp_path):
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 9]), pa.array(["a", "b"]), safe=False)
+    path = columns_of(tmp_path / "a.arrow", [pa.table({"text": column})], "arrow")
+    with pytest.raises(InputError, match="damaged or cut off"):
+        read_all("arrow", path)
+
+
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_arrows_file_format_and_categories(tmp_path, piece_bytes):
     """As polars and Feather 2 write files, and pandas columns of few values."""

@@ -4,6 +4,7 @@ import latent
 import pytest
 import tiny
 import torch
+from damage import rewrite
 from transformers import AutoModelForCausalLM
 
 from model import generate, load_model
@@ -76,6 +77,38 @@ def test_a_norm_that_is_not_undone_is_refused(convert, folder):
 
     latent.edit_tensors(folder, lambda name, t: torch.ones_like(t) if "1.self_attn.kv_a_layernorm" in name else t)
     with pytest.raises(CheckpointError, match=r"layers\.1.*the norm of the latent is not undone"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("1.self_attn.o_proj.bias", lambda t: t + 0.5),
+        ("1.self_attn.kv_a_proj_with_mqa.bias", lambda t: t + torch.eye(len(t))[0]),
+        ("1.self_attn.kv_a_proj_with_mqa.weight", lambda t: t + torch.eye(len(t))[11][:, None]),
+        ("1.self_attn.kv_b_proj.weight", lambda t: t + torch.eye(t.shape[1])[11]),
+    ],
+)  # fmt: skip
+def test_what_other_programs_have_trained_is_not_dropped(convert, tmp_path, name, change):
+    """Attention biases and the constant channel, which our decoder leaves out."""
+    from model.common.errors import CheckpointError
+
+    source = latent.make_source(tmp_path / "source", rms_norm_eps=1e-5)
+    folder = tmp_path / "out"
+    assert convert("mha-to-mla", source, folder, *WAYS["bias"], "--calibration", "none").code == 0
+    load_model(folder)
+    latent.edit_tensors(folder, lambda each, t: change(t) if each.endswith(name) else t)
+    with pytest.raises(CheckpointError, match=rf"{name}.*the norm of the latent is not undone"):
+        load_model(folder)
+
+
+def test_biases_that_the_conversion_does_not_write_are_refused(convert, tmp_path):
+    from model.common.errors import CheckpointError
+
+    source, folder = latent.make_source(tmp_path / "source"), tmp_path / "out"
+    assert convert("mha-to-mla", source, folder, *WAYS["eps"], "--calibration", "none").code == 0
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate_proj.bias": torch.zeros(64)}))
+    with pytest.raises(CheckpointError, match=r"gate_proj\.bias"):
         load_model(folder)
 
 

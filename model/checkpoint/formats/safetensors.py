@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,12 @@ from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.shard_index import SAFETENSORS, check_index, weight_file_names
 from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span, Tensor
 from model.common import checks
+from model.common.checks import LARGEST_COUNT
 from model.common.errors import CheckpointError
 
-MAX_HEADER = 100_000_000
+MAX_HEADER, MAX_AXES = 100_000_000, 64
+_OPENING = Lock()
+"""Several threads may read the first rows of a file at once."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,9 @@ def _parse(entries: dict[str, Any], metadata: dict[str, str], data_start: int) -
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         if dtype not in BITS:
             raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
-        if not all(checks.is_whole_number(n, least=0) for n in shape):
-            raise ValueError(f"tensor {name!r} has the impossible shape {shape}")
+        # Products of numbers without a limit would take hours.
+        if len(shape) > MAX_AXES or not all(checks.is_whole_number(n, least=0) and n <= LARGEST_COUNT for n in shape):
+            raise ValueError(f"tensor {name!r} has the impossible shape {checks.show(shape)}")
         tensor = Tensor(name, dtype, shape)
         if type(begin) is not int or type(end) is not int:
             raise ValueError(f"tensor {name!r} has offsets that are not whole numbers")
@@ -124,9 +129,10 @@ class SafetensorsFolder(Checkpoint):
         return out
 
     def _descriptor(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._descriptors[path]
+        with _OPENING:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[path]
 
     def close(self) -> None:
         while self._descriptors:

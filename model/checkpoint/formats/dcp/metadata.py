@@ -5,13 +5,13 @@ plain records, and every other name in the pickle is refused before it is looked
 """
 
 import pickle
-import pickletools
 from collections import OrderedDict
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.pickles import check_pickle
 from model.checkpoint.torch_file import DTYPES
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -119,7 +119,7 @@ def read_metadata(path: Path) -> Contents:
     """
     content = read_bytes_up_to(path, METADATA_BYTES)
     try:
-        _refuse_bytearrays(content)
+        check_pickle(content)
         return _contents(_Unpickler(BytesIO(content)).load())
     except _UnknownNameError as error:
         raise CheckpointError(
@@ -133,15 +133,6 @@ def read_metadata(path: Path) -> Contents:
         raise CheckpointError(
             f"{path} is damaged, or not a torch.distributed.checkpoint's: {type(error).__name__}."
         ) from error
-
-
-def _refuse_bytearrays(content: bytes) -> None:
-    """Raise ValueError for a pickle with a bytearray, or cut off before its end. Such files hold no bytearrays.
-
-    If the memory does not hold a bytearray, whose size the file states, Python prints an error besides raising one.
-    """
-    if pickle.BYTEARRAY8 in content and any(code.name == "BYTEARRAY8" for code, _, _ in pickletools.genops(content)):
-        raise ValueError("a bytearray")
 
 
 def _contents(metadata: Any) -> Contents:
