@@ -1,15 +1,19 @@
 """Our header reader and writer against the safetensors library."""
 
 import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from model.checkpoint import Shard, Tensor
-from model.checkpoint.formats.safetensors import read_header
+from model.checkpoint.formats.safetensors import SafetensorsFolder, read_header
 from model.checkpoint.safetensors_writer import ShardFile, divide, header_bytes, index_text, name_shards
 from model.common.errors import CheckpointError
 
@@ -24,6 +28,23 @@ DTYPES = {
     "U8": "u1",
     "BOOL": "?",
 }
+
+
+def test_threads_that_begin_at_once_open_a_file_once(tmp_path, monkeypatch):
+    folder = tiny.save(tiny.build(), tmp_path / "model")
+    opened, real = [], os.open
+
+    def open_slowly(path, *arguments):
+        opened.append(path)
+        time.sleep(0.05)
+        return real(path, *arguments)
+
+    with SafetensorsFolder(folder) as checkpoint, ThreadPoolExecutor(8) as pool:
+        monkeypatch.setattr(os, "open", open_slowly)
+        names = list(checkpoint.tensors)[:8]
+        assert len(list(pool.map(lambda name: checkpoint.rows(name, 0, 1), names))) == 8
+    assert len(opened) == 1
+
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 tables = st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(list(DTYPES)), shapes), max_size=6)

@@ -1,11 +1,15 @@
 """Losses of families that transformers computes, whose logits are more than a product: scaled, capped or biased."""
 
+import json
+
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from torch_files import write_dcp
 
 from model import load_model
+from model.common.errors import CheckpointError
 from uptrain.data.batch import Batch
 from uptrain.training.losses import find_loss
 
@@ -18,6 +22,37 @@ def logits(model, batch):
     """Of the tokens that count, row by row, without packing."""
     raw = model.theirs(batch.ids_BT, use_cache=False).logits.double()[:, :-1]
     return raw[batch.labels_BT[:, 1:] >= 0]
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("value", ["flash_attention_2", "flex_attention"])
+def test_how_config_json_wants_attention_computed_does_not_matter(tmp_path, key, value):
+    """What it names may be missing here, and may not take the masks of packed documents."""
+    folder = tiny.save(tiny.build("qwen3"), tmp_path / "model")
+    ids, documents = torch.arange(12)[None], torch.tensor([[0] * 5 + [1] * 7])
+    with torch.inference_mode():
+        expected = load_model(folder)(ids, documents_BT=documents)
+        tiny.edit_config(folder, **{key: value})
+        assert torch.equal(load_model(folder)(ids, documents_BT=documents), expected)
+
+
+def test_a_model_in_the_hubs_cache_is_opened_by_its_name(tmp_path, monkeypatch):
+    snapshot = tmp_path / "cache/models--org--model/snapshots" / ("a" * 40)
+    tiny.save(tiny.build("qwen3"), snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        assert torch.equal(load_model("org/model")(ids), load_model(snapshot)(ids))
+
+
+def test_formats_that_transformers_does_not_read_are_refused(tmp_path):
+    model = tiny.build("qwen3")
+    folder = write_dcp(tmp_path / "model", dict(model.state_dict()))
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    with pytest.raises(CheckpointError, match=r"model_type 'qwen3' as Hugging Face folders only.*convert to-hf"):
+        load_model(folder)
 
 
 @pytest.fixture(params=FAMILIES)

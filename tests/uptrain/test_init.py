@@ -72,6 +72,12 @@ def test_a_family_begins_with_the_weights_of_its_class(uptrain, convert, begin, 
     ("family", "changes", "words"),
     [
         ("mpt", {}, "counts distances (ALiBi) across the documents of a row"),
+        (
+            "mpt",
+            {"attn_config": {"alibi": False}},
+            "attn_config.alibi = False, which transformers' class of mpt ignores",
+        ),
+        ("mpt", {"logit_scale": 0.25}, "logit_scale = 0.25, which transformers' class of mpt ignores"),
         ("mixtral", {}, "under other names than the files do"),
         ("gpt_neox", {}, "under other names than the files do (lm_head.weight)"),
         ("starcoder2", {"sliding_window": 16}, "prepare data with --seq-len 16 at most"),
