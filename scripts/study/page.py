@@ -218,7 +218,8 @@ def smollm2_lines(results: Path) -> list[Result]:
     """Return the lines of SmolLM2 right after conversion, distilled on novels, and on mixed text."""
     converted = [line for line in read(results / "behaviour.jsonl") if line["parent"] == "smollm2"]
     novels = [line for line in read(results / "smollm2_tokens.jsonl") if line["alpha"]]
-    mixed = [line for line in read(results / "smollm2_mixed.jsonl") if line["alpha"]]
+    plans = ("smollm2_mixed_attention", "smollm2_mixed")
+    mixed = [line for plan in plans for line in read(results / f"{plan}.jsonl") if line["alpha"]]
     return [*converted, *novels, *(line | {"arm": f"{line['arm']}, mixed text"} for line in mixed)]
 
 
