@@ -305,9 +305,9 @@ def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
             raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {reason}")
 
 
-def check_class_settings(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError for a setting that the family's class in transformers ignores."""
-    for key, values in family.class_ignores.items():
+def check_class_settings(config: Mapping[str, Any], family: Family, head: bool) -> None:
+    """Raise CheckpointError for a setting that the family's class in transformers ignores, also of its `head`."""
+    for key, values in {**family.class_ignores, **(family.head_ignores if head else {})}.items():
         if (value := _get(config, key)) not in values:
             raise CheckpointError(
                 f"config.json has {key} = {checks.show(value)}, which transformers' class of {family.model_type} "

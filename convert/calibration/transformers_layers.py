@@ -32,8 +32,8 @@ class TransformersLayers(ModelLayers):
         self.checkpoint, self._length, self.device = checkpoint, length, find_device(device)
         self._geometry = read_geometry(checkpoint)
         match = find_family(checkpoint.config)
-        family = match.family
-        check_class_settings(match.config, family)
+        family, self._config = match.family, match.config
+        check_class_settings(match.config, family, head=False)
         self._model: Any = build_empty_model(family.model_type, match.config, str(checkpoint.path))
         self._decoder = self._model.base_model
         self._layers: nn.ModuleList = getattr(self._decoder, family.layers)
@@ -86,6 +86,7 @@ class TransformersLayers(ModelLayers):
 
         Raises CheckpointError if a tensor is missing, left over or misshapen.
         """
+        check_class_settings(self._config, self._geometry.attention.family, head=True)
         head = self._head_names()
         names = {self._parameter_name(name): name for name in self._parameters} | head
         dtype = functools.reduce(torch.promote_types, matrix_dtypes(self.checkpoint, names.values()))

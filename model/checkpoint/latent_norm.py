@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from model.checkpoint.interface import Checkpoint
-from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, Tensor
 from model.common import checks
 from model.common.errors import CheckpointError
 
@@ -213,8 +213,10 @@ def _bias(norm: LatentNorm, part: str, shape: tuple[int, ...]) -> Array:
 
 def _check_values(checkpoint: Checkpoint, tensor: Tensor, expected: float | Array) -> None:
     """Raise CheckpointError if a tensor of one axis does not hold what the conversion wrote."""
+    if len(tensor.shape) != 1 or tensor.dtype not in FLOAT_DTYPES:
+        raise _changed(checkpoint, tensor.name)
     values = checkpoint.rows(tensor.name, 0, tensor.shape[0]).astype(np.float64)
-    if len(tensor.shape) != 1 or not np.allclose(values, expected, rtol=1e-6, atol=0.0):
+    if not np.allclose(values, expected, rtol=1e-6, atol=0.0):
         raise _changed(checkpoint, tensor.name)
 
 

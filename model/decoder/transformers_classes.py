@@ -163,7 +163,7 @@ def read_hf_config(folder: Path) -> Any:
     family = FAMILIES.get(str(values.get("model_type")))
     if isinstance(family, Family):
         with naming(folder):
-            check_class_settings(values, family)
+            check_class_settings(values, family, head=True)
     with refusing(f"transformers can build no model from {folder}/config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # What the file names may not be installed, and may not take the masks of packed documents.

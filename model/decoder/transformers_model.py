@@ -97,10 +97,12 @@ class TransformersModel(nn.Module):
         self.check_packing(documents_BT.shape[1])
         allowed = document_mask(documents_BT, window=None, dense=True).allowed_B1TS
         assert allowed is not None
-        # The widest: states are float32 in training, and parameters that are not trained may be narrower.
-        # A teacher that shares all of the student's parameters has none of its own. Its embedding knows the dtype.
+        # The widest: states are float32 in training, and parameters that are not trained may be narrower. Then the
+        # embedding knows the dtype of states, also where a teacher shares all of the student's parameters.
         dtypes = {parameter.dtype for parameter in self.parameters()}
-        dtypes = dtypes or {getattr(self.theirs.get_input_embeddings(), "state_dtype", torch.float32)}  # type: ignore[operator]
+        embedding: Any = self.theirs.get_input_embeddings()  # type: ignore[operator]
+        if hasattr(embedding, "state_dtype"):
+            dtypes.add(embedding.state_dtype)
         dtype = functools.reduce(torch.promote_types, dtypes)
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return {

@@ -163,6 +163,8 @@ class Family:
     class_ignores: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that the class in transformers ignores: key → the values with which it computes the same. With others
     the class cannot calibrate."""
+    head_ignores: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The same of the head, which matters where logits are computed."""
     only_multi_query: bool = False
     """Whether the class supports only MHA and MQA, and no number of K/V heads between."""
     custom_code: CustomCode | None = None

@@ -32,7 +32,6 @@ FAMILY = Family(
     class_ignores={
         "attn_config.alibi": (None, True),
         "attn_config.rope": (None, False),
-        "logit_scale": (None,),
         "attn_config.alibi_bias_max": (None, 8),
         "attn_config.prefix_lm": (None, False),
         "attn_config.sliding_window_size": (None, -1),
@@ -40,4 +39,5 @@ FAMILY = Family(
         "norm_eps": (None, 1e-5),
         "block_overrides": (None,),
     },
+    head_ignores={"logit_scale": (None,)},
 )

@@ -37,14 +37,15 @@ def _open(path: str) -> Iterator[Any]:
 
 def split(path: str, piece_bytes: int) -> list[Piece]:
     with _open(path) as stream:
-        return group(path, [batch.nbytes for batch in stream], piece_bytes)
+        return group(path, [columns.checked(batch).nbytes for batch in stream], piece_bytes)
 
 
 def read(piece: Piece, text_column: str) -> Iterator[Read]:
     with _open(piece.path) as stream:
         name = columns.choose(stream.schema, text_column, piece.path)
         batches = [batch.select([name]) for i, batch in enumerate(stream) if piece.begin <= i < piece.end]
-        checked = map(columns.check_offsets, batches)  # Arrow itself believes them, and reads beyond its memory
+        # Arrow itself believes offsets, and would read beyond its memory.
+        checked = (columns.checked(batch, fully=True) for batch in batches)
         yield from columns.read(piece, name, checked, sum(batch.num_rows for batch in batches))
 
 

@@ -11,9 +11,6 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 from model.common.errors import InputError
 from model.texts.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem, Read, some
 
-_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-"""Types of text → the same without UTF-8."""
-
 
 @contextmanager
 def refusing_damage(path: str) -> Iterator[None]:
@@ -71,23 +68,35 @@ def read(piece: Piece, name: str, batches: Iterator[Any], n_rows: int) -> Iterat
                 yield Read(row, piece.nbytes * row // n_rows, document)
 
 
-def check_offsets(batch: Any) -> Any:
-    """Return a record batch of one column. Raises ArrowInvalid if an offset or an index leads out of its memory.
+def checked(batch: Any, fully: bool = False) -> Any:
+    """Return a record batch if its buffers are as long as its columns need. Raises ArrowInvalid otherwise.
 
-    Invalid UTF-8 is no error here: it is a problem of its document alone.
+    `fully`: also if no offset or index of its one column leads out of its memory. Invalid UTF-8 is no error here: it is
+    a problem of its document alone.
     """
-    (column,) = batch.columns
-    if pa.types.is_dictionary(column.type):
-        column.indices.validate(full=True)
-        if len(column) > column.null_count:
-            ends = pc.min_max(column.indices)
-            if ends["min"].as_py() < 0 or ends["max"].as_py() >= len(column.dictionary):
-                raise pa.ArrowInvalid("an index beyond the dictionary")
-        column = column.dictionary
-    if _is_text(column.type):
-        column = column.view(_BYTES[column.type])
-    column.validate(full=True)
+    batch.validate()
+    if fully:
+        (column,) = batch.columns
+        if pa.types.is_dictionary(column.type):
+            _check_indices(column)
+            column = column.dictionary
+        (column.view(_bytes_of(column.type)) if _is_text(column.type) else column).validate(full=True)
     return batch
+
+
+def _check_indices(column: Any) -> None:
+    column.indices.validate(full=True)
+    if len(column) > column.null_count:
+        ends = pc.min_max(column.indices)
+        if ends["min"].as_py() < 0 or ends["max"].as_py() >= len(column.dictionary):
+            raise pa.ArrowInvalid("an index beyond the dictionary")
+
+
+def _bytes_of(text: Any) -> Any:
+    """Return the type of the same values, not taken for UTF-8."""
+    if pa.types.is_string(text):
+        return pa.binary()
+    return pa.large_binary() if pa.types.is_large_string(text) else pa.binary_view()
 
 
 def documents(column: Any) -> Iterator[Document]:

@@ -76,11 +76,10 @@ def test_an_interrupt_leaves_the_rest_unread(source, out, monkeypatch):
 
     monkeypatch.setattr(verify, "_compare_tensor", compare_slowly)
     with open_checkpoint(source) as checkpoint:
-        assert len(checkpoint.tensors) > 10
         with pytest.raises(KeyboardInterrupt):
             verify.verify(checkpoint, out, interrupt, 1)
         time.sleep(0.5)
-    assert len(compared) <= 3
+        assert len(compared) < len(checkpoint.tensors) / 2
 
 
 def test_a_device_that_is_not_there_is_refused_where_nothing_was_calibrated(convert, source, out):

@@ -50,7 +50,7 @@ def test_dcp_metadata_with_a_bytearray(refuse, dcp, size):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["index", "tuple"])
+@pytest.mark.parametrize("kind", ["index", "tuple", "size"])
 def test_dcp_metadata_that_would_take_all_memory_or_time(refuse, dcp, kind):
     deep = ((),)
     for _ in range(60):
@@ -60,8 +60,27 @@ def test_dcp_metadata_that_would_take_all_memory_or_time(refuse, dcp, kind):
         "index": b"\x80\x02}r" + (2**32 - 1).to_bytes(4, "little") + b".",
         "tuple": b"\x80\x02}" + key + b"K\x01s.",
     }
+    size = b"ctorch\nSize\n(lp0\ng1\nag1\natR"  # of [Size, Size], which is the memo's 1 again
+    content["size"] = b"\x80\x02}ctorch\nSize\n)Rp1\n" + size.replace(b"tR", b"\x85Rp1\n") * 60 + b"K\x01s."
     (dcp / ".metadata").write_bytes(content[kind])
     refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
+
+
+def test_dcp_metadata_that_names_lists_of_lists_as_a_file(refuse, dcp):
+    """The message does not show them: there may be more than fit into memory."""
+    files = []
+    for _ in range(40):
+        files = [files, files]
+    whole = (dcp / ".metadata").read_bytes()
+    name = next(path.name for path in dcp.glob("*.distcp")).encode()
+    string = b"\x8c" + bytes([len(name)]) + name
+    assert string in whole
+    damaged = whole.replace(string, pickle.dumps(files, protocol=4)[11:-1], 1)
+    frame = 2 if whole[2:3] == b"\x95" else None
+    if frame:  # its length has changed
+        damaged = damaged[:3] + (len(damaged) - 11).to_bytes(8, "little") + damaged[11:]
+    (dcp / ".metadata").write_bytes(damaged)
+    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: TypeError")
 
 
 def test_dcp_metadata_beyond_any_size(refuse, dcp):

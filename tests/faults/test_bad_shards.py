@@ -143,7 +143,8 @@ def test_damaged_header(refuse, source, kind):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     shard = next(source.glob("model-00001*"))
     shard.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    refuse(shard.name, "damaged safetensors header")
+    shaped = kind in ("negative shape", "endless product", "too many axes")
+    refuse(shard.name, "damaged safetensors header", "impossible shape" if shaped else "")
 
 
 def test_index_names_a_t5_s_embedding_thrice(convert, tmp_path):

@@ -106,7 +106,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon", "gpt_oss", "phi"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon", "gpt_oss", "phi", "olmo", "nanochat"]
+)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_evaluated_models_compute_as_students_in_half_of_their_memory(tmp_path, family, autocast):
     config = {"bias": False} if family == "falcon" else {}  # its class rounds a bias in another place
@@ -115,9 +117,10 @@ def test_evaluated_models_compute_as_students_in_half_of_their_memory(tmp_path, 
     own, whole = (sum(parameter.nbytes for parameter in each.parameters()) for each in (evaluated, student))
     assert own < (0.8 if family == "gpt_oss" else 0.6) * whole, "only norms and experts stay wide"
     assert not any(parameter.requires_grad for parameter in evaluated.parameters())
-    ids = torch.arange(16)[None]
+    ids, documents = torch.arange(16)[None], torch.tensor([[0] * 7 + [1] * 9])
     with torch.no_grad(), torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
-        assert torch.equal(evaluated(ids), student(ids))
+        for packing in ({}, {} if family == "falcon" else {"documents_BT": documents}):  # ours has ALiBi
+            assert torch.equal(evaluated(ids, **packing), student(ids, **packing))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adafactor", Adafactor)])

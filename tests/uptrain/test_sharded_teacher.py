@@ -36,5 +36,6 @@ def test_layers_are_sharded_again_after_each_forward(tmp_path, accelerator, fami
             assert torch.equal(teacher.hidden(ids, documents), expected)
         assert all(isinstance(parameter, DTensor) for layer in layers for parameter in layer.parameters())
         # torch's own record, until a backward pass: a long run would fill the host's memory
-        assert not any(layer._get_fsdp_state()._comm_ctx.post_forward_order for layer in layers)
+        if hasattr(layers[0], "reset_iter_state"):  # torch 2.13 and later
+            assert not any(layer._get_fsdp_state()._comm_ctx.post_forward_order for layer in layers)
     assert not isinstance(teacher.head_weight, DTensor)

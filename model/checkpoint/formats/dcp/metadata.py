@@ -76,6 +76,12 @@ class _TensorEntry(_Record):
     """A replacement for TensorStorageMetadata."""
 
 
+def _size(numbers: Any = ()) -> tuple[int, ...]:
+    """Replace torch.Size. (A size of sizes would take time that is exponential in its depth.)"""
+    _check_numbers(*numbers)
+    return tuple(numbers)
+
+
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _KNOWN: dict[tuple[str, str], Any] = {
     **{
@@ -93,7 +99,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _Record,
     # Python 3.11.0 to 3.11.3 pickle a member of an enum by this name. Nothing is looked up here.
     ("builtins", "getattr"): _Record,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): _size,
     ("collections", "OrderedDict"): OrderedDict,
     ("pathlib", "PosixPath"): _Record,
     ("pathlib", "WindowsPath"): _Record,
@@ -166,8 +172,11 @@ def _entry(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...] | None
 def _place(name: str, info: Any) -> Place:
     file, transforms = info.relative_path, getattr(info, "transform_descriptors", None)
     if transforms:
-        raise CheckpointError(f"{name} was written compressed ({transforms}), which is not supported.")
-    if not isinstance(file, str) or not is_plain_name(file):
+        words = ", ".join(word for word in transforms if isinstance(word, str))
+        raise CheckpointError(f"{name} was written compressed ({words}), which is not supported.")
+    if not isinstance(file, str):
+        raise TypeError("the name of a file is not a string")
+    if not is_plain_name(file):
         raise CheckpointError(f"it names the file {file!r}, which is not a plain file name inside the folder; refused.")
     _check_numbers(info.offset, info.length)
     return Place(file, info.offset, info.length)
