@@ -72,7 +72,7 @@ def test_a_terminated_evaluation_leaves_no_tokens(uptrain, tmp_path, monkeypatch
     scratch.mkdir()
     multiprocessing.util.get_temp_dir()  # which Python keeps: later tests shall not have this one's long path
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(evaluate_folder, "load_student", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(evaluate_folder, "load_evaluated", lambda folder: os.kill(os.getpid(), signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
     result = uptrain("evaluate", model, "--data", texts)
     signal.signal(signal.SIGTERM, handler)
