@@ -206,7 +206,7 @@ def _scaled(rows: Array, n: int, factor: float) -> Array:
 def _bias(norm: LatentNorm, part: str, shape: tuple[int, ...]) -> Array:
     """Return a bias of the stock class, which makes the latent's constant channel."""
     values = np.zeros(shape, dtype=np.float32)
-    if part == KV_A:
+    if part == KV_A and shape:  # a scalar, of a damaged file, is refused
         values[norm.usable : norm.latent] = CONSTANT
     return values
 

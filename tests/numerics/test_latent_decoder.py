@@ -87,6 +87,7 @@ def test_a_norm_that_is_not_undone_is_refused(convert, folder):
         ("1.self_attn.o_proj.bias", lambda t: t.sum()),
         ("1.self_attn.o_proj.bias", lambda t: t.long()),
         ("1.self_attn.kv_a_proj_with_mqa.bias", lambda t: t + torch.eye(len(t))[0]),
+        ("1.self_attn.kv_a_proj_with_mqa.bias", lambda t: t.sum()),
         ("1.self_attn.kv_a_proj_with_mqa.weight", lambda t: t + torch.eye(len(t))[11][:, None]),
         ("1.self_attn.kv_b_proj.weight", lambda t: t + torch.eye(t.shape[1])[11]),
     ],
