@@ -6,8 +6,8 @@ Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NA
 `savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
 `calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
 `families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`, `smollm2_extrapolated`,
-`smollm2_mixed`, `smollm2_mixed_curve`, `smollm2_mixed_kinds`, `qwen2_text_kinds`, `latent`, `latent_smollm2` or
-`field`.
+`smollm2_mixed`, `smollm2_mixed_curve`, `smollm2_mixed_kinds`, `smollm2_mixed_rates`, `qwen2_text_kinds`,
+`qwen2_rates`, `latent`, `latent_smollm2` or `field`.
 """
 
 import json
@@ -27,6 +27,7 @@ from scripts.study.page_tables import (
     by_heads,
     by_parent,
     by_part,
+    by_rate,
     by_tokens,
     counted,
     extrapolated,
@@ -173,6 +174,8 @@ def renewed(page: str, results: Path) -> str:
             "smollm2_mixed": lambda folder: by_tokens(on_mixed_text(folder)),
             "smollm2_mixed_curve": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
             "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(on_mixed_text(folder)),
+            "smollm2_mixed_rates": lambda folder: rates(folder, "smollm2_mixed_mean", "smollm2_mixed"),
+            "qwen2_rates": lambda folder: rates(folder, "qwen2_mixed", "qwen2"),
             "qwen2_text_kinds": lambda folder: losses_by_text_kind(read(folder / "qwen2.jsonl"), TODAY["qwen2"]),
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
@@ -226,6 +229,11 @@ def smollm2_lines(results: Path) -> list[Result]:
 def on_mixed_text(results: Path) -> list[Result]:
     """Return the lines of SmolLM2 distilled on mixed text: a long distillation, and its beginning in several orders."""
     return [line for plan in ("smollm2_mixed", "smollm2_orders") for line in read(results / f"{plan}.jsonl")]
+
+
+def rates(results: Path, plan: str, plan_of_parent: str) -> str:
+    """Return the table of a plan's peak rates, against the parent that another plan measured."""
+    return by_rate(read(results / f"{plan}.jsonl"), read(results / f"{plan_of_parent}.jsonl"))
 
 
 def latent_smollm2(results: Path) -> str:

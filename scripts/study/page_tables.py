@@ -132,6 +132,27 @@ def by_tokens(lines: list[Result]) -> str:
     return markdown(["tokens", "orders", "loss above the parent's", "recovered", "KL divergence", "agreement"], rows)
 
 
+def by_rate(lines: list[Result], parents: list[Result]) -> str:
+    """Return the table of one merge right after conversion, and uptrained for one length at several peak rates.
+
+    Columns are the loss beyond the parent's, the KL divergence from the parent, how often the most likely tokens of both
+    are the same, the loss on random tokens that come a second time, where it was measured, and the loss beyond the
+    parent's on average over the kinds of text. The parent's losses on these are in a line of `parents`.
+    """
+    merged = [line for line in lines if not is_parent(line)]
+    (parent,) = (line["text_kinds"] for line in parents if is_parent(line))
+    watched = all("behaviour" in line for line in merged)
+    rows = []
+    for line in sorted(merged, key=lambda line: (*by_loss(stage_of(line)), line["lr"] or 0)):
+        name = f"{line['loss']}, {line['lr']:g}" if line["alpha"] else "none: after conversion"
+        copied = [f"{line['behaviour']['loss_by_kind']['copied']:.1f}"] if watched else []
+        kinds = statistics.mean(line["text_kinds"][kind] - loss for kind, loss in parent.items())
+        rows.append([name, f"{line['held_out_loss'] - line['parent_loss']:.3f}", f"{line['kl']:.3f}",
+                     f"{line['agreement']:.1%}", *copied, f"{kinds:.3f}"])  # fmt: skip
+    headings = ["loss above the parent's", "KL divergence", "agreement", *["copying"] * watched]
+    return markdown(["training, peak rate", *headings, f"{len(parent)} kinds of text"], rows)
+
+
 def extrapolated(lines: list[Result], arm: str) -> str:
     """Return the table of power laws through an arm's losses beyond the parent's against tokens, by the part trained.
 

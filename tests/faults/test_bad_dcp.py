@@ -11,6 +11,9 @@ from torch_files import LFS_POINTER, write_dcp
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
+PROTOCOL = pickle.PROTO + b"\x02"
+"""How a pickle of protocol 2 begins."""
+
 
 @pytest.fixture
 def dcp(tmp_path):
@@ -44,25 +47,30 @@ def test_dcp_metadata_is_damaged(refuse, dcp, content):
 @pytest.mark.parametrize("size", [8, 1 << 40, 1 << 62])
 def test_dcp_metadata_with_a_bytearray(refuse, dcp, size):
     """Where the memory does not hold it, Python prints an error of its own."""
-    content = b"\x80\x05\x96" + size.to_bytes(8, "little") + b"8 bytes." + b"."
-    (dcp / ".metadata").write_bytes(content)
+    content = [pickle.PROTO, b"\x05", pickle.BYTEARRAY8, size.to_bytes(8, "little"), b"8 bytes.", pickle.STOP]
+    (dcp / ".metadata").write_bytes(b"".join(content))
     refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["index", "tuple", "size"])
 def test_dcp_metadata_that_would_take_all_memory_or_time(refuse, dcp, kind):
+    """An index of the memo for which Python makes a table, and keys of a dictionary that take years to hash."""
     deep = ((),)
     for _ in range(60):
         deep = (deep, deep)
-    key = pickle.dumps(deep, protocol=2)[2:-1]  # without its frame: Python would hash it here
-    content = {
-        "index": b"\x80\x02}r" + (2**32 - 1).to_bytes(4, "little") + b".",
-        "tuple": b"\x80\x02}" + key + b"K\x01s.",
+    size = b"torch\nSize\n"
+    last, keep = pickle.GET + b"1\n", pickle.PUT + b"1\n"
+    first = [pickle.GLOBAL, size, pickle.EMPTY_TUPLE, pickle.REDUCE, keep]  # Size(), kept as 1
+    twice = [pickle.GLOBAL, size, pickle.MARK, last, last, pickle.LIST, pickle.TUPLE1, pickle.REDUCE, keep]
+    set_item = [pickle.BININT1, b"\x01", pickle.SETITEM]
+    program = {
+        "index": [pickle.LONG_BINPUT, b"\xff\xff\xff\xff"],
+        "tuple": [pickle.dumps(deep, protocol=2).removeprefix(PROTOCOL).removesuffix(pickle.STOP), *set_item],
+        "size": [*first, *twice * 60, *set_item],
     }
-    size = b"ctorch\nSize\n(lp0\ng1\nag1\natR"  # of [Size, Size], which is the memo's 1 again
-    content["size"] = b"\x80\x02}ctorch\nSize\n)Rp1\n" + size.replace(b"tR", b"\x85Rp1\n") * 60 + b"K\x01s."
-    (dcp / ".metadata").write_bytes(content[kind])
+    content = b"".join([PROTOCOL, pickle.EMPTY_DICT, *program[kind], pickle.STOP])
+    (dcp / ".metadata").write_bytes(content)
     refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
 
 
@@ -71,15 +79,7 @@ def test_dcp_metadata_that_names_lists_of_lists_as_a_file(refuse, dcp):
     files = []
     for _ in range(40):
         files = [files, files]
-    whole = (dcp / ".metadata").read_bytes()
-    name = next(path.name for path in dcp.glob("*.distcp")).encode()
-    string = b"\x8c" + bytes([len(name)]) + name
-    assert string in whole
-    damaged = whole.replace(string, pickle.dumps(files, protocol=4)[11:-1], 1)
-    frame = 2 if whole[2:3] == b"\x95" else None
-    if frame:  # its length has changed
-        damaged = damaged[:3] + (len(damaged) - 11).to_bytes(8, "little") + damaged[11:]
-    (dcp / ".metadata").write_bytes(damaged)
+    edit_metadata(dcp, lambda m: [setattr(place, "relative_path", files) for place in m.storage_data.values()])
     refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: TypeError")
 
 
