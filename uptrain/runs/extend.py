@@ -11,7 +11,7 @@ from uptrain.runs.fingerprints import check_same, check_same_data
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.resolve_settings import find_data
-from uptrain.training.learning_rate import decay_start
+from uptrain.training.learning_rate import EXTENDABLE, decay_start
 from uptrain.training.metrics_log import read_metrics, write_metrics
 
 
@@ -63,9 +63,9 @@ def extend(folder: Path, out: Path, steps: int) -> None:
 def branch_step(folder: Path, run: Run) -> int:
     """Return the step to extend a run from: its last checkpoint that the longer run would share."""
     schedule = run.settings.learning_rates
-    if schedule.kind == "cosine":
+    if schedule.kind not in EXTENDABLE:
         raise InputError(
-            f"{folder} has a cosine schedule, whose every step depends on its length; it cannot be extended. "
+            f"{folder} has a {schedule.kind} schedule, whose every step depends on its length; it cannot be extended. "
             "Start a new run, with --schedule wsd to extend it later."
         )
     decay = decay_start(schedule)

@@ -103,3 +103,5 @@ def _inverse_sqrt(schedule: Schedule, step: int) -> float:
 
 _SHAPES = {"wsd": _wsd, "cosine": _cosine, "constant": _constant, "inverse-sqrt": _inverse_sqrt}
 SCHEDULES = tuple(_SHAPES)
+EXTENDABLE = ("wsd", "constant", "inverse-sqrt")
+"""Schedules whose steps do not depend on the length of the run; those of wsd until it decays (`decay_start`)."""
