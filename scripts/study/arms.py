@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.bench.machine import commit, cpu_model
 from scripts.study import programs
-from scripts.study.plan import TEXT_KINDS, Arm, Stage, arms_of
+from scripts.study.plan import TEXT_KINDS, Arm, Plan, Stage, arms_of
 from scripts.study.prepare import Workspace
 from scripts.study.results import Result, is_parent, read
 
@@ -77,8 +77,9 @@ def subjects(workspace: Workspace) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
 
 
 def missing_cases(workspace: Workspace) -> list[Case]:
-    """Return the cases without a line in the results, in the plan's order."""
-    measured = {key_of_line(line) for line in read(workspace.results)}
+    """Return the cases without a line in the results, or with one that lacks a measure, in the plan's order."""
+    measures = measures_of(workspace.plan)
+    measured = {key_of_line(line) for line in read(workspace.results) if measures <= line.keys()}
     cases = []
     for subject, arms in subjects(workspace):
         for arm in arms:
@@ -88,6 +89,12 @@ def missing_cases(workspace: Workspace) -> list[Case]:
                 if stages:
                     cases.append(Case(subject, arm, groups, stages))
     return cases
+
+
+def measures_of(plan: Plan) -> set[str]:
+    """Return the keys of the measures that a plan asks for in every line, beside the losses."""
+    wanted = {"behaviour": plan.behaviour, "text_kinds": plan.text_kind_windows > 0, "tasks": plan.tasks}
+    return {name for name, is_wanted in wanted.items() if is_wanted}
 
 
 def key(case: Case, stage: Stage | None) -> tuple[object, ...]:

@@ -88,7 +88,8 @@ def documents(texts: Path) -> Iterator[str]:
     if texts.is_dir():
         yield from (file.read_text() for file in sorted(texts.glob("*.txt")))
     else:
-        yield from (json.loads(line)["text"] for line in texts.read_text().splitlines())
+        with texts.open() as lines:  # str.splitlines would also end a line within a text
+            yield from (json.loads(line)["text"] for line in lines)
 
 
 def bounds(length: int) -> list[int]:

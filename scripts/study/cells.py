@@ -50,11 +50,11 @@ def uptrained(lines: list[Result]) -> str:
     if not lines:
         return "–"
     best, several = at_best_setting(lines), by_setting(lines)
-    lr, schedule, batch = setting_of(best[0])
-    _, schedules, batches = (set(values) for values in zip(*several, strict=True))
-    parts = [f"lr {lr:g}"] * (len(several) > 1) + [str(schedule)] * (len(schedules) > 1)
-    parts += [f"{batch:,} tokens a step"] * (len(batches) > 1)
-    return show(losses(best)) + (f" ({', '.join(parts)})" if parts else "")
+    lr, schedule, batch, part = setting_of(best[0])
+    _, schedules, batches, parts = (set(values) for values in zip(*several, strict=True))
+    names = [f"lr {lr:g}"] * (len(several) > 1) + [str(schedule)] * (len(schedules) > 1)
+    names += [f"{batch:,} tokens a step"] * (len(batches) > 1) + [str(part)] * (len(parts) > 1)
+    return show(losses(best)) + (f" ({', '.join(names)})" if names else "")
 
 
 def show(figures: Seeds, form: str = "{:.4f}") -> str:

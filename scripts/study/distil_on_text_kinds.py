@@ -1,6 +1,6 @@
 """Distil the default merge of a model for a moment, on texts of one kind, and measure it on texts of every kind.
 
-    python -m scripts.study.distil_on_text_kinds .study/merges/smollm2 --work .study/distilled
+    python -m scripts.study.distil_on_text_kinds .study/merges/smollm2_kinds --work .study/distilled
 
 FOLDER is that of an outside parent that the plan `text_kinds` has made: model/ and text_kinds/. Every measurement is a
 line of WORK/results.jsonl; existing ones are not repeated.
@@ -14,7 +14,10 @@ import click
 
 from model.checkpoint import open_checkpoint
 from model.common.files import replace_file
+from scripts.bench.machine import commit
 from scripts.study import programs
+from scripts.study.arms import append, weights_hash
+from scripts.study.results import read_lines
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 MIXTURE = programs.ROOT / "convert/calibration_text/sample_texts/mixture.jsonl.xz"
@@ -37,8 +40,11 @@ def main(folder: Path, work: Path, lr: float) -> None:
         work / "results.jsonl",
     )
     work.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    done = {(line["distilled_on"], line.get("lr")) for line in lines}
+    lines = read_lines(results) if results.exists() else []
+    parent_sha256 = weights_hash(parent)
+    if any(line["parent_sha256"] != parent_sha256 for line in lines):
+        raise click.ClickException(f"{work} has results of another parent; take another --work.")
+    done = {(line["distilled_on"], line["lr"]) for line in lines}
     programs.run("convert", "mha-to-mqa", parent, merged, "--overwrite", "--json")
     for kind in (None, *KINDS):
         rate = None if kind is None else lr
@@ -48,9 +54,11 @@ def main(folder: Path, work: Path, lr: float) -> None:
         words = (model, "--text-kinds", text_kinds / "held-out", "--windows", HELD_OUT_WINDOWS)
         losses = json.loads(programs.run("scripts.study.on_text_kinds", *words))
         tokens = 0 if kind is None else STEPS * STEP_TOKENS
-        line = {"start": "default", "distilled_on": kind, "lr": rate, "tokens": tokens, "text_kinds": losses}
-        with results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        line = {
+            "start": "default", "distilled_on": kind, "lr": rate, "tokens": tokens, "text_kinds": losses,
+            "parent_sha256": parent_sha256, "commit": commit(),
+        }  # fmt: skip
+        append(results, line)
         click.echo(f"{kind or 'after conversion'}: {sum(losses.values()) / len(losses):.4f} on average")
 
 

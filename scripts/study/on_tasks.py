@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from scripts.study.lm_eval_tasks import TASKS, write_tasks
+from scripts.study.programs import last_line
 
 FOLDER = click.Path(exists=True, path_type=Path)
 BATCH = 4
@@ -40,7 +41,7 @@ def main(model: Path, texts: Path, passages: int, program: str) -> None:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            sys.exit(f"{program}: {done.stderr.strip().splitlines()[-1]}")
+            sys.exit(f"{program}: {last_line(done)}")
         (path,) = out.rglob("results_*.json")
         print(json.dumps(measures(json.loads(path.read_text())["results"])))
 

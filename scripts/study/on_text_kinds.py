@@ -30,6 +30,8 @@ BATCH = 4
 def main(model: Path, text_kinds: Path, windows: int, length: int) -> None:
     tokenizer, loaded = Tokenizer.from_file(str(model / "tokenizer.json")), load_model(model, torch.float32)
     files = sorted(text_kinds.glob("*.jsonl")) if text_kinds.is_dir() else [text_kinds]
+    if not files:
+        raise click.ClickException(f"{text_kinds} has no .jsonl file.")
     print(json.dumps({file.stem: loss_on(loaded, ids_of(tokenizer, file), windows, length) for file in files}))
 
 

@@ -17,6 +17,8 @@ from typing import Literal
 
 import click
 
+from scripts.study.programs import last_line
+
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 # These options select the same wheel on every machine.
 PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
@@ -74,5 +76,4 @@ def unpack(archive: Path, folder: Path) -> None:
 def run(command: Sequence[str], folder: Path, label: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise click.ClickException(f"{label}: {command[0]} failed: {lines[-1]}")
+        raise click.ClickException(f"{label}: {command[0]} failed: {last_line(done)}")

@@ -61,7 +61,9 @@ from scripts.study.table import tables
 
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "more.md", RESULTS / "tables.md")
-PARENTS = "parents.jsonl"
+PARENTS, DISTILLED = "parents.jsonl", "text_kinds_distilled.jsonl"
+MEASURES = {"behaviour", "text_kinds", "tasks", "curve"}
+"""Keys of measures that not all lines have."""
 SAME_PARENT = 1e-3
 """Tolerance for the loss of one model on different machines, in nats."""
 PARENTS_OF = {"merges": "weak parents", "longer": "better-trained parents"}
@@ -79,6 +81,7 @@ def main(work: Path) -> None:
         if results.exists():
             add_lines(results, RESULTS / f"{plan}.jsonl")
     record_parents(work, RESULTS / PARENTS)
+    add_distilled(work / "distilled/results.jsonl", RESULTS / DISTILLED)
     draw(RESULTS)
     for page in PAGES:
         page.write_text(renewed(page.read_text(), RESULTS))
@@ -87,7 +90,7 @@ def main(work: Path) -> None:
 def add_lines(results: Path, record: Path) -> None:
     """Add results to the record. A figure that was measured again replaces the earlier one.
 
-    Raises PlanError if they are from other parents than those in the record.
+    Raises PlanError if they are from other parents than those in the record, or a measure would be lost.
     """
     new, old = read(results), read(record)
     losses_then = {(line["parent"], line["seed"]): line["parent_loss"] for line in old}
@@ -98,17 +101,43 @@ def add_lines(results: Path, record: Path) -> None:
                 f"{results} is of another {line['parent']} {line['seed']} than {record}: its loss is "
                 f"{line['parent_loss']:.4f}, not {loss:.4f}. Move one of the two away."
             )
-    taken = {key_of_line(line) for line in new}
-    kept = [line for line in old if key_of_line(line) not in taken]
+    newest = {key_of_line(line): line for line in new}
+    for line in old:
+        lost = MEASURES & line.keys() - newest.get(key_of_line(line), line).keys()
+        if lost:
+            raise PlanError(f"{results} has no {min(lost)} of {line['arm']}, but {record} has; measure it too.")
+    kept = [line for line in old if key_of_line(line) not in newest]
     record.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in [*kept, *new]))
 
 
+def add_distilled(results: Path, record: Path) -> None:
+    """Add results of `distil_on_text_kinds` to the record."""
+    if results.exists():
+        new = {(line["start"], line["distilled_on"], line["lr"]): line for line in read_lines(results)}
+        kept = [line for line in read_lines(record) if (line["start"], line["distilled_on"], line.get("lr")) not in new]
+        record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *new.values()]))
+
+
 def record_parents(work: Path, record: Path) -> None:
-    """Replace the lines of the plans whose parents are in the work folder; keep the lines of other plans."""
-    lines = list(parents(work))
-    plans = {line["plan"] for line in lines}
-    kept = [line for line in read_lines(record) if line["plan"] not in plans] if record.exists() else []
-    record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *lines]))
+    """Replace the lines of the parents that are in the work folder; keep the lines of others.
+
+    Raises PlanError if a parent's loss is not the recorded one.
+    """
+    new, old = list(parents(work)), read_lines(record) if record.exists() else []
+
+    def at_share(line: Result) -> tuple[object, ...]:
+        return line["plan"], line.get("groups"), line["seed"], line["share"]
+
+    losses_now = {at_share(line): line["held_out_loss"] for line in new}
+    for line in old:
+        loss = losses_now.get(at_share(line), line["held_out_loss"])
+        if line["share"] == 1 and abs(loss - line["held_out_loss"]) > SAME_PARENT:
+            raise PlanError(
+                f"{work}/{line['plan']} has another parent {line['seed']} than {record}: its loss is {loss:.4f}, not "
+                f"{line['held_out_loss']:.4f}. Move one of the two away."
+            )
+    kept = [line for line in old if at_share(line) not in losses_now]
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *new]))
 
 
 def parents(work: Path) -> Iterator[Result]:
@@ -183,7 +212,9 @@ def renewed(page: str, results: Path) -> str:
             "savings_better": lambda folder: savings(united(folder, BETTER), FORMER_DEFAULT),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
-        return f"{match[1]}{match[2]}{part(results)}\n"
+        if not (text := part(results)):
+            raise PlanError(f"the place {match[1]} of a page names no table, or one without results.")
+        return f"{match[1]}{match[2]}{text}\n"
 
     return PLACE.sub(fill, page)
 
@@ -294,7 +325,7 @@ def refined_text_kinds(results: Path) -> str:
 def distilled_text_kinds(results: Path) -> str:
     """Return the shares of mean's gap by kind of text, of the default merge and after distilling it on some kinds."""
     lines = read(results / "text_kinds.jsonl")
-    own = [line for line in read_lines(results / "text_kinds_distilled.jsonl") if line["start"] == "default"]
+    own = [line for line in read_lines(results / DISTILLED) if line["start"] == "default"]
     names = [
         "right after conversion" if line["tokens"] == 0 else f"distilled on {line['distilled_on']}" for line in own
     ]

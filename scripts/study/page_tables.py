@@ -135,9 +135,9 @@ def by_tokens(lines: list[Result]) -> str:
 def by_rate(lines: list[Result], parents: list[Result]) -> str:
     """Return the table of one merge right after conversion, and uptrained for one length at several peak rates.
 
-    Columns are the loss beyond the parent's, the KL divergence from the parent, how often the most likely tokens of both
-    are the same, the loss on random tokens that come a second time, where it was measured, and the loss beyond the
-    parent's on average over the kinds of text. The parent's losses on these are in a line of `parents`.
+    Columns are the loss beyond the parent's, the KL divergence from the parent, how often the most likely tokens of
+    both are the same, the loss on random tokens that come a second time, where it was measured, and the loss beyond
+    the parent's on average over the kinds of text. The parent's losses on these are in a line of `parents`.
     """
     merged = [line for line in lines if not is_parent(line)]
     (parent,) = (line["text_kinds"] for line in parents if is_parent(line))

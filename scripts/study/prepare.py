@@ -10,7 +10,7 @@ The folder of a plan:
     parent-0-g2/ …             the same from scratch with 2 K/V heads
     parent-0-qwen3/ …          the same of a family
     text_kinds/                texts of many kinds, with chats in the parent's template
-    smollm2/                   model/, train/, valid/ and text_kinds/ of an outside parent
+    smollm2/                   model/, train/, valid/, text_kinds/ and plan.json of an outside parent
     arms/                      the models that are currently converted and trained
     plan.json                  the values of the plan that all of this depends on
     results.jsonl lock
@@ -30,6 +30,11 @@ from typing import Any
 from scripts.study import programs
 from scripts.study.plan import SHARED, ExternalParent, Plan, PlanError, Vocabulary
 from scripts.study.repeat_heads import repeat_heads
+
+OUTSIDE = ("model", "seq_len", "windows", "kv_heads", "text_kinds")
+"""Fields of an outside parent that its folder depends on."""
+CONTENTS = "text_kinds.json"
+"""File of --text-kinds with its kinds and their sources."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +98,55 @@ class Workspace:
 
 
 def check_home(workspace: Workspace) -> None:
-    """Raise PlanError if the plan needs texts or a program that are missing, or its folder has other values of it."""
+    """Raise PlanError if the plan needs texts or a program that are missing, or its folders have other values of it."""
     plan = workspace.plan
-    if workspace.text_kinds is None and plan.needs_text_kinds:
-        raise PlanError(f"the plan {plan.name} needs texts of many kinds; give their folder with --text-kinds.")
+    if plan.needs_text_kinds:
+        _check_text_kinds(workspace)
     if plan.tasks and shutil.which("lm_eval") is None:
         raise PlanError(f"the plan {plan.name} needs the program lm_eval in PATH; pip install lm_eval[hf] brings it.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
     if not wanted["parent"]["families"]:  # earlier folders lack the key
         del wanted["parent"]["families"]
-    record = workspace.home / "plan.json"
+    _check_record(workspace.home, wanted)
+    for outside in plan.outside:
+        values = json.loads(json.dumps(asdict(outside)))
+        _check_record(workspace.home / outside.name, {key: values[key] for key in OUTSIDE})
+
+
+def _check_record(folder: Path, wanted: dict[str, Any]) -> None:
+    """Record what a folder is made with. Raises PlanError if it was made with something else."""
+    record = folder / "plan.json"
     if not record.exists():
         # Runners of several plans may do this at once, and must not read a half-written file.
+        folder.mkdir(parents=True, exist_ok=True)
         partial_file = record.with_suffix(f".{os.getpid()}")
         partial_file.write_text(json.dumps(wanted, indent=2) + "\n")
         partial_file.rename(record)
     recorded = json.loads(record.read_text())
     if other := [key for key in wanted if recorded.get(key) != wanted[key]]:
-        raise PlanError(f"{workspace.home} was made with another {other[0]}; take another --work, or delete it.")
+        raise PlanError(f"{folder} was made with another {other[0]}; take another --work, or delete it.")
+
+
+def _check_text_kinds(workspace: Workspace) -> None:
+    """Raise PlanError unless --text-kinds is a finished folder, and the one that earlier texts were rendered from."""
+    if workspace.text_kinds is None:
+        raise PlanError(
+            f"the plan {workspace.plan.name} needs texts of many kinds; give their folder with --text-kinds."
+        )
+    contents = workspace.text_kinds / CONTENTS
+    if not contents.is_file():
+        raise PlanError(
+            f"{workspace.text_kinds} has no {CONTENTS}, which scripts/study/text_kinds.py writes at its end."
+        )
+    for folder in (workspace.home, *(workspace.home / outside.name for outside in workspace.plan.outside)):
+        rendered = folder / "text_kinds"
+        if rendered.exists() and not same_content(rendered / CONTENTS, contents):
+            raise PlanError(f"{rendered} was made from other texts; take another --work, or delete it.")
+
+
+def same_content(path: Path, other: Path) -> bool:
+    return path.exists() and path.read_bytes() == other.read_bytes()
 
 
 def shared_steps(workspace: Workspace) -> list[Step]:
@@ -260,7 +295,8 @@ def fetch_model(outside: ExternalParent, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         programs.run("convert", "to-hf", source, Path(temporary) / "model", "--json")
-        repeat_heads(Path(temporary) / "model", out, outside.kv_heads)
+        repeat_heads(Path(temporary) / "model", Path(temporary) / "repeated", outside.kv_heads)
+        (Path(temporary) / "repeated").rename(out)
 
 
 def render_text_kinds(workspace: Workspace, model: Path, out: Path) -> None:
@@ -275,6 +311,7 @@ def render_text_kinds(workspace: Workspace, model: Path, out: Path) -> None:
             with source.open() as documents, (folder / part / source.name).open("w") as file:
                 for line in documents:
                     file.write(json.dumps({"text": _as_text(json.loads(line), tokenizer)}, ensure_ascii=False) + "\n")
+    shutil.copyfile(workspace.text_kinds / CONTENTS, folder / CONTENTS)
     folder.rename(out)
 
 

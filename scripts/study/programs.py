@@ -26,9 +26,13 @@ def run(program: str, *arguments: object) -> str:
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT}
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ProgramFailed(f"{' '.join(words)}: {lines[-1]}")
+        raise ProgramFailed(f"{' '.join(words)}: {last_line(done)}")
     return done.stdout
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a failed program wrote; its exit code if it wrote none, as after a kill."""
+    return next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
 
 
 def train(run_folder: Path, *arguments: object) -> None:

@@ -12,12 +12,13 @@ Seeds = dict[int, float]
 """Seed → figure."""
 Stage = tuple[float, str | None]
 """An uptraining as its α and loss; (0, None) is right after conversion."""
-Setting = tuple[float | None, str | None, int | None]
-"""The settings of an uptraining: peak learning rate, schedule, and tokens per step."""
+Setting = tuple[float | None, str | None, int | None, str | None]
+"""The settings of an uptraining: peak learning rate, schedule, tokens per step, and the trained part."""
 
 
 def read_lines(path: Path) -> list[Result]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open() as file:
+        return [json.loads(line) for line in file]
 
 
 def read(path: Path) -> list[Result]:
@@ -93,7 +94,7 @@ def at(lines: list[Result], arm: str, stage: Stage, groups: int | None = None) -
 
 
 def setting_of(line: Result) -> Setting:
-    return line["lr"], line["schedule"], line["global_batch_tokens"]
+    return line["lr"], line["schedule"], line["global_batch_tokens"], line["trainable"]
 
 
 def by_setting(lines: list[Result]) -> dict[Setting, list[Result]]:
@@ -102,7 +103,7 @@ def by_setting(lines: list[Result]) -> dict[Setting, list[Result]]:
 
 
 def at_best_setting(lines: list[Result]) -> list[Result]:
-    """Return the lines of the learning rate, schedule and batch that did best for an arm."""
+    """Return the lines of the learning rate, schedule, batch and trained part that did best for an arm."""
 
     def rank(own: list[Result]) -> tuple[int, float]:
         # A setting that some seeds have not tried yet must not win by chance.

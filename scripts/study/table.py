@@ -4,7 +4,7 @@
 
 Each number of K/V heads has its own tables. Arms are ordered by their loss after conversion, best first. "of mean's
 gap" is (the arm's loss − the parent's) / (mean's − the parent's), right after conversion. If several learning rates,
-schedules or batches were tried for an uptraining, the one with the best mean is shown and named.
+schedules, batches or trained parts were tried for an uptraining, the one with the best mean is shown and named.
 """
 
 import statistics
@@ -82,18 +82,18 @@ def table(lines: list[Result]) -> str:
 
 
 def rates(lines: list[Result]) -> Iterator[str]:
-    """Yield a table of losses by learning rate, schedule and batch for each uptraining with several learning rates."""
+    """Yield a table of losses by setting for each uptraining with several learning rates."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
         own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
         by_rate = {setting: losses(tried) for setting, tried in by_setting(own).items()}
         peaks = sorted({lr for lr, *_ in by_rate if lr is not None})
         if len(peaks) == 1:
             continue
-        rows = [
-            [f"{schedule}, {batch:,} tokens a step",
-             *(show(by_rate.get((lr, schedule, batch), {}), "{:.3f}") for lr in peaks)]
-            for schedule, batch in unique((schedule, batch) for _, schedule, batch in by_rate)
-        ]  # fmt: skip
+        several_parts = len({part for *_, part in by_rate}) > 1
+        rows = []
+        for schedule, batch, part in unique(setting[1:] for setting in by_rate):
+            name = f"{schedule}, {batch:,} tokens a step" + (f", {part}" if several_parts else "")
+            rows.append([name, *(show(by_rate.get((lr, schedule, batch, part), {}), "{:.3f}") for lr in peaks)])
         yield markdown([f"{arm}, {name_of(stage)}; peak:", *(f"{lr:g}" for lr in peaks)], rows)
 
 

@@ -303,13 +303,23 @@ def test_parents_are_evaluated_on_text_kinds(study, stand_in, tmp_path, monkeypa
     path, rendered = tmp_path / "smoke.toml", []
     path.write_text("text_kind_windows = 3\n" + SMOKE.read_text())
     monkeypatch.setattr(study[2], "render_text_kinds", lambda workspace, model, out: rendered.append((model, out)))
-    assert start(study, "--plan", path, "--work", tmp_path, "--text-kinds", tmp_path).exit_code == 0
+    arguments = ("--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
+    unfinished = start(study, *arguments)
+    assert (unfinished.exit_code, "has no text_kinds.json" in unfinished.output) == (2, True)
+    (tmp_path / "text_kinds.json").write_text("{}")
+    assert start(study, *arguments).exit_code == 0
     home = tmp_path / "smoke"
     assert rendered == [(home / "init", home / "text_kinds")]
     measured = [words for words in stand_in if words[0] == "scripts.study.on_text_kinds"]
     options = ["--text-kinds", str(home / "text_kinds/held-out"), "--windows", "3", "--length", "64"]
     assert [words[2:] for words in measured] == [options] * len(read(tmp_path))
     assert all(line["text_kinds"] == {"prose": 4.1} for line in read(tmp_path))
+    (home / "text_kinds").mkdir()
+    shutil.copy(tmp_path / "text_kinds.json", home / "text_kinds")
+    stand_in.clear()
+    assert start(study, *arguments).exit_code == 0 and not stand_in
+    (tmp_path / "text_kinds.json").write_text('{"prose": {}}')
+    assert "was made from other texts" in start(study, *arguments).output
 
 
 def test_an_outside_parent_is_trained_on_text_kinds(study, stand_in, tmp_path, monkeypatch):
@@ -325,6 +335,8 @@ def test_an_outside_parent_is_trained_on_text_kinds(study, stand_in, tmp_path, m
     monkeypatch.setattr(study[2], "render_text_kinds", lambda workspace, model, out: out.mkdir())
     refused = start(study, "--plan", path, "--work", tmp_path)
     assert (refused.exit_code, "--text-kinds" in refused.output) == (2, True)
+    (tmp_path / "text_kinds.json").write_text("{}")
+    monkeypatch.setattr(study[2], "same_content", lambda path, other: True)  # what render_text_kinds copies
     finished = start(study, "--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
     assert finished.exit_code == 0, finished.output
     folder = tmp_path / "mixed/mixed"
@@ -337,6 +349,23 @@ def test_an_outside_parent_is_trained_on_text_kinds(study, stand_in, tmp_path, m
     assert prepared["valid"][prepared["valid"].index("--tokens") + 1] == str(6 * 64)
     curves = [line["curve"] for line in read(tmp_path, "mixed") if line["alpha"]]
     assert curves == [[{"step": 3, **MEASURES}]] * len(curves) and curves
+    path.write_text(path.read_text().replace("windows = 6", "windows = 4"))
+    other = start(study, "--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
+    assert (other.exit_code, f"{folder} was made with another windows" in other.output) == (2, True)
+
+
+def test_a_measure_that_a_plan_asks_for_later(study, stand_in, tmp_path):
+    """Lines that lack it are measured again, the others are not."""
+    path = tmp_path / "smoke.toml"
+    path.write_text(SMOKE.read_text().replace("behaviour = true", "behaviour = false"))
+    arguments = ("--plan", path, "--work", tmp_path)
+    assert start(study, *arguments).exit_code == 0
+    n_lines = len(read(tmp_path))
+    path.write_text(SMOKE.read_text())
+    for _ in range(2):
+        assert start(study, *arguments).exit_code == 0
+        lines = read(tmp_path)
+        assert len(lines) == 2 * n_lines and all("behaviour" in line for line in lines[n_lines:])
 
 
 def test_lists_are_tried_in_all_combinations(study, tmp_path):
@@ -453,6 +482,7 @@ def test_a_plan_is_evaluated_on_text_kinds(tmp_path):
         (tmp_path / "texts" / part).mkdir(parents=True)
         (tmp_path / "texts" / part / "prose.jsonl").write_text(json.dumps({"text": words}) + "\n")
         (tmp_path / "texts" / part / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    (tmp_path / "texts/text_kinds.json").write_text("{}")
     with lzma.open(tmp_path / "texts/valid.jsonl.xz", "wt") as file:
         file.write(json.dumps({"text": words}) + "\n")
     plan = tmp_path / "text_kinds.toml"
@@ -501,7 +531,11 @@ def test_repeated_heads_compute_the_same(tmp_path):
     assert lost["default"] < 1e-3 < 0.1 < lost["mean"]
 
 
-def test_an_outside_parent_with_repeated_heads(tmp_path):
+def raise_full(*arguments, **options):
+    raise OSError("the disk is full")
+
+
+def test_an_outside_parent_with_repeated_heads(tmp_path, monkeypatch):
     """It is written beside its own folder, which does not exist yet, and appears whole."""
     source = tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "source")
     outside = plan.ExternalParent("repeated", str(source), (2,), 64, kv_heads=4)
@@ -509,6 +543,10 @@ def test_an_outside_parent_with_repeated_heads(tmp_path):
     config = json.loads((tmp_path / "work/repeated/model/config.json").read_text())
     assert config["num_key_value_heads"] == 4
     assert [path.name for path in (tmp_path / "work/repeated").iterdir()] == ["model"]
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr("scripts.study.repeat_heads.save_file", raise_full)
+        prepare.fetch_model(outside, tmp_path / "work/other/model")
+    assert not list((tmp_path / "work/other").iterdir())
 
 
 def study_of_few(arguments):

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from scripts.study import arms, page, page_tables, table
 from scripts.study import figures as drawing
+from scripts.study import results as results_of
 from scripts.study.results import forward_passes
 
 
@@ -28,17 +29,31 @@ def test_results_are_added_to_those_on_record(tmp_path):
     write(results, line("mean", 0, 5.1) | {"parent_loss": 4.01})
     with pytest.raises(click.ClickException, match=r"another parent 0 than .*: its loss is 4.0100, not 4.0000"):
         page.add_lines(results, record)
+    write(record, line("first", 0, 6.0) | {"tasks": {}})
+    write(results, line("first", 0, 6.0))
+    with pytest.raises(click.ClickException, match="has no tasks of first, but .* has; measure it too"):
+        page.add_lines(results, record)
+    assert "tasks" in arms.read(record)[0]
 
 
 def line(
-    arm, seed, held_out, *, stage=(0, None, None), groups=2, convert=("--method", "mean"), schedule="wsd", batch=1024
+    arm,
+    seed,
+    held_out,
+    *,
+    stage=(0, None, None),
+    groups=2,
+    convert=("--method", "mean"),
+    schedule="wsd",
+    batch=1024,
+    part="all",
 ):
     alpha, loss, lr = stage
     return {
         "plan": "p", "parent": "parent", "arm": arm, "groups": groups, "seed": seed,
         "alpha": alpha, "loss": loss, "lr": lr, "schedule": schedule if loss else None, "held_out_loss": held_out,
         "parent_loss": 4.0, "convert": convert, "from_nothing": False, "kl": 0.5, "agreement": 0.75,
-        "tokens": int(alpha * 1e6), "global_batch_tokens": batch if loss else None,
+        "tokens": int(alpha * 1e6), "global_batch_tokens": batch if loss else None, "trainable": part if loss else None,
     }  # fmt: skip
 
 
@@ -352,14 +367,52 @@ def test_table_of_parents(tmp_path):
         records = [{"step": 1, "loss": 7.0}, *({"step": s, "evaluation": {"loss": x}} for s, x in losses.items())]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     record = tmp_path / page.PARENTS
-    earlier = [{"plan": plan, "seed": 0, "steps": 20, "share": 1.0, "held_out_loss": 9.0} for plan in ("p", "q")]
+    earlier = [
+        {"plan": name, "seed": seed, "steps": 20, "share": 1.0, "held_out_loss": loss}
+        for name, seed, loss in (("p", 0, 5.0), ("p", 5, 7.0), ("q", 0, 9.0))
+    ]
     record.write_text("".join(json.dumps(line) + "\n" for line in earlier))
     for _ in range(2):
         page.record_parents(tmp_path, record)
         assert page.training_of_parents(tmp_path).splitlines() == [
-            "| of its training | q | p | p, 2 K/V heads |", "| --- | --- | --- | --- |",
-            "| 50% | – | 6.500 ± 0.707 | 13.000 |", "| 100% | 9.000 | 5.500 ± 0.707 | 12.000 |",
+            "| of its training | p | q | p, 2 K/V heads |", "| --- | --- | --- | --- |",
+            "| 50% | 6.500 ± 0.707 | – | 13.000 |", "| 100% | 6.000 ± 1.000 | 9.000 | 12.000 |",
         ]  # fmt: skip
+    record.write_text(record.read_text().replace("5.0", "5.1"))
+    with pytest.raises(click.ClickException, match="p has another parent 0 than .*: its loss is 5.0000, not 5.1000"):
+        page.record_parents(tmp_path, record)
+
+
+def test_results_of_distil_on_text_kinds_are_added(tmp_path):
+    record, results = tmp_path / "record.jsonl", tmp_path / "results.jsonl"
+    old = {"start": "default", "distilled_on": "chat", "lr": 2e-4, "tokens": 1}
+    record.write_text(json.dumps(old) + "\n" + json.dumps(old | {"distilled_on": None, "lr": None}) + "\n")
+    results.write_text(json.dumps(old | {"tokens": 2}) + "\n")
+    page.add_distilled(results, record)
+    assert [(each["distilled_on"], each["tokens"]) for each in results_of.read_lines(record)] == [
+        (None, 1),
+        ("chat", 2),
+    ]
+
+
+def test_a_place_of_a_page_that_names_nothing(tmp_path):
+    with pytest.raises(click.ClickException, match="the place results_fomer of a page names no table"):
+        page.renewed("<!-- results_fomer -->\n| old |\n<!-- end -->\n", tmp_path)
+
+
+def test_the_best_of_several_trained_parts():
+    """The part belongs to the setting: two parts at one rate are not averaged, and the better is named."""
+    stage = (0.01, "distill", 1e-3)
+    lines = [
+        line("parent", 0, 4.0, groups=4, convert=None), line("mean", 0, 6.0),
+        line("mean", 0, 4.3, stage=stage, part="kv"), line("mean", 0, 4.2, stage=stage, part="attention"),
+        line("mean", 0, 4.4, stage=(0.01, "distill", 5e-4), part="kv"),
+    ]  # fmt: skip
+    first, rates, *_ = "\n\n".join(table.tables(lines)).split("\n\n")[1:]
+    assert "| mean | 6.0000 | 100.0% | 4.2000 (lr 0.001, attention) |" in first
+    assert rates.splitlines()[2:] == [
+        "| wsd, 1,024 tokens a step, kv | 4.400 | 4.300 |", "| wsd, 1,024 tokens a step, attention | – | 4.200 |",
+    ]  # fmt: skip
 
 
 def test_table_by_parent():
@@ -439,13 +492,11 @@ def test_table_of_text_kinds_by_parent():
     ]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/study.md", "docs/study/more.md", "docs/study/tables.md"])
+@pytest.mark.parametrize("name", page.PAGES, ids=str)
 def test_the_pages_tables_are_the_recorded_results(name):
-
     root = Path(__file__).parents[2]
     written = (root / name).read_text()
     assert page.PLACE.findall(written)
-    assert Path(name) in page.PAGES
     assert page.renewed(written, root / page.RESULTS) == written
     changed = written.replace("| 8 → 2 |", "| 8 → 3 |").replace("| mean |", "| mode |")
     assert page.renewed(changed, root / page.RESULTS) == written
