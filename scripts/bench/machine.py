@@ -10,9 +10,10 @@ from model.common.machine import n_cores
 
 
 def facts() -> dict[str, str | int]:
-    """Return the processor, the usable cores, the GPU if any, torch's version and this checkout's commit."""
+    """Return the processor, the usable cores and torch's threads, the GPU if any, torch's version and our commit."""
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    return {"cpu": cpu_model(), "cores": n_cores(), **gpu, "torch": torch.__version__, "commit": commit()}
+    cores = {"cores": n_cores(), "threads": torch.get_num_threads()}
+    return {"cpu": cpu_model(), **cores, **gpu, "torch": torch.__version__, "commit": commit()}
 
 
 def cpu_model() -> str:
@@ -31,10 +32,10 @@ def commit() -> str:
     return name + ("+" if subprocess.check_output([*git, "status", "--porcelain"]) else "")
 
 
-def read_kb(path: Path, key: str) -> int:
-    """Return the kB that a file of /proc gives for a key; 0 if the process has ended."""
+def read_bytes(path: Path, key: str) -> int:
+    """Return the bytes that a file of /proc gives for a key; 0 if the process has ended. Its kB are 1,024 bytes."""
     try:
         lines = path.read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(key)), 0)
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(key)), 0)

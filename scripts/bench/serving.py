@@ -133,6 +133,13 @@ class Results:
             medians.append({**vars(cell), "n_kv_heads": names[-1], "tokens_per_s": cell.tokens / seconds})
         return medians
 
+    def add_version(self, engine: str, version: str, path: Path | None) -> None:
+        """Record an engine's version. Raises InputError if there are results of another."""
+        earlier = self.versions.get(engine, version)
+        if earlier != version and any(row["engine"] == engine for row in self.rows):
+            raise InputError(f"{path} was measured with {engine} {earlier}, not {version}; choose another --out.")
+        self.versions[engine] = version
+
     def add_cache(self, **row: Any) -> None:
         same = ("engine", "model", "n_kv_heads")
         self.caches = [old for old in self.caches if any(old[name] != row[name] for name in same)] + [row]
@@ -206,7 +213,7 @@ def setup_of(plan: Plan) -> dict[str, Any]:
     machine = facts()
     return {
         "cpu": machine["cpu"], "threads": plan.threads, "clock": plan.clock, "dtype": DTYPE, "vllm_eager": plan.eager,
-        "cache_gib": plan.cache_gib, "gpu": machine.get("gpu"),
+        "steps": plan.steps, "cache_gib": plan.cache_gib, "gpu": machine.get("gpu"),
     }  # fmt: skip
 
 
@@ -232,7 +239,7 @@ def measure(engine: str, model: str, cells: list[Cell], plan: Plan, results: Res
             if not missing:
                 continue
             with start(engine, folders[n], plan, fitting) as worker:
-                results.versions[engine] = worker.ask("facts")["version"]
+                results.add_version(engine, worker.ask("facts")["version"], path)
                 tokens = worker.tokens_in_cache(plan.cache_gib * GIB)
                 results.add_cache(engine=engine, model=model, n_kv_heads=n, bytes_per_token=sizes[n], tokens=tokens)
                 worker.ask("prefill", batch=1, context=WARM_UP)

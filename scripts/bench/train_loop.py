@@ -37,7 +37,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from scripts.bench.machine import read_kb
+from scripts.bench.machine import read_bytes
 from scripts.bench.runs import (
     ACCUMULATION,
     BUDGET,
@@ -220,9 +220,9 @@ def watch_memory(who: str, turns: Turns) -> None:
     """Report each new peak of this process's anonymous memory, in MB."""
     peak = 0
     while True:
-        if (memory := read_kb(Path("/proc/self/status"), "RssAnon:")) > peak:
+        if (memory := read_bytes(Path("/proc/self/status"), "RssAnon:")) > peak:
             peak = memory
-            turns.memory[who].value = peak / 1e3
+            turns.memory[who].value = peak / 1e6
         time.sleep(0.01)
 
 

@@ -221,7 +221,7 @@ def describe(workspace: Workspace, case: Case, stage: Stage | None, measures: Re
         "original_tokens": subject.tokens, "precision": subject.precision,
         "parent_sha256": weights_hash(subject.folder),
         "caches": cache_hashes(subject.caches), "commit": commit(),
-        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count()},
+        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "threads": programs.threads()},
     }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts.installed import gguf_file
 from scripts.study import programs
 from scripts.study.plan import SHARED, ExternalParent, Plan, PlanError, Vocabulary
 from scripts.study.repeat_heads import repeat_heads
@@ -286,9 +287,7 @@ def fetch_model(outside: ExternalParent, out: Path) -> None:
     """Write the parent as a Hugging Face folder."""
     source = outside.model
     if source.startswith("package:"):
-        from scripts.demo import find_model
-
-        source = str(find_model(source.removeprefix("package:")))
+        source = str(gguf_file(source.removeprefix("package:")))
     if outside.kv_heads is None:
         programs.run("convert", "to-hf", source, out, "--json")
         return

@@ -20,10 +20,15 @@ class ProgramFailed(click.ClickException):
     """A program failed; the message is one line that ends with the program's last line of output."""
 
 
+def threads() -> int:
+    """Return the number of threads of a program."""
+    return int(os.environ.get("OMP_NUM_THREADS", 1))
+
+
 def run(program: str, *arguments: object) -> str:
     """Run a program, and return its output."""
     words = [program, *map(str, arguments)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads()), **ENVIRONMENT}
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise ProgramFailed(f"{' '.join(words)}: {last_line(done)}")

@@ -39,7 +39,7 @@ SMALL = {
 QUICK = {
     "at_scale": "--out TMP/out",
     "calibrate": "--tokens 4096 4352 --work TMP --json TMP/out.json",
-    "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP/work --json TMP/out.json",
+    "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP --json TMP/out.json",
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
     "serving": "--models llama-1b --batches 1 --contexts 16 --turns 1 --threads 1 --work TMP/work --out TMP/out",
     "latent_decode": "--batch 1 --context 16 --steps 2 --out TMP/out",
@@ -66,13 +66,24 @@ CASES = [pytest.param(c, marks=pytest.mark.slow) if c.startswith(SLOW) else c fo
 @pytest.mark.parametrize("command", [*CASES, "train_loop --documents short --precision fp32"])
 @pytest.mark.timeout(600)
 def test_runs(tmp_path, command):
+    run_quickly(tmp_path, command)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_compiled_step_runs(tmp_path):
+    run_quickly(tmp_path, "train_step --sizes 7M --precision fp32", "--compile yes")
+
+
+def run_quickly(tmp_path, command, last=""):
+    """Run a benchmark at a small size, with more options at the end."""
     name, *options = shlex.split(command)
     if "litgpt" in options and find_spec("litgpt") is None:
         options[options.index("litgpt")] = "transformers"  # the rest of the command is the same
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "one.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 2000)
-    options += shlex.split(QUICK[name].replace("TMP", str(tmp_path)))
+    options += shlex.split(f"{QUICK[name]} {last}".replace("TMP", str(tmp_path)))
     small = f"[shape.update({SHAPE}) for shape in runs.SIZES.values()]; {SMALL.get(name, 'pass')}"
     result = forks.call(
         run, name, small, options, output=tmp_path / "output", environment={"ACCELERATE_USE_CPU": "true"}

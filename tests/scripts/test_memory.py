@@ -33,7 +33,7 @@ def place():
 
 
 def large_model(gigabytes):
-    """Return config and tensors of a Llama of zeros, which take no memory until they are written."""
+    """Return config and tensors of a Llama of zeros, in memory."""
     n_layers = max(1, round((gigabytes * 1e9 - 4 * bench.VOCAB * bench.HIDDEN) / bench.LAYER_BYTES))
     top = {"model.embed_tokens": (bench.VOCAB, bench.HIDDEN), "lm_head": (bench.VOCAB, bench.HIDDEN)}
     shapes = {**top, "model.norm": (bench.HIDDEN,)}

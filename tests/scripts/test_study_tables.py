@@ -31,7 +31,7 @@ def test_results_are_added_to_those_on_record(tmp_path):
         page.add_lines(results, record)
     write(record, line("first", 0, 6.0) | {"tasks": {}})
     write(results, line("first", 0, 6.0))
-    with pytest.raises(click.ClickException, match="has no tasks of first, but .* has; measure it too"):
+    with pytest.raises(click.ClickException, match=r"has no tasks of first, but .* has; measure it too"):
         page.add_lines(results, record)
     assert "tasks" in arms.read(record)[0]
 
@@ -379,7 +379,7 @@ def test_table_of_parents(tmp_path):
             "| 50% | 6.500 ± 0.707 | – | 13.000 |", "| 100% | 6.000 ± 1.000 | 9.000 | 12.000 |",
         ]  # fmt: skip
     record.write_text(record.read_text().replace("5.0", "5.1"))
-    with pytest.raises(click.ClickException, match="p has another parent 0 than .*: its loss is 5.0000, not 5.1000"):
+    with pytest.raises(click.ClickException, match=r"p has another parent 0 than .*: its loss is 5.0000, not 5.1000"):
         page.record_parents(tmp_path, record)
 
 

