@@ -19,6 +19,7 @@ from convert.errors import NO_TORCH, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.context import read_context
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
+from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
 from model.texts import Problem, find_reader
@@ -135,10 +136,11 @@ def _read_windows(
 def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
     content = checkpoint.side_files.get("tokenizer.json")
     if content is None:
-        raise UnsupportedMethodError(
-            f"{checkpoint.path} has no tokenizer.json, which calibrating needs; save the tokenizer there "
-            "(transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))."
-        )
+        name, commit = origin_of(checkpoint.path)
+        advice = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+        if commit is not None:
+            advice = f"fetch all files of the model: hf download {name}"
+        raise UnsupportedMethodError(f"{checkpoint.path} has no tokenizer.json, which calibrating needs; {advice}.")
     try:
         from tokenizers import Tokenizer
     except ImportError as error:

@@ -8,8 +8,12 @@ from convert.planning.latent_plan import LatentPlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
+from model.common.errors import CheckpointError
+from model.common.read_files import CONFIG_BYTES, UPTRAINING_RECORD, read_bytes_up_to
 from model.families.family import ConfigKeys
 from model.geometry import set_key
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
@@ -56,5 +60,33 @@ def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
 
 
 def copied_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
-    """Return the copied files by relative name: the source's, and the model code that the output needs."""
-    return {**checkpoint.side_files, **(plan.code.files if plan.code is not None else {})}
+    """Return the copied files by relative name: the source's, and the model code that the output needs.
+
+    The record of an uptraining is left out where heads change: it is about other weights.
+    """
+    files = dict(checkpoint.side_files)
+    if plan.regrouped or isinstance(plan, LatentPlan):
+        files.pop(UPTRAINING_RECORD, None)
+    if isinstance(plan, LatentPlan):
+        files |= _tokenizer_config(checkpoint)
+    return {**files, **(plan.code.files if plan.code is not None else {})}
+
+
+def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Return the tokenizer's config with the class that transformers gives the source's tokenizer, if it names another.
+
+    For a Mistral, transformers uses `tokenizer.json` as it is, whatever class the config names. For the `model_type`
+    of latent attention it uses that class, which may split texts in another way.
+    """
+    content = checkpoint.side_files.get(TOKENIZER_CONFIG)
+    if checkpoint.config["model_type"] != "mistral" or content is None or "tokenizer.json" not in checkpoint.side_files:
+        return {}
+    text = read_bytes_up_to(content, CONFIG_BYTES) if isinstance(content, Path) else content
+    try:
+        config = json.loads(text)
+        named = config.get("tokenizer_class")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint.path}/{TOKENIZER_CONFIG} is damaged: {error}.") from error
+    return (
+        {} if named is None else {TOKENIZER_CONFIG: json_text(config | {"tokenizer_class": "PreTrainedTokenizerFast"})}
+    )

@@ -186,6 +186,8 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
         refuse_outside(path, folder)
     if leads_outside(path, folder):
         return " (a link out of the folder)"
+    if any((path / name).is_file() for name in ("run.json", "manifest.json")):
+        return " (a training run, its data, or logits)"
     if path.is_dir() and os.access(path, os.R_OK | os.X_OK):
         return None
     if not (path.is_file() or path.is_dir()):

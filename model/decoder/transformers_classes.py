@@ -22,6 +22,9 @@ from model.decoder.config import MAX_LAYERS
 from model.families import FAMILIES, Family
 from model.geometry import check_class_settings
 
+DROPOUT = ("dropout", "_pdrop", "layerdrop", "dropout_prob", "dropout_rate")
+"""How the keys of rates of dropout end in config.json."""
+
 
 def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Return transformers' model of a folder's config.json, without the folder's weights.
@@ -34,6 +37,20 @@ def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     with refusing(f"transformers can build no model from {folder}/config.json"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
+
+
+def _remove_dropout(config: Any) -> None:
+    """Set each rate of dropout in a config, and in the configs inside, to 0.
+
+    Masks would depend on the division of a step into micro-batches and processes, and would add noise to what is
+    distilled. The own decoder has no dropout either.
+    """
+    entries = config if isinstance(config, dict) else vars(config)
+    for key, value in entries.items():
+        if hasattr(value, "to_dict") or isinstance(value, dict):
+            _remove_dropout(value)
+        elif isinstance(key, str) and key.endswith(DROPOUT) and checks.is_finite(value):
+            entries[key] = type(value)(0)
 
 
 def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -> Any:
@@ -79,11 +96,14 @@ def no_attention_function(model_type: str) -> CheckpointError:
 
 
 def _check_version() -> None:
-    """Raise CheckpointError for a version of transformers 5 that loads weights by other arguments."""
+    """Raise CheckpointError for a version that loads weights by other arguments, or reads other keys of config.json."""
     try:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    except ImportError:
-        return  # transformers 4
+    except ImportError as error:  # transformers 4, which takes RoPE's base in the spelling of 5 for 10,000
+        raise CheckpointError(
+            f"transformers {version('transformers')} reads other keys of config.json, and computes families other than "
+            f"Llama, Mistral and Qwen 2 in other ways; install {_KNOWN_VERSION} or newer."
+        ) from error
     if "load_config" not in inspect.signature(convert_and_load_state_dict_in_model).parameters:
         raise CheckpointError(
             f"transformers {version('transformers')} loads weights in a way that calibrating does not know; install "
@@ -100,14 +120,10 @@ def load_state(
     if a tensor is missing, left over or misshapen. A lack of memory passes.
     """
     with refusing(f"transformers cannot load the weights of {source}", running=True):
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import convert_and_load_state_dict_in_model
-            from transformers.modeling_utils import LoadStateDictConfig
-        except ImportError:  # transformers 4, which converts nothing
-            own = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-            model.get_submodule(prefix.removesuffix(".")).load_state_dict(own, assign=True)
-            return
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
         mapping: Any = get_model_conversion_mapping(model)
         how = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype)
         loading, _ = convert_and_load_state_dict_in_model(model, state, how)
@@ -130,12 +146,9 @@ _KNOWN_VERSION = "transformers 5.23"
 
 def names_in_files(model: nn.Module) -> set[str]:
     """Return the names that transformers gives a model's parameters in files, where they may differ from those here."""
-    parameters = dict(model.named_parameters())
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4, which converts nothing
-        return set(parameters)
-    return set(revert_weight_conversion(model, parameters))  # type: ignore[arg-type]
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return set(revert_weight_conversion(model, dict(model.named_parameters())))  # type: ignore[arg-type]
 
 
 def layer_class_names(folder: Path) -> tuple[str, ...]:
@@ -147,7 +160,7 @@ def layer_class_names(folder: Path) -> tuple[str, ...]:
 
 
 def read_hf_config(folder: Path) -> Any:
-    """Return transformers' config of a folder.
+    """Return transformers' config of a folder, without dropout.
 
     Code in the folder is not run: the code that is copied into converted models is registered from
     `model.remote_code`.
@@ -156,6 +169,7 @@ def read_hf_config(folder: Path) -> Any:
 
     from model.remote_code.register import register
 
+    _check_version()
     register()
     _, values = read_config(folder)
     _refuse_kernels(folder, values)
@@ -168,6 +182,7 @@ def read_hf_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # What the file names may not be installed, and may not take the masks of packed documents.
         config._attn_implementation = None
+        _remove_dropout(config)
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{folder}: model_type {config.model_type!r} is an encoder-decoder, and only causal language models can be "

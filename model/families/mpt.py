@@ -35,9 +35,11 @@ FAMILY = Family(
         "attn_config.alibi_bias_max": (None, 8),
         "attn_config.prefix_lm": (None, False),
         "attn_config.sliding_window_size": (None, -1),
+        "attn_config.attn_logit_softcapping": (None,),
+        "attn_config.qk_gn": (None, False),
         "norm_type": (None, "low_precision_layernorm", "layernorm"),
         "norm_eps": (None, 1e-5),
         "block_overrides": (None,),
     },
-    head_ignores={"logit_scale": (None,)},
+    head_ignores={"logit_scale": (None,), "final_logit_softcapping": (None,)},
 )

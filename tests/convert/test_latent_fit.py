@@ -15,7 +15,7 @@ from latent_reference import attend
 from safetensors.torch import load_file, save_file
 from self_kill import run_self_killing
 from tiny_tokenizers import make_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
@@ -276,3 +276,23 @@ def test_the_most_useful_components_are_rotated():
     assert _most_useful(benefits, 5) == (0.0, 0.0, 1.0, 3.0, 3.0)
     assert evenly(4, 8) == (0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0)
     assert evenly(4, 6) == (0.0, 0.0, 1.0, 2.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("named_in", ["tokenizer_config.json", "config.json"])
+def test_the_output_tokenises_as_the_source(convert, tmp_path, model_type, named_in):
+    """Transformers chooses a tokenizer's class by the `model_type`, which changes, and by the class that is named."""
+    changes = {"sliding_window": None} if model_type == "mistral" else {}
+    source = make_tokenizer(tiny.save(tiny.build(model_type, vocab_size=300, **changes), tmp_path / "source"), 300)
+    for name in ("tokenizer_config.json", "config.json"):
+        content = json.loads((source / name).read_text())
+        content.pop("tokenizer_class", None)
+        named = {"tokenizer_class": "GPT2Tokenizer"} if name == named_in else {}
+        (source / name).write_text(json.dumps(content | named))
+    out = tmp_path / "out"
+    size = ("--latent", 32, "--rope", 32, "--calibration", "none")
+    assert convert("mha-to-mla", source, out, *size).code == 0
+    assert convert("verify", source, out).code == 0
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, source))
+    text = "it's 12345 o'clock:\n\n  don't STOP camelCase 100%"
+    assert ours(text).input_ids == theirs(text).input_ids

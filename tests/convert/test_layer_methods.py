@@ -1,5 +1,6 @@
 """`--method aligned` and `pca`, file to file."""
 
+import hashlib
 import json
 
 import pytest
@@ -75,6 +76,26 @@ def test_verify_sees_a_changed_query(convert, tmp_path, method):
     result = convert("verify", source, tmp_path / "out")
     assert (result.code, "q_proj.weight differs from the one recomputed" in result.err) == (3, True)
     assert "q_proj.weight has SHA-256" in result.err
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_verify_forgives_rounding_and_nothing_more(convert, tmp_path, method):
+    """Another processor's rounding: 0.0005 of the root mean square of a tensor passes, 0.002 is a difference."""
+    source, out = tiny.save(tiny.build(), tmp_path / "source"), tmp_path / "out"
+    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
+    name, tensors = "model.layers.1.self_attn.q_proj.weight", tiny.tensors(out)
+    original, typical = tensors[name].clone(), float(tensors[name].square().mean().sqrt())
+    for share, code in ((0.0005, 0), (0.002, 3)):
+        tensors[name] = original.clone()
+        tensors[name][3, 4] += share * typical
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        written = json.loads((out / "groupwise.json").read_text())
+        written["sha256"][name] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
+        (out / "groupwise.json").write_text(json.dumps(written))
+        result = convert("verify", source, out, "--json")
+        assert result.code == code, (share, result.err)
+        report = json.loads(result.out)
+        assert (list(report["rounded"]), len(report["differences"])) == (([name], 0) if code == 0 else ([], 1))
 
 
 OTHERS = tuple(family for family in tiny.FITTED if family not in NATIVE_FAMILIES)

@@ -1,6 +1,8 @@
 """What a user is told of a config that may mislead: code that `auto_map` names, numbers that stay. None of it runs."""
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,8 +56,9 @@ def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monk
     [None, {}, [], "x", {"AutoTokenizer": ["tokenization_x.X", None]}, {"AutoModel": None}, {"AutoModel": 3}],
 )
 def test_no_note_where_no_model_s_code_is_named(auto_map):
-    assert notes_of_checkpoint(SimpleNamespace(config={"auto_map": auto_map}, notes=(), tensors={}), LLAMA) == ()
-    assert notes_of_checkpoint(SimpleNamespace(config={}, notes=(), tensors={}), LLAMA) == ()
+    rest = {"notes": (), "tensors": {}, "path": Path("model"), "side_files": {}}
+    assert notes_of_checkpoint(SimpleNamespace(config={"auto_map": auto_map}, **rest), LLAMA) == ()
+    assert notes_of_checkpoint(SimpleNamespace(config={}, **rest), LLAMA) == ()
 
 
 def test_no_note_where_that_code_is_needed(convert, tmp_path):
@@ -88,3 +91,35 @@ def test_an_embedding_of_another_size_than_the_vocabulary(convert, source):
     assert note == (
         "config.json has vocab_size = 66, but model.embed_tokens.weight has 67 rows; transformers refuses that."
     )
+
+
+def test_the_record_of_an_uptraining_is_not_copied_with_other_heads(convert, source, tmp_path):
+    (source / "uptraining.json").write_text("{}")
+    for command, kept in ((("to-hf",), True), (("mha-to-gqa", "--groups", 2, "--method", "mean"), False)):
+        out = tmp_path / command[0]
+        assert convert(command[0], source, out, *command[1:]).code == 0
+        assert (out / "uptraining.json").exists() == kept
+        assert convert("verify", source, out).code == 0
+
+
+def test_runs_inside_the_source_are_not_copied(convert, source, tmp_path):
+    for name in ("exp/run.json", "exp/metrics.jsonl", "exp.data/manifest.json", "assets/card.txt"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean", "--json")
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"assets", "chat_templates"}
+    why = "(a training run, its data, or logits)"
+    assert json.loads(result.out)["left_out"] == [f"exp/ {why}", f"exp.data/ {why}"]
+
+
+def test_a_partly_cached_model(convert, tmp_path):
+    """As AutoModelForCausalLM.from_pretrained leaves it: without a tokenizer."""
+    snapshot = tmp_path / "models--org--model/snapshots" / ("a" * 40)
+    tiny.save(tiny.build(), snapshot)
+    for file in snapshot.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            (shutil.rmtree if file.is_dir() else Path.unlink)(file)
+    arguments = ("mha-to-gqa", snapshot, tmp_path / "out", "--groups", 2)
+    (note,) = json.loads(convert(*arguments, "--method", "mean", "--json").out)["notes"]
+    assert "the cache holds no tokenizer of org/model" in note and note.endswith("hf download org/model.")
+    convert(*arguments, "--overwrite").refused("fetch all files of the model: hf download org/model")

@@ -64,7 +64,7 @@ def test_numbers_that_are_code_do_not_run(uptrain, hostile, payload, command):
     tensors = checkpoint / "tensors"
     metadata = FileSystemReader(tensors).read_metadata()
     names = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
-    assert "optimizer.param_groups.0.weight_decay" in names or len(names) > 3
+    assert len(names) > 3
     torch.save(payload, tensors / "__9_0.distcp")
     for name in names:
         size = (tensors / "__9_0.distcp").stat().st_size
@@ -107,10 +107,15 @@ def test_a_manifest_leads_nowhere_else(uptrain, hostile, tmp_path, command, name
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     before = tiny.snapshot(tmp_path)
     result = uptrain(*COMMANDS[command](run))
-    if command != "report":
-        assert result.code == (1 if command == "status" else 2)
-        assert "which no checkpoint has" in result.err
-        assert tiny.snapshot(tmp_path) == before
+    if command == "report":  # which reads no manifest
+        assert result.code == 0, result.err
+        written = run / "report.html"
+        assert {path: text for path, text in tiny.snapshot(tmp_path).items() if path in before} == before
+        assert "mine" not in written.read_text()
+        return
+    assert result.code == (1 if command == "status" else 2)
+    assert "which no checkpoint has" in result.err
+    assert tiny.snapshot(tmp_path) == before
 
 
 def test_links_in_a_checkpoint_are_not_followed(uptrain, hostile, tmp_path):

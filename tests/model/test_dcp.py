@@ -60,6 +60,17 @@ def test_converts_as_the_hugging_face_folder_does(convert, tmp_path, dtype, n_pi
     assert (summary["format"], summary["side_files"], summary["left_out"]) == ("dcp", ["tokenizer.json"], [])
 
 
+def test_the_config_names_the_dtype_of_the_tensors(convert, tmp_path):
+    """Training keeps the weights of a bfloat16 model in float32; its config comes from another folder."""
+    folder = tiny.save(tiny.build(), tmp_path / "folder", "bfloat16")
+    other = write_dcp(tmp_path / "dcp", cast(tiny.build(), "float32"), 2)
+    shutil.copy(folder / "config.json", other)
+    assert convert("to-hf", other, tmp_path / "out").code == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert {config.get(key, "float32") for key in ("dtype", "torch_dtype")} == {"float32"}
+    assert convert("verify", other, tmp_path / "out").code == 0
+
+
 class PicklerOfPython_3_11_0(pickle.Pickler):
     """Names a member of an enum by `getattr`, as Python did until 3.11.3."""
 

@@ -145,6 +145,9 @@ def test_the_released_models_scale_rope_as_their_size_tells(tmp_path, dim, facto
     params = Params(tmp_path)
     assert params.rope_scaling["factor"] == factor
     assert params.special_tokens(128256) == {"bos_token_id": 128000, "eos_token_id": 128001}
+    (note,) = params.end_of_turn(128256)
+    assert "for an Instruct model, set it to [128001, 128008, 128009]" in note
+    assert not list(params.end_of_turn(32000))
 
 
 @pytest.mark.parametrize("where", ["beside", "above", "nowhere"])

@@ -37,18 +37,24 @@ def test_no_type_is_both_supported_and_unsupported():
     assert not set(types) & set(FAMILIES)
 
 
-@pytest.mark.parametrize(("model_type", "why"), KNOWN)
-def test_the_reason_holds_in_transformers(model_type, why):
-    """So far as a config tells."""
-    config = AutoConfig.for_model(model_type).get_text_config()
-    if "no number of K/V heads" in why:
-        assert "num_key_value_heads" not in config.to_dict()
-    elif "(MLA)" in why:
-        assert "kv_lora_rank" in config.to_dict()
-    elif "other layers" in why:
-        assert "num_kv_shared_layers" in config.to_dict()
-    elif "attend to an image" in why:
-        assert "cross_attention_layers" in config.to_dict()
+IN_CONFIGS = {
+    "no number of K/V heads": ("num_key_value_heads", False),
+    "(MLA)": ("kv_lora_rank", True),
+    "other layers": ("num_kv_shared_layers", True),
+    "attend to an image": ("cross_attention_layers", True),
+}
+"""Reasons that a config shows, by their words: a key, and whether it is there."""
+SHOWN = [(model_type, words) for model_type, why in KNOWN for words in IN_CONFIGS if words in why]
+
+
+@pytest.mark.parametrize(("model_type", "words"), SHOWN)
+def test_the_reason_holds_in_transformers(model_type, words):
+    key, is_there = IN_CONFIGS[words]
+    assert (key in AutoConfig.for_model(model_type).get_text_config().to_dict()) == is_there
+
+
+def test_each_reason_that_a_config_shows_has_a_type():
+    assert {words for _, words in SHOWN} == set(IN_CONFIGS)
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))

@@ -248,6 +248,12 @@ def test_buffers_of_old_checkpoints_are_ignored(convert, tmp_path):
         ("mpt", {"attn_config": {"alibi": True, "clip_qkv": 0.05}}, "after their projections (clip_qkv, norms)"),
         ("mpt", {"attn_config": {"alibi": False}}, "of model_type 'mpt' without attn_config.alibi = true"),
         ("mpt", {"attn_config": {"alibi": True, "alibi_bias_max": 16}}, "attn_config.alibi_bias_max = 16, which"),
+        (
+            "mpt",
+            {"attn_config": {"alibi": True, "attn_logit_softcapping": 30.0}},
+            "attn_logit_softcapping = 30.0, which",
+        ),
+        ("mpt", {"attn_config": {"alibi": True, "qk_gn": True}}, "attn_config.qk_gn = True, which"),
         ("mpt", {"norm_type": "rmsnorm"}, "norm_type = 'rmsnorm', which transformers' class of mpt ignores"),
         ("phi3", {"partial_rotary_factor": 0.45}, "has an odd number of them"),
     ],

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint import Tensor
+from model.checkpoint.latent_norm import KEY
 from model.common.errors import InputError
 from uptrain.budget import training_time
 from uptrain.budget.budget import BudgetOptions, default_peak, make_budget
@@ -152,6 +153,13 @@ def test_name_alone_does_not_identify_a_model():
 def test_kv_heads_do_not_matter():
     converted = {**config(named("deepseek-llm-7b")), "num_key_value_heads": 4}
     assert make_budget(BudgetOptions(alpha=0.05), converted, (), SEQ_LEN).steps == 10_597
+
+
+def test_latent_attention_does_not_matter():
+    original, source = config(named("llama-2-7b")), ("meta-llama/Llama-2-7b-hf",)
+    entry = {KEY: {"kind": "eps", "weight": 1.0}, "kv_lora_rank": 448, "qk_rope_head_dim": 64}
+    latent = {**original, "model_type": "deepseek_v3", **entry}
+    assert known_originals(latent, source) == known_originals(original, source) == (named("llama-2-7b"),)
 
 
 def test_ambiguous_shape_is_refused():

@@ -35,7 +35,7 @@ OF_PART = {
 WRITTEN = re.compile(r"self_attn\.|input_layernorm"), re.compile(r"self_attn\.kv_"), re.compile(r"_proj|_with_mqa")
 """The tensors of an export that may differ from those before, by part."""
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
-CELLS = [pytest.param(layout, part, marks=SLOW[layout]) for layout in LAYOUTS for part in PARTS]
+CELLS = [pytest.param(layout, part, marks=SLOW[layout]) for layout in LAYOUTS for part in ("all", *PARTS)]
 
 
 def make_pair(convert, folder, dtype="bfloat16", norm="eps", epsilon=1e-5, **changes):

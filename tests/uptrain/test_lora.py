@@ -77,8 +77,8 @@ def test_the_first_step_follows_from_that_of_full_training(tmp_path, family, dty
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers for an attribute of old
 def test_against_peft(tmp_path):
-    """The library gives the same logits with the same adapters, and merges them to the same weights."""
-    peft = pytest.importorskip("peft")
+    """The library gives the same logits with the same adapters, and merges them to W + B A, as export does."""
+    import peft
     from transformers import AutoModelForCausalLM
 
     folder = tiny.save(tiny.build(num_key_value_heads=2), tmp_path / "model")
@@ -98,6 +98,12 @@ def test_against_peft(tmp_path):
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert (ours(ids) - hf_model(ids).logits).abs().max() <= 1e-5
+    merged, parameters = hf_model.merge_and_unload().state_dict(), dict(ours.named_parameters())
+    adapted = [name.removesuffix("lora_A.weight") for name in parameters if name.endswith("lora_A.weight")]
+    for name in adapted:
+        w, a, b = (parameters[f"{name}{which}weight"].double() for which in ("", "lora_A.", "lora_B."))
+        assert (merged[f"{name}weight"] - (w + b @ a)).abs().max() <= 1e-6 < (b @ a).abs().max()
+    assert len(adapted) == 7 * len(ours.model.layers)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])

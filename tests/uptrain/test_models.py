@@ -1,5 +1,6 @@
 """What is trained, how it begins when it is trained from scratch, and which optimizer trains it."""
 
+import json
 import re
 import resource
 from pathlib import Path
@@ -202,3 +203,25 @@ def test_layers_are_compiled_once_whatever_the_documents(student, monkeypatch):
         counts.append(counter.frame_count)
     assert counts == [counts[0]] * len(layouts)
     assert counts[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "rates"),
+    [
+        ("starcoder2", {"attention_dropout": 0.5, "residual_dropout": 0.5, "embedding_dropout": 0.5}),
+        ("phi", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attention_dropout": 0.5}),
+        ("granite", {"attention_dropout": 0.5}),
+        ("mpt", {"resid_pdrop": 0.5, "emb_pdrop": 0.5, "attn_config": {"alibi": True, "attn_pdrop": 1}}),
+        ("llama", {"attention_dropout": 0.5}),
+    ],
+)
+def test_nothing_is_dropped_in_training(tmp_path, family, rates):
+    """So the loss does not depend on the division of a step; the config, which export copies, keeps its rates."""
+    source = tiny.save(tiny.build(family), tmp_path / "model")
+    tiny.edit_config(source, **rates)
+    student = load_student(source).train()
+    ids = torch.arange(24).view(2, 12)
+    losses = [student(ids, labels_BT=ids)[0] for _ in range(2)]
+    assert torch.equal(*losses)
+    assert torch.equal(losses[0], student.eval()(ids, labels_BT=ids)[0])
+    assert rates.items() <= json.loads((source / "config.json").read_text()).items()

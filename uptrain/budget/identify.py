@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from model.checkpoint.latent_norm import read_latent_norm
 from model.common.errors import InputError
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
@@ -25,6 +26,8 @@ def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> t
     does not count, since names are arbitrary.
     """
     model_type = str(config.get("model_type")).removesuffix("_gqa")  # suffix of the classes in `model.remote_code`
+    if read_latent_norm(config) is not None:
+        model_type = "llama"  # mha-to-mla writes another, and no Mistral is known here
     shape = (model_type, *(config.get(key) for key in SHAPE_KEYS))
     of_shape = tuple(original for original in ORIGINALS if original.shape == shape)
     last_parts = [name.lower().rsplit("/", 1)[-1] for name in source_names]

@@ -18,6 +18,7 @@ from model.checkpoint.formats.dcp.metadata import METADATA, Entry, read_metadata
 from model.checkpoint.formats.dcp.names import find_naming
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
 from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.llama_config import dtype_settings
 from model.checkpoint.tensor import Array, Span, Tensor
 from model.checkpoint.tensor_blocks import TensorBlock, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.tied import without_tied_head
@@ -56,6 +57,12 @@ class DistributedFolder(Checkpoint):
         self._stored = {name: _assemble(path, part.name, part.entry, files) for name, part in model.items()}
         self.tensors = {name: Tensor(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
         self.tensors = without_tied_head(self)
+        # The config is another folder's: training keeps float32 weights of a bfloat16 model, for example.
+        settings = dtype_settings(self.tensors.values())
+        changed = {key: name for key, name in settings.items() if self.config.get(key) not in (None, name)}
+        if changed:
+            self.config |= changed
+            self.config_text = hf_folder.json_text(self.config)
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         self.side_files, skipped_files = hf_folder.list_files(
             self._home, deep=self._home not in path.absolute().parents

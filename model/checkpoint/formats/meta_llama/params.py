@@ -4,6 +4,7 @@ Source: `ModelArgs` in Meta's llama and llama-models repositories, and the files
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,14 @@ class Params:
         """Return the tokens that begin and end a text: Llama 3's, or those of Llama 1 and 2 (SentencePiece)."""
         bos, eos = (128000, 128001) if vocab_size >= LLAMA3_VOCABULARY else (1, 2)
         return {"bos_token_id": bos, "eos_token_id": eos}
+
+    def end_of_turn(self, vocab_size: int) -> Iterator[str]:
+        """Yield a note for Llama 3: the file does not tell an Instruct model, whose turns end otherwise."""
+        if vocab_size >= LLAMA3_VOCABULARY:
+            yield (
+                "eos_token_id is 128001, the base model's; for an Instruct model, set it to [128001, 128008, 128009] "
+                "in config.json and generation_config.json, or texts do not end with a turn."
+            )
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         scaled = self._values.get("use_scaled_rope", False)

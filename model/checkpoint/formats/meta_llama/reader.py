@@ -48,7 +48,8 @@ class MetaFolder(Checkpoint):
         self.side_files.setdefault("generation_config.json", generation)
         unread = [name for name in skipped_files if name not in (*(file.name for file in self.weight_files), PARAMS)]
         self.skipped_files = (*unread, *(["config.json"] if (path / "config.json").exists() else []))
-        self.notes = (*([note] if note else []), *self._find_tokenizer())
+        end_of_turn = self._params.end_of_turn(vocab_size)
+        self.notes = (*([note] if note else []), *end_of_turn, *self._find_tokenizer())
 
     def span(self, name: str) -> Span | None:
         return self._wholes[name].span
