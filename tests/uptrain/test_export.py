@@ -194,6 +194,14 @@ def test_both_keys_of_the_dtype_name_what_was_written(tmp_path, uptrain):
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
 
+def test_a_float16_model_is_exported_in_bfloat16(tmp_path, uptrain):
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    model = tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "half", "float16")
+    drive([{"arguments": arguments({**inputs, "model": model}, run, steps=4)}])
+    assert uptrain("export", run, tmp_path / "out").code == 0
+    assert {tensor.dtype for tensor in tiny.tensors(tmp_path / "out").values()} == {torch.bfloat16}
+
+
 def test_a_teacher_in_the_hubs_cache_has_its_name_there(tmp_path, uptrain):
     inputs = make_inputs(tmp_path)
     snapshot = tmp_path / "hub/models--org--parent/snapshots" / ("0" * 40)

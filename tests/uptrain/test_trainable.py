@@ -200,3 +200,21 @@ def test_refusals(inputs, tmp_path, uptrain, options, words):
     fixed = ("--data", inputs["data"], "--out", tmp_path / "run", "--lr", 1e-3, "--global-batch-tokens", 256)
     uptrain("run", *(o.format(**folders) for o in options), *fixed, "--steps", 2).refused(*words)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("part", ["all", "lora"])
+def test_a_family_that_is_not_converted(inputs, tmp_path, uptrain, part):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gptj", vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64, rotary_dim=8
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gptj")
+    run, out = tmp_path / "run", tmp_path / "out"
+    drive([{"arguments": arguments({**inputs, "model": tmp_path / "gptj"}, run, "--trainable", part, steps=4)}])
+    assert uptrain("export", run, out, "--dtype", "float32").code == 0
+    before, after = tiny.tensors(tmp_path / "gptj"), tiny.tensors(out)
+    assert before.keys() == after.keys()
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    linear = {name for name in before if re.search(r"(_proj|fc_in|fc_out)\.weight$", name)}
+    assert changed == (set(before) if part == "all" else linear)
