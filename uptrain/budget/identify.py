@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from model.checkpoint.latent_norm import read_latent_norm
 from model.common.errors import InputError
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
@@ -25,6 +24,8 @@ def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> t
     `config` is its `config.json`; `source_names` are from `uptrain.budget.conversion_record`. A name without the shape
     does not count, since names are arbitrary.
     """
+    from model.checkpoint.latent_norm import read_latent_norm  # imported here, because it needs numpy
+
     model_type = str(config.get("model_type")).removesuffix("_gqa")  # suffix of the classes in `model.remote_code`
     if read_latent_norm(config) is not None:
         model_type = "llama"  # mha-to-mla writes another, and no Mistral is known here
