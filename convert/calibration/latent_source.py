@@ -53,8 +53,7 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
 
 def token_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype."""
-    keys = (
-        "bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "dtype", "torch_dtype", "initializer_range",
-        "use_cache",
-    )  # fmt: skip
+    keys = ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"]
+    if config["model_type"] != "mistral":  # for which transformers ignores it, but not for the output's type
+        keys.append("tokenizer_class")
     return {key: config[key] for key in keys if key in config}

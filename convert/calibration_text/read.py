@@ -22,6 +22,7 @@ from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
+from model.common.tokenizer import has_tokenizer
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.sources import TextFiles, find_files
@@ -138,7 +139,7 @@ def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
     if content is None:
         name, commit = origin_of(checkpoint.path)
         advice = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
-        if commit is not None:
+        if commit is not None and not has_tokenizer(checkpoint.side_files):
             advice = f"fetch all files of the model: hf download {name}"
         raise UnsupportedMethodError(f"{checkpoint.path} has no tokenizer.json, which calibrating needs; {advice}.")
     try:

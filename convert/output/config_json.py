@@ -84,9 +84,8 @@ def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, bytes]:
     text = read_bytes_up_to(content, CONFIG_BYTES) if isinstance(content, Path) else content
     try:
         config = json.loads(text)
-        named = config.get("tokenizer_class")
+        if config.get("tokenizer_class") is None:
+            return {}
+        return {TOKENIZER_CONFIG: json_text(config | {"tokenizer_class": "PreTrainedTokenizerFast"})}
     except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint.path}/{TOKENIZER_CONFIG} is damaged: {error}.") from error
-    return (
-        {} if named is None else {TOKENIZER_CONFIG: json_text(config | {"tokenizer_class": "PreTrainedTokenizerFast"})}
-    )

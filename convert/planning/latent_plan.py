@@ -10,6 +10,7 @@ from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.rotation import rope_parameters
 from convert.latent.sizes import ENGINE_SIZES, LatentSizes, choose_sizes
 from convert.latent.stock_tensors import rounded_weight
+from convert.planning.notes import partly_cached
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, Tensor
@@ -98,7 +99,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
         regrouped=computed,
         code=None,
-        notes=(*checkpoint.notes, *_notes(sizes, recipe, rope)),
+        notes=(*checkpoint.notes, *partly_cached(checkpoint), *_notes(sizes, recipe, rope)),
         largest_group=max(2 * layer.nbytes for layer in layers),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
         reader_bytes=checkpoint.reader_bytes,

@@ -6,7 +6,7 @@ from typing import Any
 from convert.merging.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
-from model.common.tokenizer import VOCABULARIES, WHOLE
+from model.common.tokenizer import has_tokenizer
 from model.families import Family
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
@@ -28,7 +28,7 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_by_layers(config),
-        *_vocabulary(checkpoint), *_partly_cached(checkpoint),
+        *_vocabulary(checkpoint), *partly_cached(checkpoint),
     )  # fmt: skip
 
 
@@ -72,10 +72,10 @@ def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _partly_cached(checkpoint: Checkpoint) -> Iterator[str]:
+def partly_cached(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note on a model in the Hugging Face cache of which programs have fetched the config and weights only."""
     name, commit = origin_of(checkpoint.path)
-    if commit is not None and not checkpoint.side_files.keys() & {WHOLE, *VOCABULARIES}:
+    if commit is not None and not has_tokenizer(checkpoint.side_files):
         yield f"the cache holds no tokenizer of {name}, so the output has none; fetch all files: hf download {name}."
 
 

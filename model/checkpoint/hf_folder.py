@@ -186,12 +186,17 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
         refuse_outside(path, folder)
     if leads_outside(path, folder):
         return " (a link out of the folder)"
-    if any((path / name).is_file() for name in ("run.json", "manifest.json")):
-        return " (a training run, its data, or logits)"
     if path.is_dir() and os.access(path, os.R_OK | os.X_OK):
-        return None
+        return " (a training run, its data, or logits)" if _is_of_training(path) else None
     if not (path.is_file() or path.is_dir()):
         return " (not a regular file)"
     if path.is_dir() or not os.access(path, os.R_OK):
         raise CheckpointError(f"{path} cannot be read; check its permissions, or move it away.")
     return None
+
+
+def _is_of_training(folder: Path) -> bool:
+    """Return whether `uptrain` made a folder: a run, a token cache or logits. They hold paths of this machine."""
+    names = {path.name for path in folder.iterdir()}
+    is_run = {"run.json", "metrics.jsonl"} <= names
+    return is_run or ("manifest.json" in names and ("inputs.sha256" in names or "values-00000.bin" in names))

@@ -1,5 +1,6 @@
 """Open a folder's tokenizer with transformers, without running code from the folder."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ VOCABULARIES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
     "added_tokens.json",
 )  # fmt: skip
+OTHERS = ("tekken.json", ".model")
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Return whether files with these names hold a vocabulary, also one that is not read here (tekken, tiktoken)."""
+    return any(name in VOCABULARIES or "token" in name or name.endswith(OTHERS) for name in names)
 
 
 def open_tokenizer(folder: Path) -> Any:

@@ -68,7 +68,7 @@ def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -
     register()
     _refuse_kernels(Path(source), config)
     _check_layers(Path(source), config)
-    _check_version()
+    _check_loading()
     try:
         with refusing(f"transformers can build no model from the config of {source}"):
             hf_config = CONFIG_MAPPING[model_type].from_dict(dict(config))
@@ -95,15 +95,20 @@ def no_attention_function(model_type: str) -> CheckpointError:
     )
 
 
-def _check_version() -> None:
-    """Raise CheckpointError for a version that loads weights by other arguments, or reads other keys of config.json."""
-    try:
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    except ImportError as error:  # transformers 4, which takes RoPE's base in the spelling of 5 for 10,000
+def _refuse_version_4() -> None:
+    """Raise CheckpointError for transformers 4: it ignores the base of RoPE as version 5 spells it, and uses 10,000."""
+    if int(version("transformers").partition(".")[0]) < 5:
         raise CheckpointError(
-            f"transformers {version('transformers')} reads other keys of config.json, and computes families other than "
-            f"Llama, Mistral and Qwen 2 in other ways; install {_KNOWN_VERSION} or newer."
-        ) from error
+            f"transformers {version('transformers')} does not read all settings that version 5 writes to config.json, "
+            f"so it may compute another model; install {_KNOWN_VERSION} or newer."
+        )
+
+
+def _check_loading() -> None:
+    """Raise CheckpointError for a version that loads weights by other arguments."""
+    _refuse_version_4()
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
     if "load_config" not in inspect.signature(convert_and_load_state_dict_in_model).parameters:
         raise CheckpointError(
             f"transformers {version('transformers')} loads weights in a way that calibrating does not know; install "
@@ -169,7 +174,7 @@ def read_hf_config(folder: Path) -> Any:
 
     from model.remote_code.register import register
 
-    _check_version()
+    _refuse_version_4()
     register()
     _, values = read_config(folder)
     _refuse_kernels(folder, values)

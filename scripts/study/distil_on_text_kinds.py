@@ -42,8 +42,8 @@ def main(folder: Path, work: Path, lr: float) -> None:
     work.mkdir(parents=True, exist_ok=True)
     lines = read_lines(results) if results.exists() else []
     parent_sha256 = weights_hash(parent)
-    if any(line["parent_sha256"] != parent_sha256 for line in lines):
-        raise click.ClickException(f"{work} has results of another parent; take another --work.")
+    if any(line.get("parent_sha256") != parent_sha256 for line in lines):
+        raise click.ClickException(f"{work} has results of another parent or version; take another --work.")
     done = {(line["distilled_on"], line["lr"]) for line in lines}
     programs.run("convert", "mha-to-mqa", parent, merged, "--overwrite", "--json")
     for kind in (None, *KINDS):

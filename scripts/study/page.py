@@ -107,7 +107,7 @@ def add_lines(results: Path, record: Path) -> None:
         if lost:
             raise PlanError(f"{results} has no {min(lost)} of {line['arm']}, but {record} has; measure it too.")
     kept = [line for line in old if key_of_line(line) not in newest]
-    record.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in [*kept, *new]))
+    record.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in [*kept, *newest.values()]))
 
 
 def add_distilled(results: Path, record: Path) -> None:

@@ -284,6 +284,14 @@ def test_the_output_tokenises_as_the_source(convert, tmp_path, model_type, named
     """Transformers chooses a tokenizer's class by the `model_type`, which changes, and by the class that is named."""
     changes = {"sliding_window": None} if model_type == "mistral" else {}
     source = make_tokenizer(tiny.save(tiny.build(model_type, vocab_size=300, **changes), tmp_path / "source"), 300)
+    whole = json.loads((source / "tokenizer.json").read_text())  # splits digits, which GPT2Tokenizer does not
+    digits = {"type": "Digits", "individual_digits": True}
+    whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, whole["pre_tokenizer"]]}
+    whole["model"] |= {
+        "vocab": whole["model"]["vocab"] | {"12": 299},
+        "merges": [*whole["model"]["merges"], ["1", "2"]],
+    }
+    (source / "tokenizer.json").write_text(json.dumps(whole))
     for name in ("tokenizer_config.json", "config.json"):
         content = json.loads((source / name).read_text())
         content.pop("tokenizer_class", None)

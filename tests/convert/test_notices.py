@@ -103,7 +103,13 @@ def test_the_record_of_an_uptraining_is_not_copied_with_other_heads(convert, sou
 
 
 def test_runs_inside_the_source_are_not_copied(convert, source, tmp_path):
-    for name in ("exp/run.json", "exp/metrics.jsonl", "exp.data/manifest.json", "assets/card.txt"):
+    for name in (
+        "exp/run.json",
+        "exp/metrics.jsonl",
+        "exp.data/manifest.json",
+        "exp.data/inputs.sha256",
+        "assets/manifest.json",
+    ):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("{}")
     result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean", "--json")

@@ -1,4 +1,4 @@
-"""docs/json.md names every key of every file and of every output of `--json`, and no other."""
+"""docs/json.md names every key of every file and of every output of `--json`; the keys of its tables exist."""
 
 import json
 import re
@@ -106,7 +106,6 @@ REFERS_TO = {
     "`convert mha-to-gqa": ("`groupwise.json`", "`convert inspect"),
     "A token cache": ("`uptrain prepare",),
     "A folder of logits": ("`uptrain teach",),
-    "The folder RUN": ("`uptrain status",),
     "`uptrain export": ("`uptrain status", "The folder RUN"),
 }
 """Sections whose keys are named in others."""

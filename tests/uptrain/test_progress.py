@@ -25,9 +25,10 @@ def printed(monkeypatch, capsys):
 
 
 def test_a_line_every_half_minute(printed):
-    """Also for the last step, and for every evaluation and event."""
+    """Also for the last step, every evaluation and every event."""
     times = [0, 10, 29.9, 30, 31, 59, 75, 76]
     shown = [time for time in times if printed(time, step(times.index(time) + 1))]
     assert shown == [0, 30, 75]
     assert printed(77, {"step": 8, "evaluation": {"loss": 3.5, "targets": 9}}) == "step 8: held-out loss 3.5000\n"
+    assert "too full" in printed(77, {"step": 8, "event": "not saved", "why": "the disk is too full"})
     assert "step 9" in printed(78, step(9))

@@ -155,8 +155,8 @@ def _batches(training: Training, steps: range) -> Generator[Batch]:
 def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> bool:
     """Make and record one step; return whether a process was asked to stop."""
     started = time.perf_counter()
-    # CPython's hash of a tuple of integers is not randomised. Another derivation of the seed would change the random
-    # numbers of existing runs when they resume.
+    # For a class of transformers that draws random numbers in training. CPython's hash of a tuple of integers is not
+    # randomised.
     torch.manual_seed(hash((training.seed, step, training.accelerator.process_index)))
     windows = windows_of_step(step, training.cache.n_windows, training.global_batch, training.seed)
     n_targets = max(1, training.cache.n_targets(windows))  # without targets, loss and gradient are 0
