@@ -54,6 +54,8 @@ class Parent:
     lr: float
     weight_decay: float = 0.0
     precision: str = "fp32"
+    compile: bool = False
+    """Whether to train with --compile."""
     seeds: tuple[int, ...] = (0,)
     families: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name → keys of config.json beside those of `model`. Each is a parent of its own, called by its name."""

@@ -107,8 +107,9 @@ def check_home(workspace: Workspace) -> None:
         raise PlanError(f"the plan {plan.name} needs the program lm_eval in PATH; pip install lm_eval[hf] brings it.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
-    if not wanted["parent"]["families"]:  # earlier folders lack the key
-        del wanted["parent"]["families"]
+    for key in ("families", "compile"):  # earlier folders lack these keys
+        if not wanted["parent"][key]:
+            del wanted["parent"][key]
     _check_record(workspace.home, wanted)
     for outside in plan.outside:
         values = json.loads(json.dumps(asdict(outside)))
@@ -330,7 +331,7 @@ def train_parent(workspace: Workspace, seed: int, variant: str) -> None:
         options = (
             "--tokens", parent.tokens, "--global-batch-tokens", parent.global_batch_tokens,
             "--micro-batch", parent.micro_batch, "--lr", parent.lr, "--weight-decay", parent.weight_decay,
-            "--precision", parent.precision, "--seed", seed,
+            "--precision", parent.precision, "--seed", seed, *(["--compile"] if parent.compile else []),
         )  # fmt: skip
         data = ("--data", home / "train", "--eval-data", home / "valid")
         programs.train(run, "run", "--init", workspace.init(variant), *data, *options, "--out", run)
