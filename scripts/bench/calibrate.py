@@ -101,6 +101,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="Where the model is written, for 3 GB (a temporary folder).")
     parser.add_argument("--json", type=Path, help="Also write the results here.")
     options = parser.parse_args()
+    if options.work:
+        options.work.mkdir(parents=True, exist_ok=True)
     print(f"{facts()}, {torch.get_num_threads()} threads", flush=True)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         source = Path(folder) / "source"

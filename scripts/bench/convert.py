@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/var/tmp"), help="where to work; needs twice the size")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
     results = []
     for gigabytes in options.gb:
         with tempfile.TemporaryDirectory(dir=options.work) as name:

@@ -157,6 +157,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where to work; needs four times the size")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
+    if options.work:
+        options.work.mkdir(parents=True, exist_ok=True)
     rows = []
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         work = Path(name)

@@ -38,12 +38,12 @@ SMALL = {
 """By benchmark: what makes its models small, and its processes forks, where that is no option."""
 QUICK = {
     "at_scale": "--out TMP/out",
-    "calibrate": "--tokens 4096 4352 --work TMP --json TMP/out.json",
-    "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP --json TMP/out.json",
+    "calibrate": "--tokens 4096 4352 --work TMP/work --json TMP/out.json",
+    "convert": "--gb 0.001 --rounds 1 --slow-rounds 0 --work TMP/work --json TMP/out.json",
     "decode": "--shape study --batches 1 --contexts 16 --steps 10 --out TMP/out",
     "serving": "--models llama-1b --batches 1 --contexts 16 --turns 1 --threads 1 --work TMP/work --out TMP/out",
     "latent_decode": "--batch 1 --context 16 --steps 2 --out TMP/out",
-    "to_hf": "--gb 0.001 --rounds 1 --work TMP --json TMP/out.json",
+    "to_hf": "--gb 0.001 --rounds 1 --work TMP/work --json TMP/out.json",
     "train_step": "--rounds 1 --length 16 --batch 1 --compile no --json TMP/out.json",
     "train_loop": "--steps 3 --json TMP/out.json",
     "train_ways": "--rounds 1 --steps 2 --json TMP/out.json",

@@ -181,6 +181,26 @@ def test_table_by_tokens():
     ]
 
 
+def test_table_by_rate():
+    """Rows by loss, then by rate; the last column is the mean over kinds of text of what is lost to the parent."""
+    parent = line("parent", 0, 4.0, convert=None) | {"text_kinds": {"prose": 4.0, "code": 2.0}}
+    merged = line("mean", 0, 5.0) | {"text_kinds": {"prose": 5.0, "code": 4.0}}
+    trained = [
+        line("mean", 0, held_out, stage=(0.01, loss, lr)) | {"text_kinds": {"prose": held_out, "code": 3.0}}
+        for held_out, loss, lr in ((4.6, "next-token", 1e-4), (4.4, "distill", 1e-3), (4.8, "distill", 1e-4))
+    ]
+    rows = [
+        "| none: after conversion | 1.000 | 0.500 | 75.0% | 1.500 |",
+        "| distill, 0.0001 | 0.800 | 0.500 | 75.0% | 0.900 |",
+        "| distill, 0.001 | 0.400 | 0.500 | 75.0% | 0.700 |",
+        "| next-token, 0.0001 | 0.600 | 0.500 | 75.0% | 0.800 |",
+    ]
+    assert page_tables.by_rate([merged, *trained], [parent]).splitlines()[2:] == rows
+    copied = {"behaviour": {"loss_by_kind": {"copied": 7.25}}}
+    watched = page_tables.by_rate([each | copied for each in (merged, *trained)], [parent, merged])
+    assert watched.splitlines()[2] == "| none: after conversion | 1.000 | 0.500 | 75.0% | 7.2 | 1.500 |"
+
+
 def test_table_of_extrapolations():
     """A loss that falls with a power of the tokens is predicted exactly; a part with two lengths is left out.
 
