@@ -69,7 +69,8 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     screen.print(table)
     screen.print("as groups: the number of groups that caches as much. Tensor parallelism divides")
     screen.print("groups among devices, and copies the latent to each. transformers takes all sizes.")
-    screen.print("vLLM kernel: whether it has one for this size; its results were not verified.")
+    screen.print("vLLM kernel: whether it has a fast one for these sizes; its results were not")
+    screen.print("verified.")
 
 
 def print_plan(planned: dict[str, Any]) -> None:

@@ -28,6 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is compared to the bit is so on the CPU
+        return
+    import torch
+
+    from uptrain.distributed.accelerator import has_accelerator
+
+    if not has_accelerator():
+        raise pytest.UsageError(
+            f"--gpu: torch {torch.__version__} finds no GPU; leave --gpu out, or install a build of torch for this one."
+        )
 
 
 def command_line(

@@ -114,10 +114,11 @@ class Layer:
         return self.folder / "attended.npy"
 
     def finish(self) -> None:
-        """Make the layer's output states the next layer's inputs, and remove its own."""
+        """Make the layer's output states the next layer's inputs, and remove its own. Free the layer's weights."""
         _make_inputs(self.folder, self.index + 1)
         self._attended.unlink()
         _states(self.folder, self.index).unlink()
+        del self.module  # else whoever holds this object would hold them while the next layer is loaded
 
 
 def open_layers(checkpoint: Checkpoint, length: int, device: str) -> ModelLayers:

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from convert.latent.check_source import check_latent_source
-from convert.latent.sizes import ENGINE_SIZES, LatentSizes, suggested_sizes
+from convert.latent.sizes import LatentSizes, suggested_sizes
 from convert.planning.notes import notes_of_checkpoint
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
@@ -65,7 +65,7 @@ def _latent_row(geometry: Geometry, sizes: LatentSizes) -> dict[str, Any]:
         "rope": sizes.rope,
         "kv_cache_bytes_per_token": 2 * geometry.n_layers * sizes.cached,
         "as_groups": sizes.cached / (2 * geometry.head_dim),
-        "vllm_kernel": sizes.cached in ENGINE_SIZES,
+        "vllm_kernel": sizes.has_fast_kernel,
     }
 
 

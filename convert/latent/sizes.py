@@ -7,8 +7,8 @@ from convert.latent import LatentNorm
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
-ENGINE_SIZES = {576: "512 + 64", 320: "256 + 64"}
-"""Cached numbers for which vLLM has kernels of latent attention, and the sizes (vLLM 0.11 to 2026, read in source)."""
+ENGINE_SIZES = ((512, 64), (256, 64))
+"""Sizes of the latent and the rotated key for which vLLM has fast kernels (vLLM 0.11 to 0.32, read in source)."""
 _NOPE_PADDING = 32
 """vLLM mistakes equal unrotated and rotated sizes of a query head for attention without a latent. Unrotated dimensions
 are then padded by this many zeros."""
@@ -29,6 +29,11 @@ class LatentSizes:
     rope: int
     """`qk_rope_head_dim`: numbers of the rotated key that all heads share."""
     norm: LatentNorm
+
+    @property
+    def has_fast_kernel(self) -> bool:
+        """Whether vLLM has a fast kernel for these sizes."""
+        return (self.latent, self.rope) in ENGINE_SIZES
 
     @property
     def nope(self) -> int:

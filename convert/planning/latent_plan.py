@@ -226,11 +226,12 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
             f"the latent and the rotated key are {sizes.cached} numbers for each token and layer, and the source "
             f"caches {sizes.source_cached}: nothing is saved."
         )
-    if sizes.cached not in ENGINE_SIZES:
-        known = " and ".join(f"{n} ({sizes})" for n, sizes in ENGINE_SIZES.items())
+    if not sizes.has_fast_kernel:
+        known = " and ".join(f"{latent} + {rope}" for latent, rope in ENGINE_SIZES)
         yield (
-            f"vLLM has kernels of latent attention for {known} cached numbers, and not for {sizes.cached}: with "
-            "VLLM_MLA_DISABLE=1 it computes this model, but caches full keys and values."
+            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.latent} + {sizes.rope}. On a "
+            "GPU its Triton kernel takes any size (read in its source, not run). On a CPU it needs VLLM_MLA_DISABLE=1, "
+            "and caches full keys and values."
         )
     # On a text, the frequencies are chosen later.
     if recipe.frequencies == "longrope" if rope is None else rope["rope_type"] != "default":

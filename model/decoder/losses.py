@@ -22,6 +22,8 @@ d loss / d logits."""
 _MIN_LOGITS = 1 << 23
 """Smallest number of logits in a chunk, 32 MB in float32. Fewer would need too many passes over the weight's
 gradient."""
+_SCALED_ROWS = 1024
+"""Rows of a gradient in half precision that are scaled at a time."""
 
 
 def chunked_cross_entropy(hidden_NM: Tensor, weight_VM: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,13 +121,23 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         (scale,) = grad_outputs
-        # In place, because new memory costs more than the product. autograd refuses a second backward pass.
-        return (
-            None if grad_hidden is None else grad_hidden.mul_(scale.to(grad_hidden.dtype)),
-            None if grad_weight is None else grad_weight.mul_(scale.to(grad_weight.dtype)),
-            None,
-            None,
-        )
+        # autograd refuses a second backward pass, so what is saved may be overwritten.
+        for gradient in (grad_hidden, grad_weight):
+            if gradient is not None:
+                _scale(gradient, scale)
+        return grad_hidden, grad_weight, None, None
+
+
+def _scale(gradient: Tensor, scale: Tensor) -> None:
+    """Multiply in place, because new memory costs more than the product, by a float32 scale.
+
+    The scale is not rounded to half precision: it depends on the number of processes, and the gradient must not.
+    """
+    if gradient.dtype == scale.dtype:
+        gradient.mul_(scale)
+        return
+    for rows in torch.split(gradient, _SCALED_ROWS):
+        rows.copy_(rows.to(scale.dtype).mul_(scale))
 
 
 def _add_product(sum_VM: Tensor, grad_VC: Tensor, hidden_CM: Tensor) -> None:

@@ -42,7 +42,7 @@ def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False
     begins_BT = _begins(documents_BT)
     if packed:
         starts = begins_BT.flatten().nonzero().flatten().to(torch.int32)
-        end = torch.tensor([begins_BT.numel()], dtype=torch.int32, device=starts.device)
+        end = starts.new_full((1,), begins_BT.numel())  # written by the device, so nothing waits
         return Mask(boundaries=torch.cat((starts, end)), window=window)
     if dense or window is not None:
         positions_BT, runs_BT = document_positions(documents_BT), _runs(documents_BT)

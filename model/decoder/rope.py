@@ -90,7 +90,10 @@ def rotations(rope: Rope, positions_BT: Tensor, lengths_BT: Tensor | None, dtype
     frequencies than the old tokens. Keys in a KV cache are not rotated again, as in transformers.
     """
     frequencies, scale = inverse_frequencies(rope, lengths_BT)
-    angles_BTF = positions_BT[..., None].float() * frequencies.to(positions_BT.device)
+    if positions_BT.is_cuda and frequencies.is_cpu:  # a copy from other memory would wait for all queued work
+        frequencies = frequencies.pin_memory()
+    frequencies = frequencies.to(positions_BT.device, non_blocking=positions_BT.is_cuda)
+    angles_BTF = positions_BT[..., None].float() * frequencies
     angles_BT1D = torch.cat((angles_BTF, angles_BTF), dim=-1)[:, :, None]
     return (angles_BT1D.cos() * scale).to(dtype), (angles_BT1D.sin() * scale).to(dtype)
 

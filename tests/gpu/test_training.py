@@ -13,7 +13,13 @@ from uptrain.distributed.accelerator import has_accelerator
 from uptrain.training.loop import RunState, train
 
 STEPS, STOP_IN = 12, 5
-MANY = [pytest.param(2, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)]
+LAYOUTS = [
+    (1, False),
+    (1, True),  # FSDP2 and NCCL on a machine with one GPU
+    pytest.param(2, False, marks=pytest.mark.slow),
+    pytest.param(2, True, marks=pytest.mark.slow),
+]
+"""Number of processes, and whether they shard."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def losses(records):
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
-@pytest.mark.parametrize(("processes", "sharded"), [(1, False), *MANY])
+@pytest.mark.parametrize(("processes", "sharded"), LAYOUTS)
 def test_distillation(tmp_path, device, inputs, expected, processes, sharded):
     """As the command runs without options: in bfloat16 on GPUs."""
     if has_accelerator() and torch.accelerator.device_count() < processes:

@@ -67,6 +67,19 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32():
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
 
 
+def test_the_scale_of_a_gradient_in_half_precision_is_not_rounded():
+    """It is the number of processes over that of targets, and gradients must not depend on the processes."""
+    hidden, weight, labels = case(n=2100)
+    half = hidden.detach().bfloat16().requires_grad_()
+    scale = torch.tensor(3 / 4099)
+    assert scale.bfloat16() != scale
+    whole, scaled = (
+        torch.autograd.grad(chunked_cross_entropy(half, weight, labels)[0] * factor, half)[0]
+        for factor in (torch.tensor(1.0), scale)
+    )
+    assert torch.equal(scaled, (whole.float() * scale).bfloat16())
+
+
 @pytest.mark.parametrize("trial", [0, *(pytest.param(trial, marks=pytest.mark.slow) for trial in (1, 2))])
 def test_the_full_logits_never_exist(trial):
     """Peak memory at vocabulary 32 000, by torch's own account of allocations."""

@@ -172,15 +172,21 @@ def peaks_of_shards(inputs, model, out, *options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_shards_take_what_is_planned(inputs, tmp_path):
-    """Also that the body that student and teacher share is in shards once."""
-    inputs = {**inputs, **make_pair(tmp_path, SMALL)}
-    logits = LOGIT_BYTES * 512 * 8192
+@pytest.mark.parametrize(("part", "vocab"), [("attention", 8192), ("all", 8192), ("all", 32768)])
+def test_shards_take_what_is_planned(inputs, tmp_path, part, vocab):
+    """Also that the body that student and teacher share is in shards once; and what a large vocabulary takes."""
+    inputs = {**inputs, **make_pair(tmp_path, {**SMALL, "vocab_size": vocab})}
+    inputs["empty"] = tiny.save(
+        tiny.build(vocab_size=vocab, max_position_embeddings=512), tmp_path / "tiny", "bfloat16"
+    )
+    documents = [np.random.default_rng(i).integers(0, vocab, 512).tolist() for i in range(40)]
+    inputs["data"] = caches.write_cache(tmp_path / "data", [documents], 512, vocab)
+    logits = LOGIT_BYTES * 512 * vocab
     programs = max(peaks_of_shards(inputs, "empty", tmp_path / "empty")) - logits
     for teacher in (None, inputs["parent"]):
-        options = ["--trainable", "attention", *(["--teacher", teacher] if teacher else [])]
+        options = ["--trainable", part, *(["--teacher", teacher] if teacher else [])]
         used = max(peaks_of_shards(inputs, "model", tmp_path / f"run-{bool(teacher)}", *options)) - programs
-        planned = MemoryEstimator.read(inputs["model"], teacher, 512).memory(MemoryOptions("attention", 1)).sharded(2)
-        name = f"shard, {'live' if teacher else 'no'} teacher"
+        planned = MemoryEstimator.read(inputs["model"], teacher, 512).memory(MemoryOptions(part, 1)).sharded(2)
+        name = f"shard, {part}, vocabulary {vocab}, {'live' if teacher else 'no'} teacher"
         print(f"{name}: {used / 1e6:.0f} MB, plan {planned / 1e6:.0f} ({used / planned - 1:+.1%})")
         assert used == pytest.approx(planned, rel=0.1)

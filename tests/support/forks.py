@@ -60,7 +60,7 @@ def start_ranks(
     port, n, started = str(free_port()), len(outputs), []
     for rank, output in enumerate(outputs):
         environment = {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
-        if n > 1:
+        if n > 1 or sharded:
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
             environment |= {name: str(value) for name, value in world.items()}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

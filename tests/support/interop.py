@@ -20,15 +20,17 @@ from convert.cli import cli
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".interop"
 WORKERS = ROOT / "tests/interop/workers"
+REQUIREMENTS = ROOT / "tests/interop/requirements"
 THETA = 54321.0
 """No family's default: who overlooks the base of RoPE computes something else."""
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 128}
 
 
 def need(program: str) -> Path:
-    """Return the program's environment; skip the test, with the reason, if it is not installed."""
+    """Return the program's environment; skip the test, with the reason, if its pinned versions are not installed."""
     environment = ENVIRONMENTS / program
-    if (environment / "ready").exists():
+    ready, wanted = environment / "ready", REQUIREMENTS / f"{program}.txt"
+    if ready.exists() and ready.read_bytes() == wanted.read_bytes():
         return environment
     failed = environment / "failed"
     if failed.exists():

@@ -63,9 +63,9 @@ def environment(sharded: bool = False, on_cpu: bool = False) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE}", **settings}
 
 
-def command(script: list[str], n_processes: int) -> list[str]:
-    """Return how to start a Python script with its arguments in some processes."""
-    if n_processes == 1:
+def command(script: list[str], n_processes: int, sharded: bool = False) -> list[str]:
+    """Return how to start a Python script with its arguments in some processes. One alone can shard over itself."""
+    if n_processes == 1 and not sharded:
         return [sys.executable, *script]
     options = [f"--nproc-per-node={n_processes}", f"--master-port={forks.free_port()}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *script]
@@ -82,7 +82,7 @@ def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = Fals
         return
     script = [str(HERE / "drive_training.py"), json.dumps(jobs)]
     result = subprocess.run(
-        command(script, n_processes), env=environment(sharded), capture_output=True, text=True, check=False
+        command(script, n_processes, sharded), env=environment(sharded), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -7,6 +7,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from model import load_model
@@ -39,3 +40,5 @@ def test_layers_are_sharded_again_after_each_forward(tmp_path, accelerator, fami
         if hasattr(layers[0], "reset_iter_state"):  # torch 2.13 and later
             assert not any(layer._get_fsdp_state()._comm_ctx.post_forward_order for layer in layers)
     assert not isinstance(teacher.head_weight, DTensor)
+    if hasattr(fsdp, "share_comm_ctx"):  # newer than torch 2.6
+        assert len({id(layer._get_fsdp_state()._comm_ctx) for layer in layers}) == 1

@@ -6,8 +6,10 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_training import make_training
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from uptrain.data import batch
 from uptrain.training import loop
@@ -138,3 +140,20 @@ def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch, device, pinned):
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *where, **how: calls.append((*where, how)) or tensor)
     batch._copy(torch.zeros(2), torch.device(device))
     assert calls == [*["pin"] * pinned, (torch.device(device), {"non_blocking": True})]
+
+
+def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):
+    """All micro-batches accumulate into DDP's buckets, once the first step has made these."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        training, places = make_training(tmp_path, 4, lambda record: None), []
+        parameter = training.loss_module.table.weight
+        training.loss_module = DistributedDataParallel(training.loss_module, gradient_as_bucket_view=True)
+        monkeypatch.setattr(training.accelerator, "no_sync", lambda module: module.no_sync())
+        parameter.register_post_accumulate_grad_hook(lambda p: places.append(p.grad.data_ptr()))
+        train(training, RunState())
+        assert parameter.grad.abs().max() == 0
+    finally:
+        dist.destroy_process_group()
+    assert len(places) == 4 * 3
+    assert len(set(places[3:])) == 1

@@ -4,7 +4,7 @@ Of a teacher, some rows are read too: parameters that equal the student's are in
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -30,6 +30,8 @@ COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes, by precision, of an activation, a teacher's parameter, and the copy of a trained one in the computation."""
 ADAMW_BYTES = 8
 """Bytes of AdamW's two moments of a parameter."""
+SHARD_OF_TWO = 0.5
+"""The largest share of a tensor in a device's shard."""
 MIN_CHUNK_LOGITS = 1 << 23
 """As in `model.decoder.losses`, which needs torch."""
 LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
@@ -40,8 +42,10 @@ MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
     "(their bfloat16 copies; none where sharded) + the frozen parameters in the model's dtype + 2 bytes x the "
     "teacher's parameters, without those that equal frozen ones (all / devices where sharded) + activations of the "
-    "micro-batch + a chunk of the LM head's logits; where sharded, also the embedding, the LM head and two layers "
-    "gathered. Not counted: buffers, and what allocators lose."
+    "micro-batch + a chunk of the LM head's logits + 4 bytes x the LM head's parameters if they are trained (their "
+    "gradient in the loss); where sharded, also the embedding, the LM head and two layers gathered, and the gradients "
+    "that are reduced: 8 bytes x the trained parameters of a layer in addition to the activations, or of the embedding "
+    "and the LM head without them, if that is more. Not counted: buffers, and what allocators lose."
 )
 
 
@@ -78,9 +82,11 @@ class Memory:
     """The part of `teacher` that devices do not hold, because it equals frozen parameters."""
     activations: int
     logits: int
+    """A chunk of the LM head's logits, and its gradient in float32."""
     gathered: int
-    """Bytes that FSDP2 gathers: embedding and head of student and teacher, two layers of the student, and one of
-    the teacher, each without what the teacher shares."""
+    """Bytes that FSDP2 holds whole: embedding and head of student and teacher, two layers of the student, and one of
+    the teacher, each without what the teacher shares; and gradients that it reduces, as far as they take more than
+    activations and logits, which are freed before."""
 
     def replicated(self) -> int:
         """Return the bytes of a device on its own, or with DDP."""
@@ -154,6 +160,9 @@ class MemoryEstimator:
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), chosen.micro_batch * self.seq_len
         same = {tensor for tensor in frozen if tensor.name in self.same}
+        activations, logits = tokens * self._activation_bytes(chosen), self._logits(tokens)
+        head = _head(trained) if is_native(self.config) else 0
+        logits += GRADIENT_BYTES * head
         return Memory(
             frozen=count_parameters(frozen) * BITS[common_dtype(self.tensors)] // 8,
             masters=MASTER_BYTES * n_trained,
@@ -162,9 +171,10 @@ class MemoryEstimator:
             optimizer=sum(state_bytes(self.optimizer, tensor.shape) for tensor in trained),
             teacher=width * count_parameters(self.teacher),
             shared=width * count_parameters(same),
-            activations=tokens * self._activation_bytes(chosen),
-            logits=self._logits(tokens),
-            gathered=width * (self._gathered(self.tensors, 2) + self._gathered(set(self.teacher) - same, 1)),
+            activations=activations,
+            logits=logits,
+            gathered=width * (_gathered(self.tensors, 2) + _gathered(set(self.teacher) - same, 1))
+            + self._reduced(trained, head, activations, logits),
         )
 
     def host(self, needed: Memory) -> int:
@@ -204,14 +214,20 @@ class MemoryEstimator:
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
 
-    def _gathered(self, tensors: Iterable[Tensor], n_layers: int) -> int:
-        """Return the number of parameters that FSDP2 gathers: those outside layers, and some layers."""
-        by_layer: dict[str | None, int] = {None: 0}
-        for tensor in tensors:
-            layer = _layer_of(tensor)
-            by_layer[layer] = by_layer.get(layer, 0) + prod(tensor.shape)
-        outside = by_layer.pop(None)
-        return outside + n_layers * max(by_layer.values(), default=0)
+    def _reduced(self, trained: list[Tensor], head: int, activations: int, logits: int) -> int:
+        """Return the bytes of gradients that FSDP2 reduces, beyond those of activations and logits.
+
+        A gradient is there as computed, in float32 to be reduced, and reduced, in this device's shard. The largest of
+        three moments counts: in the loss, in the backward pass of the last layer, and at its end, when embedding and
+        head are reduced together. `head`: parameters of a head whose gradient the loss computes.
+        """
+        width = COMPUTE_BYTES[self.precision]
+        reduced = int(width + GRADIENT_BYTES + SHARD_OF_TWO * GRADIENT_BYTES)
+        copy_of_head = width * head
+        in_loss = activations + logits + (copy_of_head if width < GRADIENT_BYTES else 0)
+        in_last_layer = activations + copy_of_head + reduced * max(_by_layer(trained).values(), default=0)
+        at_the_end = reduced * _outside(trained)
+        return max(in_loss, in_last_layer, at_the_end) - activations - logits
 
 
 def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[Tensor, ...], frozenset[str]]:
@@ -241,6 +257,30 @@ def _has_part(part: str, config: Mapping[str, Any]) -> bool:
     except InputError:
         return False
     return True
+
+
+def _gathered(tensors: Collection[Tensor], n_layers: int) -> int:
+    """Return the number of parameters that FSDP2 gathers: those outside layers, and some layers."""
+    return _outside(tensors) + n_layers * max(_by_layer(tensors).values(), default=0)
+
+
+def _head(trained: Iterable[Tensor]) -> int:
+    """Return the number of the LM head's parameters if it is trained, or is an embedding that is."""
+    return max((prod(x.shape) for x in trained if _layer_of(x) is None and len(x.shape) == 2), default=0)
+
+
+def _outside(tensors: Iterable[Tensor]) -> int:
+    """Return the number of parameters outside layers."""
+    return sum(prod(tensor.shape) for tensor in tensors if _layer_of(tensor) is None)
+
+
+def _by_layer(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Return the number of parameters of each layer."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        if (layer := _layer_of(tensor)) is not None:
+            sizes[layer] = sizes.get(layer, 0) + prod(tensor.shape)
+    return sizes
 
 
 def _layer_of(tensor: Tensor) -> str | None:

@@ -71,14 +71,18 @@ def place_teacher(
     if not is_sharded(accelerator):
         teacher.to(accelerator.device)
         return
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed import fsdp
     from torch.distributed.tensor import DTensor
 
+    own = [layer for layer in layers if next(layer.parameters(), None) is not None]
+    # explicit: each layer is a root, which is not resharded by default
+    sharded = [fsdp.fully_shard(layer, reshard_after_forward=True) for layer in own]
+    for layer in own:
+        _forget_forward_passes(layer)
+    if hasattr(fsdp, "share_comm_ctx"):  # newer than torch 2.6
+        # Else each layer would gather on streams of its own, and the allocator keeps memory for each stream.
+        fsdp.share_comm_ctx(sharded)
     for layer in layers:
-        if next(layer.parameters(), None) is not None:
-            # explicit: each layer is a root, which is not resharded by default
-            fully_shard(layer, reshard_after_forward=True)
-            _forget_forward_passes(layer)
         _gather_while_running(layer, lenders_of(layer))
     for tensor in (*teacher.parameters(), *teacher.buffers()):
         if not isinstance(tensor, DTensor):

@@ -70,10 +70,10 @@ def build(
     if logits is not None:
         check_teacher_logits(logits, student.head_weight.shape[0])
     layers = blocks(student)
-    if settings.activation_checkpointing:
-        recompute_activations(layers)
     if settings.compile:
         compile_layers(layers)
+    if settings.activation_checkpointing:
+        recompute_activations(layers)
     teacher, shared_bytes = None, 0
     if settings.teacher:
         teacher, shared_bytes = _build_teacher(settings, student, accelerator)

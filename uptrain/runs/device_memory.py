@@ -16,6 +16,10 @@ from uptrain.distributed.accelerator import has_accelerator, wants_sharding
 from uptrain.training.choices import TRAINABLE
 from uptrain.training.parts import knows_attention
 
+RESERVE = 0.08
+"""Share of the free memory that a run's estimate must not take. Measurements are up to 7.4 % above the estimate
+(docs/training.md)."""
+
 
 def has_estimate(config: dict[str, Any]) -> bool:
     """Return whether the memory of a model can be estimated from its config and the headers of its files."""
@@ -42,7 +46,8 @@ def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model
     )
     refusal = (
         f"{chosen.options} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
-        f"device has {size(free)} free; {advice} (or try it all the same, with --micro-batch 1)."
+        f"device has {size(free)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the same, with "
+        "--micro-batch 1)."
     )
     if has_accelerator() and not is_first_process():  # whose device may have more
         raise RankError(f"process {os.environ.get('RANK', '?')}: {refusal}")
@@ -50,9 +55,13 @@ def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model
 
 
 def free_memory() -> int:
-    """Return the free bytes of this process's device. The processes of a machine share the memory of its CPU."""
+    """Return the free bytes of this process's device, less the reserve.
+
+    The processes of a machine share the memory of its CPU.
+    """
     if has_accelerator():
         gpu = torch.accelerator.current_accelerator()
         free, _ = torch.get_device_module(gpu).mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
-        return int(free)
-    return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:
+        free = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int((1 - RESERVE) * free)

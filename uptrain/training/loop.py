@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from model.common.errors import RunError
 from uptrain.checkpoints.files import list_checkpoints
@@ -118,7 +119,7 @@ def train(training: Training, state: RunState) -> str:
             try:
                 asked_to_stop = _train_step(training, state, step, batches)
             except _StepAbandonedError:
-                training.optimizer.zero_grad()
+                _zero_gradients(training)
                 asked_to_stop = True
             if asked_to_stop:
                 return _stop(training, state, _reason(training))
@@ -177,7 +178,7 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
         state.skipped.append(step + 1)
     elif not queued:
         training.optimizer.step()
-    training.optimizer.zero_grad()
+    _zero_gradients(training)
     n_tokens = _n_tokens(training.cache, windows)
     state.step, state.tokens = step + 1, state.tokens + n_tokens
     record = {
@@ -215,6 +216,15 @@ def _backward(training: Training, batches: Iterator[Batch], n_batches: int, n_ta
             training.accelerator.backward(loss * scale)
         losses.append(loss.detach())
     return torch.stack(losses).double().sum()
+
+
+def _zero_gradients(training: Training) -> None:
+    """Zero the gradients, or free them unless DDP reduces them.
+
+    DDP's gradients are views of its buckets. If they were freed, a step of several micro-batches would allocate them
+    anew beside the buckets, until the last one.
+    """
+    training.optimizer.zero_grad(set_to_none=not isinstance(training.loss_module, DistributedDataParallel))
 
 
 def _is_asked_to_stop(training: Training) -> bool:

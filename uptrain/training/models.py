@@ -209,10 +209,14 @@ def block_names(folder: Path) -> tuple[str, ...]:
 
 
 def compile_layers(layers: list[nn.Module], **options: Any) -> None:
-    """Compile each layer with torch.compile, except attention by segments."""
+    """Compile each layer's forward pass with torch.compile, except attention by segments.
+
+    Call this before `recompute_activations`. If torch.compile met attention by segments within a recomputed layer, it
+    would compile nothing of it, without a message.
+    """
     exclude_segments_from_compilation()
     for layer in layers:
-        layer.compile(**options)
+        layer.forward = torch.compile(layer.forward, **options)
 
 
 def recompute_activations(layers: list[nn.Module]) -> None:
@@ -224,7 +228,7 @@ def recompute_activations(layers: list[nn.Module]) -> None:
 def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from torch.utils.checkpoint import checkpoint
 
-    def recomputed(*inputs: Any, **options: Any) -> Tensor:  # torch.compile ignores a `partial` of checkpoint
+    def recomputed(*inputs: Any, **options: Any) -> Tensor:
         states_BTM: Tensor = checkpoint(forward, *inputs, use_reentrant=False, **options)
         return states_BTM
 
