@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from uptrain.data.prepare import work_units
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
-from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer, tokenizer_sha256
+from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer
 from uptrain.data.token_cache import Manifest, TokenCache
 
 
@@ -96,7 +96,7 @@ def test_ids_are_those_of_transformers(make, source, tmp_path, bos, eos):
     cache = make(source, tokenizer=folder)
     assert documents_of(cache) == expected_documents(folder)
     assert cache.manifest.vocab_size == len(AutoTokenizer.from_pretrained(folder))
-    assert cache.manifest.tokenizer_sha256 == tokenizer_sha256(folder)
+    assert cache.manifest.tokenizer_sha256 == load_tokenizer(folder).sha256
     assert len(cache.manifest.shards) > 3
 
 
@@ -112,19 +112,46 @@ def test_large_vocabulary_is_32_bit(make, tmp_path):
     assert documents_of(cache) == [[0, 65_536]]
 
 
-def test_identity_of_a_tokenizer(tokenizer, tmp_path):
-    identity = tokenizer_sha256(tokenizer)
+def test_fingerprint_of_a_tokenizer(tokenizer, tmp_path):
+    """It follows from what determines ids, not from how the files are written."""
+    fingerprint = load_tokenizer(tokenizer).sha256
     copy = tmp_path / "copy"
     shutil.copytree(tokenizer, copy)
     (copy / "model.safetensors").write_text("another model")
-    assert tokenizer_sha256(copy) == identity
+    assert load_tokenizer(copy).sha256 == fingerprint
     config = json.loads((copy / "tokenizer_config.json").read_text())
-    for changes, same in (({"chat_template": "x", "model_max_length": 7}, True), ({"add_bos_token": False}, False)):
+    for changes, same in (
+        ({"chat_template": "x", "model_max_length": 7}, True),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+        ({"split_special_tokens": True}, False),
+        ({"eos_token": "<s>"}, False),
+    ):
         (copy / "tokenizer_config.json").write_text(json.dumps(config | changes))
-        assert (tokenizer_sha256(copy) == identity) == same
+        assert (load_tokenizer(copy).sha256 == fingerprint) == same, changes
     shutil.copy(tokenizer / "tokenizer_config.json", copy)
-    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
-    assert tokenizer_sha256(copy) != identity
+    content = json.loads((copy / "tokenizer.json").read_text())
+    for changes, same in (
+        ({}, True),
+        ({"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}}, True),
+        ({"post_processor": None}, False),
+        ({"model": content["model"] | {"merges": content["model"]["merges"][:-1]}}, False),
+    ):
+        (copy / "tokenizer.json").write_text(json.dumps(content | changes, indent=1))
+        assert (load_tokenizer(copy).sha256 == fingerprint) == same, changes
+
+
+def test_fingerprint_depends_on_the_class_that_transformers_chooses(tokenizer, tmp_path):
+    """With equal files of the tokenizer, it chooses by the model type: Qwen 2's class brings its own normaliser."""
+    loaded = {}
+    for model_type in ("mistral", "qwen2"):
+        folder = tmp_path / model_type
+        shutil.copytree(tokenizer, folder)
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        loaded[model_type] = load_tokenizer(folder)
+    decomposed = ["u\u0308ber"]
+    ids = {name: Encoder(each).ids(decomposed) for name, each in loaded.items()}
+    assert ids["mistral"] != ids["qwen2"]
+    assert loaded["mistral"].sha256 != loaded["qwen2"].sha256
 
 
 # Formats
@@ -215,7 +242,7 @@ def test_every_format_with_token_ids(make, tmp_path, expected, tokenizer, hub_ca
     cache = make(path, tokenizer=None, options=("--vocab-size", 300))
     assert documents_of(cache) == expected
     assert cache.manifest.tokenizer_sha256 == ""
-    assert make(path, out="named").manifest.tokenizer_sha256 == tokenizer_sha256(tokenizer)
+    assert make(path, out="named").manifest.tokenizer_sha256 == load_tokenizer(tokenizer).sha256
 
 
 def test_text_column(make, tmp_path, expected):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from caches import write_cache
 from limits import few_files
 from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
+from tiny_tokenizers import make_tokenizer
 
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
@@ -156,7 +158,12 @@ def test_refusals_of_teach(uptrain, inputs, tmp_path, monkeypatch):
     foreign = write_cache(tmp_path / "foreign", [[[1, 2, 300]]], 8, 301)
     uptrain(*teach_arguments({**inputs, "data": foreign}, out)).refused("holds the id 300", "below 257")
     named = write_cache(tmp_path / "named", [[[1, 2, 3]]], 8, VOCAB, "f" * 64)
-    uptrain(*teach_arguments({**inputs, "data": named}, out)).refused("made with another tokenizer")
+    parent = shutil.copytree(inputs["parent"], tmp_path / "parent")
+    uptrain(*teach_arguments({"parent": parent, "data": named}, out)).refused(
+        f"cannot load the tokenizer of {parent}", f"copy its files into {parent}"
+    )
+    make_tokenizer(parent, VOCAB, bos=False)
+    uptrain(*teach_arguments({"parent": parent, "data": named}, out)).refused("made with another tokenizer")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
     full = uptrain(*teach_arguments(inputs, out))
     assert full.code == 1

@@ -60,7 +60,7 @@ class Manifest:
     vocab_size: int
     """Upper bound of the token ids, exclusive."""
     tokenizer_sha256: str
-    """Fingerprint of the tokenizer: see `uptrain.data.prepare.tokenizer`; empty for data that were tokenised before."""
+    """Fingerprint: see `uptrain.data.prepare.tokenizer.Tokenizer`; empty for data that were tokenised before."""
     shards: tuple[CacheShard, ...]
     sources: tuple[dict[str, Any], ...] = ()
     """Informative: path, sha256, weight, documents, tokens, and numbers of dropped records by reason."""

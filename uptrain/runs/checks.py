@@ -1,5 +1,6 @@
 """Check that data, models and world size are compatible; errors name the option to change."""
 
+import filecmp
 import shlex
 from collections.abc import Container, Iterable
 from pathlib import Path
@@ -9,10 +10,10 @@ from model.checkpoint import open_checkpoint
 from model.checkpoint.tied import EMBEDDINGS
 from model.common.console import is_first_process, warn
 from model.common.errors import InputError
-from model.common.tokenizer import open_tokenizer
+from model.common.tokenizer import VOCABULARIES, WHOLE, open_tokenizer
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
-from uptrain.data.prepare.tokenizer import tokenizer_sha256
+from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs.fingerprints import model_sha256
@@ -23,7 +24,7 @@ from uptrain.training.models import build_meta_from_config
 def check_tokenizer(cache: TokenCache, path: Path, folder: Path) -> None:
     """Raise InputError if the cache was made with another tokenizer than the model's."""
     recorded = cache.manifest.tokenizer_sha256
-    if recorded and tokenizer_sha256(folder) != recorded:
+    if recorded and load_tokenizer(folder).sha256 != recorded:
         raise InputError(
             f"{path} was made with another tokenizer than that of {folder}; prepare it with "
             f"--tokenizer {shlex.quote(str(folder))}."
@@ -83,12 +84,12 @@ def check_is_not_student(model: Path | None, teacher: Path) -> None:
 def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:
     """Raise InputError if a token has another id in the teacher's tokenizer than in the student's.
 
-    Their files may differ. A folder whose tokenizer cannot be opened is not checked, with a warning: the data may be
-    tokenised already.
+    They may split texts differently. A folder whose tokenizer cannot be opened is not checked, with a warning: the data
+    may be tokenised already.
     """
+    if _have_equal_vocabularies(folder, teacher):
+        return
     try:
-        if tokenizer_sha256(folder) == tokenizer_sha256(teacher):
-            return
         own, theirs = open_tokenizer(folder).get_vocab(), open_tokenizer(teacher).get_vocab()
     except InputError as error:
         if is_first_process():
@@ -99,6 +100,13 @@ def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:
             f"the teacher {teacher} has other ids than the student for {len(others):,} tokens, such as {others[0]!r}; "
             "distillation needs the same tokenizer."
         )
+
+
+def _have_equal_vocabularies(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same files of a vocabulary, byte for byte."""
+    names = [name for name in (WHOLE, *VOCABULARIES) if (one / name).is_file() or (other / name).is_file()]
+    equal, _, _ = filecmp.cmpfiles(one, other, names, shallow=False)
+    return bool(names) and equal == names
 
 
 def check_exportable(folder: Path, parameters: Iterable[str], stem: str) -> None:

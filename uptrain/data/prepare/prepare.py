@@ -19,7 +19,7 @@ from uptrain.data.prepare.publish import INPUTS, CacheFormat, publish
 from uptrain.data.prepare.quotas import MachineShard, Records, SourceQuota, make_source_quotas
 from uptrain.data.prepare.sources import Source, find_sources
 from uptrain.data.prepare.tokenise import Job
-from uptrain.data.prepare.tokenizer import load_tokenizer, tokenizer_sha256
+from uptrain.data.prepare.tokenizer import Tokenizer, load_tokenizer
 from uptrain.data.prepare.work_units import Unit, make_units
 from uptrain.data.prepare.workers import Pool
 from uptrain.data.token_cache import MANIFEST, Manifest, id_dtype
@@ -70,10 +70,12 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     folder, where the corrected command resumes.
     """
     check_out(options.out)
-    plan = _make_plan(options)
+    if (options.tokenizer is None) == (options.vocab_size is None):
+        raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    plan = _make_plan(options, tokenizer)
     if options.out.exists():
         return _summary(options.out, _already_complete(options.out, plan), plan, complete=True)
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     vocab_size = tokenizer.vocab_size if tokenizer else options.vocab_size
     assert vocab_size is not None
     cache_format = CacheFormat(
@@ -123,13 +125,10 @@ def _summary_of_machine_shard(machine_shard: MachineShard, units: list[Unit], re
     }
 
 
-def _make_plan(options: PrepareOptions) -> _Plan:
-    if (options.tokenizer is None) == (options.vocab_size is None):
-        raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
-    tokenizer = tokenizer_sha256(options.tokenizer) if options.tokenizer else options.vocab_size
+def _make_plan(options: PrepareOptions, tokenizer: Tokenizer | None) -> _Plan:
     sources = find_sources(options.data, options.option)
     units = make_units(sources)
-    fingerprint = _hash([UNITS_FORMAT, tokenizer, options.text_column])
+    fingerprint = _hash([UNITS_FORMAT, tokenizer.sha256 if tokenizer else options.vocab_size, options.text_column])
     weights = [str(source.weight) for source in sources]
     identities = [unit.identity() for unit in units]
     inputs = _hash([fingerprint, identities, weights, options.seq_len, options.n_tokens, options.skip_bad])
