@@ -57,7 +57,7 @@ def open_tokenizer(folder: Path) -> Any:
 def check_files(folder: Path) -> None:
     """Raise CheckpointError if transformers cannot read one of the files, and its own message would not say so.
 
-    These are files that are not regular or too large, and JSON after a byte-order mark.
+    These are files that are not regular or too large, JSON after a byte-order mark, and configs of another type.
     """
     limits = dict.fromkeys((WHOLE, *VOCABULARIES), TOKENIZER_BYTES)
     limits |= dict.fromkeys((*CONFIGS, "config.json", "chat_template.jinja", "chat_template.json"), CONFIG_BYTES)
@@ -69,6 +69,8 @@ def check_files(folder: Path) -> None:
                     f"{folder / name} begins with a byte-order mark, which transformers does not read; save it as "
                     "UTF-8 without the mark."
                 )
+            if name in CONFIGS and not isinstance(read_json(folder / name), dict):
+                raise CheckpointError(f"{folder / name} is not a JSON object; fetch the tokenizer anew.")
 
 
 def _own_code(folder: Path) -> str:

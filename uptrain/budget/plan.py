@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import open_checkpoint
+from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.common.read_files import UPTRAINING_RECORD
 from uptrain.budget.budget import (
@@ -57,6 +58,8 @@ def make_plan(
     `memory` is what each device has, in bytes, for `memory.fitting`.
     """
     manifest = Manifest.parse(data) if data is not None else None
+    for folder in filter(None, (model, teacher)):
+        read_config(folder)  # `uptrain run` takes no other formats
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         method, trainable = merge_method(model), default_trainable(model, checkpoint.config)

@@ -18,20 +18,37 @@ if TYPE_CHECKING:
     from uptrain.data.prepare.quotas import MachineShard
 
 
+def _find_in_cache(path: Path) -> Path | None:
+    """Return the folder of a model that is named as in the Hugging Face cache; None for any other path."""
+    if path.exists() or path.is_symlink():
+        return None
+    from model.checkpoint.hub import find_in_cache  # imports numpy, which the command line does not need to start
+
+    return find_in_cache(path)
+
+
 class ModelFolder(PathType):
     """A folder, or the name of a model in the Hugging Face cache, whose folder there is the value."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
-        path = Path(str(super().convert(value, parameter, context)))
-        if path.exists() or path.is_symlink():
-            return path
-        from model.checkpoint.hub import find_in_cache  # imports numpy, which the command line does not need to start
+        given = Path(str(super().convert(value, parameter, context)))
+        path = _find_in_cache(given) or given
+        if not path.exists() and not path.is_symlink():
+            raise InputError(
+                f"{path}: no such file or folder; give a model's folder, or its name in the Hugging Face cache "
+                "(org/name)."
+            )
+        return path
 
-        if cached := find_in_cache(path):
-            return cached
-        raise InputError(
-            f"{path}: no such file or folder; give a model's folder, or its name in the Hugging Face cache (org/name)."
-        )
+
+class TokenizerFolder(PathType):
+    """A folder with a tokenizer, or the name of a model in the Hugging Face cache, whose folder there is the value."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        return super().convert(_find_in_cache(Path(value)) or value, parameter, context)
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:

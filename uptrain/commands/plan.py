@@ -1,6 +1,7 @@
 """Run `uptrain plan`: show budget, learning rates, memory and time of a run."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     from uptrain.budget.plan import make_plan
 
     plan = make_plan(model, pop_fields(BudgetOptions, options), **options)
+    plan["warnings"] += _check_models(model, options["teacher"], plan["seq_len"])
     if as_json:
         print_json(plan)
         return
@@ -68,6 +70,24 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         print_key_values(f"\nCommands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
+
+
+def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
+    """Raise InputError for models that `uptrain run` refuses; return a warning if that cannot be checked.
+
+    Classes of transformers are built for it, without weights. Llama-like models need no check besides `make_plan`.
+    """
+    from model.checkpoint.hf_folder import read_config
+    from model.families import is_native
+
+    if all(is_native(read_config(folder)[1]) for folder in (model, teacher) if folder):
+        return []
+    if find_spec("torch") is None:
+        return ["whether `uptrain run` can train this model was not checked, because that needs torch."]
+    from uptrain.runs.checks import check_models
+
+    check_models(model, teacher, seq_len)
+    return []
 
 
 def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:

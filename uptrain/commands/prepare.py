@@ -8,13 +8,11 @@ import click
 from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, json_option
-from uptrain.commands.options import parse_machine_shard
+from uptrain.commands.options import TokenizerFolder, parse_machine_shard
 from uptrain.distributed.signals import interruptible
 
 if TYPE_CHECKING:
     from uptrain.data.prepare.prepare import PrepareOptions
-
-FOLDER = PathType(exists=True, file_okay=False)
 
 
 @click.command("prepare")
@@ -27,7 +25,10 @@ FOLDER = PathType(exists=True, file_okay=False)
     "set their shares of the tokens.",
 )
 @click.option(
-    "--tokenizer", type=FOLDER, metavar="FOLDER", help="Hugging Face folder with the tokenizer, such as the model's."
+    "--tokenizer",
+    type=TokenizerFolder(),
+    metavar="FOLDER",
+    help="Hugging Face folder with the tokenizer, such as the model's, or its name in the cache (org/name).",
 )
 @click.option(
     "--vocab-size",

@@ -18,7 +18,25 @@ from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.models import build_meta_from_config
+from uptrain.training.models import build_meta, build_meta_from_config, choose_part, tensor_names
+
+
+def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainable: str = "all", rank: int = 0) -> None:
+    """Raise InputError for a student or teacher that cannot be used with any data.
+
+    `model` is None for a student with random weights.
+    """
+    if model:
+        check_exportable(model, *tensor_names(model))
+    folders = [folder for folder in (model, teacher) if folder]
+    models = [build_meta(folder) for folder in folders]
+    for folder, each in zip(folders, models, strict=True):
+        check_packing(each, seq_len)
+        check_embedding(folder, each.head_weight.shape[0])
+    if model and trainable != "all":
+        choose_part(models[0], trainable, rank, model)
+    if len(models) == 2:
+        check_teacher(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
 
 
 def check_tokenizer(cache: TokenCache, path: Path, folder: Path) -> None:

@@ -45,8 +45,8 @@ class Run:
     def read(cls, folder: Path) -> "Run":
         path = folder / RUN
         if not path.is_file():
-            command = f"`uptrain run … --out {shlex.quote(str(folder))}`"
-            raise InputError(f"{folder} is not a run: it has no {RUN}; {command} makes one.")
+            hint = "`uptrain run … --out RUN` makes the folder of a run"
+            raise InputError(f"{folder} is not a run: it has no {RUN}; {hint}.")
         try:
             run = make(cls, parse_object(read_bytes_up_to(path, CONFIG_BYTES)))
             run._check()

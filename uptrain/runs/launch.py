@@ -21,12 +21,9 @@ from uptrain.distributed.accelerator import check_launcher, check_trackers
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import (
     check_batch,
-    check_embedding,
-    check_exportable,
     check_is_not_student,
+    check_models,
     check_new,
-    check_packing,
-    check_teacher,
     check_teachers_tokenizer,
     check_tokenizer,
 )
@@ -37,7 +34,6 @@ from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import find_data, resolve_settings
 from uptrain.runs.run import resume, start
 from uptrain.runs.settings import RunOptions, Settings
-from uptrain.training.models import build_meta, choose_part, tensor_names
 from uptrain.training.optimizer import check_compiler, check_optimizer
 
 
@@ -75,24 +71,6 @@ def launch_new(options: RunOptions) -> None:
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(warnings, show))
     _end(out, status)
-
-
-def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainable: str, rank: int) -> None:
-    """Raise InputError for a student or teacher that cannot be used with any data.
-
-    `model` is None for a student with random weights.
-    """
-    if model:
-        check_exportable(model, *tensor_names(model))
-    folders = [folder for folder in (model, teacher) if folder]
-    models = [build_meta(folder) for folder in folders]
-    for folder, each in zip(folders, models, strict=True):
-        check_packing(each, seq_len)
-        check_embedding(folder, each.head_weight.shape[0])
-    if model and trainable != "all":
-        choose_part(models[0], trainable, rank, model)
-    if len(models) == 2:
-        check_teacher(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
 
 
 def launch_resumed(run: Path, max_minutes: float | None) -> None:

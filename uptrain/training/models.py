@@ -127,10 +127,10 @@ def build_meta(folder: Path) -> LanguageModel:
 
     Raises CheckpointError if the files of a native model lack its parameters.
     """
+    if not is_native(read_config(folder)[1]):
+        return build_meta_from_config(folder)
     with open_checkpoint(folder) as checkpoint:
-        if is_native(checkpoint.config):
-            return loading.build_meta(checkpoint)[0]
-    return build_meta_from_config(folder)
+        return loading.build_meta(checkpoint)[0]
 
 
 def build_meta_from_config(folder: Path) -> LanguageModel:

@@ -72,8 +72,9 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     check_out(options.out)
     if (options.tokenizer is None) == (options.vocab_size is None):
         raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
+    sources = find_sources(options.data, options.option)
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    plan = _make_plan(options, tokenizer)
+    plan = _make_plan(options, sources, tokenizer)
     if options.out.exists():
         return _summary(options.out, _already_complete(options.out, plan), plan, complete=True)
     vocab_size = tokenizer.vocab_size if tokenizer else options.vocab_size
@@ -125,8 +126,7 @@ def _summary_of_machine_shard(machine_shard: MachineShard, units: list[Unit], re
     }
 
 
-def _make_plan(options: PrepareOptions, tokenizer: Tokenizer | None) -> _Plan:
-    sources = find_sources(options.data, options.option)
+def _make_plan(options: PrepareOptions, sources: list[Source], tokenizer: Tokenizer | None) -> _Plan:
     units = make_units(sources)
     fingerprint = _hash([UNITS_FORMAT, tokenizer.sha256 if tokenizer else options.vocab_size, options.text_column])
     weights = [str(source.weight) for source in sources]
