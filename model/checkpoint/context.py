@@ -5,7 +5,7 @@ from typing import Any
 
 from model.common import checks
 
-KEYS = {"mpt": "max_seq_len"}
+KEYS = {"mpt": "max_seq_len", **dict.fromkeys(("gpt2", "gptj", "codegen", "gpt_bigcode"), "n_positions")}
 """Names of the context where it is not `max_position_embeddings`, by `model_type`."""
 
 

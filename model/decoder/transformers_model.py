@@ -59,7 +59,7 @@ class TransformersModel(nn.Module):
 
         Separation needs a causal mask. Some families change it: those with sliding windows, and those whose scores
         depend on distance (ALiBi). Separation is also impossible if transformers chooses the rotary frequencies of all
-        documents by the longest one.
+        documents by the longest one. Rows may not be longer than a table of positions either.
         """
         config: Any = self.theirs.config
         both_ways = getattr(config, "use_bidirectional_attention", None)
@@ -77,10 +77,16 @@ class TransformersModel(nn.Module):
                 f"{f'; prepare data with --seq-len {window} at most' if window else ''}."
             )
         attention = getattr(config, "attn_config", None)
-        if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
+        if config.model_type == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False):
             raise CheckpointError(
                 f"model_type {config.model_type!r} cannot be trained or evaluated here: its attention counts distances "
                 "(ALiBi) across the documents of a row."
+            )
+        context = getattr(config, "max_position_embeddings", None)
+        if context is not None and seq_len > context and not getattr(config, "rope_parameters", None):
+            raise CheckpointError(
+                f"model_type {config.model_type!r} has positions for {context} tokens only, so it cannot be trained or "
+                f"evaluated on rows of {seq_len} tokens; prepare data with --seq-len {context} at most."
             )
         for context in _length_dependent_contexts(config):
             if seq_len > context:

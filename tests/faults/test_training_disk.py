@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import real_runs
@@ -240,3 +241,22 @@ def test_machines_that_do_not_share_the_folder(tmp_path, uptrain, monkeypatch):
     assert result.code == 1, result
     assert "another process wrote tensors/__1_0.distcp to a disk of its own" in result.err
     assert checkpoints(tmp_path / "second") == []
+
+
+@pytest.mark.parametrize(("part", "optimizer"), [("all", "adamw"), ("kv", "adamw"), ("all", "adafactor")])
+def test_too_little_room_for_a_checkpoint_is_said_at_the_start(tmp_path, uptrain, monkeypatch, part, optimizer):
+    inputs = real_runs.make_inputs(tmp_path, hidden_size=256)  # so large that headers of files do not count
+    options = ("--trainable", part, "--optimizer", optimizer)
+
+    def start(name, free):
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+        result = uptrain(*real_runs.arguments(inputs, tmp_path / name, *options, steps=4))
+        assert result.code == 0, result
+        return result.err
+
+    assert "Warning: a checkpoint takes about" not in start("first", 10**9)
+    saved = [file.stat().st_size for file in (tmp_path / "first/checkpoints/step-00000004/tensors").iterdir()]
+    # A save asks for room by the size of the last checkpoint, so the saves themselves pass without one.
+    monkeypatch.setattr(save_load, "_SPARE", 0)
+    assert "Warning: a checkpoint takes about" not in start("enough", sum(saved))
+    assert f"are free on the disk of {tmp_path / 'less'}; make room" in start("less", sum(saved) // 2)

@@ -282,3 +282,23 @@ def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, p
             schedule="wsd", optimizer="adamw", weight_decay=0.0, seed=0, keep_last=2, micro_batch=1, trainable=part,
         )  # fmt: skip
         assert resolve_settings(options, source, 1000)[0].lr == default
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gpt_neox", {}, "under other names than the files do"),
+        ("mixtral", {}, "under other names than the files do"),
+        ("starcoder2", {"sliding_window": 16}, "prepare data with --seq-len 16 at most"),
+        ("mistral", {"sliding_window": 16}, None),
+    ],
+)
+def test_what_run_refuses_is_not_planned(uptrain, tmp_path, monkeypatch, family, changes, words):
+    folder = tiny.save(tiny.build(family, **changes), tmp_path / "model")
+    fixed = ("plan", folder, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32, "--json")
+    if words is None:
+        assert json.loads(uptrain(*fixed).out)["warnings"] == []
+        return
+    uptrain(*fixed).refused(words)
+    monkeypatch.setattr("uptrain.commands.plan.find_spec", lambda name: None)
+    assert "was not checked, because that needs torch" in json.loads(uptrain(*fixed).out)["warnings"][0]

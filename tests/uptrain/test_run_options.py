@@ -203,3 +203,25 @@ def test_resume_compares_only_the_tensors_that_it_reads_again(uptrain, inputs, t
     frozen = next(name for name in tensors if not tiny.is_kv(name))
     save_file({**tensors, frozen: tensors[frozen] + 1}, model / "model.safetensors", {"format": "pt"})
     uptrain("resume", out).refused(f"{model} holds other tensors than when the run began")
+
+
+def test_windows_beyond_the_context_are_warned_of(uptrain, tmp_path):
+    inputs = real_runs.make_inputs(tmp_path, max_position_embeddings=16)
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run", steps=4))
+    assert result.code == 0, result
+    assert "Warning: windows of 32 tokens are longer than the model's context of 16" in result.err
+
+
+def test_other_formats_and_runs_are_no_models(uptrain, inputs, tmp_path):
+    out = tmp_path / "run"
+    assert uptrain(*real_runs.arguments(inputs, out, steps=4)).code == 0
+    export = f"It is the folder of a run; make a model of it first: uptrain export {out} OUT"
+    gguf = tmp_path / "parent.gguf"
+    gguf.write_bytes(b"GGUF")
+    to_hf = f"{gguf} is not a Hugging Face folder; make one of it first: convert to-hf {gguf} OUT"
+    for folder, words in ((out, export), (gguf, to_hf)):
+        for changed in ({**inputs, "model": folder}, {**inputs, "parent": folder}):
+            uptrain(*real_runs.arguments(changed, tmp_path / "other", loss="distill")).refused(words)
+            size = ("--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
+            uptrain("plan", changed["model"], "--teacher", changed["parent"], *size).refused(words)
+    assert not (tmp_path / "other").exists()

@@ -20,6 +20,17 @@ def default_seq_len(config: Mapping[str, Any]) -> int:
     return min(context, MAX_DEFAULT_SEQ_LEN)
 
 
+def context_warning(config: Mapping[str, Any], seq_len: int) -> str | None:
+    """Return a warning if windows are longer than the model's context."""
+    context = read_context(config)
+    if context is None or seq_len <= context:
+        return None
+    return (
+        f"windows of {seq_len:,} tokens are longer than the model's context of {context:,} (config.json): it has not "
+        "learned positions beyond that."
+    )
+
+
 def default_micro_batch(seq_len: int) -> int:
     """Return the default number of windows in a micro-batch."""
     return max(1, MICRO_BATCH_TOKENS // seq_len)

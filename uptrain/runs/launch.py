@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from accelerate import PartialState
 
+from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
+from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, run_cache_folder, seq_len_of
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
@@ -67,9 +69,9 @@ def launch_new(options: RunOptions) -> None:
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
-    warnings = warnings_of(settings)
+    warnings = [context_warning(read_config(folder)[1], seq_len), *warnings_of(settings)]
     with training_bar(settings.steps) as show:
-        status = start(settings, budget, folder, out, deadline, _warn_at_start(warnings, show))
+        status = start(settings, budget, folder, out, deadline, _warn_at_start(list(filter(None, warnings)), show))
     _end(out, status)
 
 

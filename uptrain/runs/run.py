@@ -7,8 +7,10 @@ RUN/metrics.jsonl         see `uptrain.training.metrics_log`
 RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "halted" | "failed", "step": …}
 """
 
+import math
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,12 +22,13 @@ import torch
 from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text
-from model.common.console import warn
+from model.common.console import size, warn
 from model.common.errors import InputError, RankError, RunError, is_lack_of_memory
 from model.common.files import replace_file
 from model.common.printable import one_line
 from model.decoder.devices import faster_products
 from uptrain.budget.budget import Budget
+from uptrain.budget.memory import MASTER_BYTES, state_bytes
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.distributed.accelerator import make_accelerator
@@ -128,6 +131,8 @@ def train_run(
     training.checkpoints.clean_up()
     if accelerator.is_main_process:
         _log_start(training, state, checkpoint)
+        if problem := _lack_of_room(folder, settings, training):
+            warn(problem)
         _write_state(folder, "running", state.step)
     if settings.track:
         config = {name: value for name, value in asdict(settings).items() if name != "track"}
@@ -157,6 +162,19 @@ def train_run(
     for problem in finish_trackers(accelerator):
         warn(f"the tracker did not finish, but the run did: {problem}")
     return status
+
+
+def _lack_of_room(folder: Path, settings: Settings, training: Training) -> str:
+    """Return a warning if the disk cannot hold a checkpoint now, "" if it can."""
+    shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
+    needed = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return ""
+    return (
+        f"a checkpoint takes about {size(needed)}, but {size(free)} are free on the disk of {folder}; make room while "
+        f"the run trains, or it cannot be saved. It saves every {settings.save_every:,} steps."
+    )
 
 
 def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator) -> Exception:
