@@ -32,6 +32,8 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """Run the command line. SIGTERM has the effect of Ctrl-C, so that temporary files are removed."""
+    """Run the command line. SIGTERM and SIGHUP have the effect of Ctrl-C, so that temporary files are removed."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     console.run(cli)

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -140,6 +142,28 @@ def test_signal_in_the_middle(
     assert uptrain(*arguments).code == 0
     assert {name: (out / name).stat().st_ino for name in finished} == finished
     assert tiny.snapshot(out) == expected_of_long
+
+
+@pytest.mark.parametrize("number", [INT, signal.SIGHUP])
+def test_signal_while_workers_start(tmp_path, tokenizer, long_source, number):
+    """A terminal sends it to all processes; workers that still import their code print nothing."""
+    out = tmp_path / "out"
+    with (tmp_path / "err").open("wb") as err:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "uptrain", "prepare", "--data", long_source, "--tokenizer", tokenizer,
+                "--seq-len", "64", "--workers", "2", "--out", out,
+            ],
+            stderr=err, start_new_session=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+        )  # fmt: skip
+        wait_until(lambda: any(b"spawn_main" in command_line(pid) for pid in processes_of(process.pid)))
+        time.sleep(0.1)  # the interpreter has started, and imports
+        os.killpg(process.pid, number)
+        assert process.wait(60) == 1
+    shown = (tmp_path / "err").read_text().strip()
+    assert shown.startswith("Error: interrupted; the same command continues") and "\n" not in shown, shown
+    wait_until(lambda: not processes_of(process.pid))
+    assert not out.exists()
 
 
 def test_killed_worker(start_slow, tmp_path, tokenizer, long_source):

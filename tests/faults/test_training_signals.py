@@ -1,6 +1,12 @@
 """A request to stop is met by all processes within a step, with a checkpoint; a second one at once, without."""
 
+import fcntl
+import os
 import re
+import signal
+import subprocess
+import sys
+import termios
 import time
 
 import pytest
@@ -92,6 +98,41 @@ def test_from_outside_once_ready(runs, tmp_path):
     process.join(30)
     assert process.exitcode == 0
     assert_saved_at(out, status(out)[1], "SIGTERM")
+
+
+def n_logged(out):
+    return (out / "metrics.jsonl").read_bytes().count(b"\n")
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal(runs, tmp_path, ignored):
+    """The run saves and stops, though it can no longer print; under `nohup`, which ignores the signal, it goes on."""
+    out = tmp_path / "run"
+    ours, theirs = os.openpty()
+
+    def open_terminal():
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "uptrain", *real_runs.arguments(runs.inputs, out, steps=10**6)],
+        env={**real_runs.environment(), "TERM": "xterm"}, stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=open_terminal,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"READY: started" not in shown:
+        shown += os.read(ours, 4096)
+    os.close(ours)
+    if ignored:
+        n_lines = n_logged(out)
+        while n_logged(out) <= n_lines + 10:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+    # Only what the run prints at its end is lost.
+    assert process.wait(60) in (0, 1)
+    assert_saved_at(out, status(out)[1], "SIGTERM" if ignored else "SIGHUP")
 
 
 @pytest.mark.parametrize("names", ["SIGTERM later SIGINT", pytest.param("SIGINT later SIGINT", marks=pytest.mark.slow)])

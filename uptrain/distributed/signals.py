@@ -1,4 +1,4 @@
-"""Handle stop requests: SIGTERM, SIGINT and SIGUSR1 request a save and an exit; a second one exits immediately.
+"""Handle stop requests: each of STOP_SIGNALS requests a save and an exit; a second one exits immediately.
 
 The handlers only set a flag. The loop reads it once per step, where all processes can agree.
 """
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""SIGHUP is sent when the terminal is closed; a process that `nohup` started ignores it."""
 _SAME_REQUEST_SECONDS = 1.0
 """Signals within this time count as one request: a launcher may forward a signal that the terminal sent as well."""
 KILLED = 130
@@ -26,7 +27,7 @@ class StopRequest:
 
     def install(self) -> None:
         """Install the handlers. Call this before slow imports: until then a signal kills the process."""
-        for number in _SIGNALS:
+        for number in _handled():
             signal.signal(number, self._take)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -39,6 +40,25 @@ class StopRequest:
 
 
 stop_request = StopRequest()
+
+
+def _handled() -> list[signal.Signals]:
+    """Return STOP_SIGNALS without a SIGHUP that is ignored."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or hangs_up]
+
+
+@contextmanager
+def blocked_in_children() -> Iterator[None]:
+    """Block STOP_SIGNALS in processes that start in this context; the parent tells them to stop.
+
+    A signal that comes to this process meanwhile is handled at the end of the context.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -61,7 +81,7 @@ def interruptible() -> Iterator[None]:
 
     if stop_request.reason:
         raise KeyboardInterrupt
-    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+    before = {number: signal.signal(number, interrupt) for number in _handled()}
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 import hashlib
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -16,6 +15,7 @@ from typing import Any, Self, TypeVar
 from uptrain.data.prepare.tokenise import Job, tokenise
 from uptrain.data.prepare.tokenizer import Encoder, Tokenizer
 from uptrain.data.prepare.work_units import Unit, UnitRecord
+from uptrain.distributed.signals import blocked_in_children
 
 TICK_SECONDS = 0.2
 """Interval of progress updates."""
@@ -64,8 +64,6 @@ _worker: _Worker
 def _start(job: Job, tokenizer: Tokenizer | None, shared: _Shared) -> None:
     """Initialise this process as a worker."""
     global _worker
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent handles them, and sets the stop flag
-        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = _Worker(job, Encoder(tokenizer) if tokenizer else None, shared)
@@ -96,10 +94,8 @@ class Pool:
 
     def __init__(self, n: int, job: Job, tokenizer: Tokenizer | None) -> None:
         context = multiprocessing.get_context("spawn")
-        # Slurm sends SIGUSR1 to all processes. The tracker of shared memory inherits that it is blocked.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with blocked_in_children():  # a terminal and Slurm send signals to all processes, also to this one
+            resource_tracker.ensure_running()
         self._n = n
         self._shared = _Shared.make(context)
         self._executor = ProcessPoolExecutor(n, context, _start, (job, tokenizer, self._shared))
@@ -123,7 +119,9 @@ class Pool:
         running: dict[Future[Result], Item] = {}
         while True:
             while len(running) < self._n and (item := next(items, None)) is not None:
-                running[self._executor.submit(do, item)] = item
+                with blocked_in_children():  # a worker starts when it is needed, and is stopped by the flag
+                    future = self._executor.submit(do, item)
+                running[future] = item
             if not running:
                 return
             finished, _ = wait(running, TICK_SECONDS, FIRST_COMPLETED)
