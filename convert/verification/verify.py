@@ -32,6 +32,7 @@ from model.checkpoint import Checkpoint, open_checkpoint
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.common.files import file_sha256
+from model.common.read_files import UPTRAINING_RECORD
 
 PIECE = 8 << 20
 
@@ -49,14 +50,19 @@ def verify(
     A calibration is repeated on `device`, with the tokens stored in OUT. The text that OUT names is neither opened nor
     downloaded, because OUT may be untrusted.
 
-    Raises CheckpointError if either cannot be read, or OUT does not record its recipe; InputError if the device is not
-    there.
+    Raises CheckpointError if either cannot be read, if OUT does not record its recipe, or if it was trained since;
+    InputError if the device is not there.
     """
     if device != AUTO_DEVICE and find_spec("torch") is not None:  # else nothing can run on it
         from model.decoder.devices import find_device
 
         find_device(device)  # so that a wrong name is refused where nothing was calibrated, too
     record = read_record(out_path)
+    if (out_path / UPTRAINING_RECORD).is_file() and UPTRAINING_RECORD not in source.side_files:
+        raise CheckpointError(
+            f"{out_path} was trained after its conversion ({UPTRAINING_RECORD}), so its weights are other ones; give "
+            "the converted model that the run began with."
+        )
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
         recipe = recorded_recipe(source, out_path, record, device, findings)

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from model import load_model
 from uptrain.export import export
-from uptrain.export.model_card import _losses
+from uptrain.export.export import make_record
+from uptrain.export.model_card import _losses, model_card
+from uptrain.runs.folder import Run
 
 LAYOUTS = [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
 
@@ -209,3 +211,29 @@ def test_a_teacher_in_the_hubs_cache_has_its_name_there(tmp_path, uptrain):
     drive([{"arguments": arguments({**inputs, "parent": snapshot}, tmp_path / "run", loss="distill", steps=4)}])
     assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
     assert "| Teacher | `org/parent` |" in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "base"), [("org/child", "base_model: org/child\n"), ("child", "")])
+def test_the_card_of_a_model_that_has_none(tmp_path, name, base):
+    inputs, run = trained(tmp_path)
+    record = make_record(Run.read(run), run, run / "checkpoints/step-00000004")
+    record["settings"]["model"] = name
+    card = model_card(inputs["model"], record).decode()
+    assert "The text above describes the model before this training, which changed all weights." in card
+    (inputs["model"] / "README.md").unlink()
+    card = model_card(inputs["model"], record).decode()
+    assert card.startswith(f"---\nlibrary_name: transformers\n{base}tags: [groupwise]\n---\n")
+    assert "This training changed all weights." in card and "above" not in card
+
+
+def test_a_trained_model_is_not_verified_as_a_conversion(tmp_path, uptrain, convert):
+    inputs = make_inputs(tmp_path)
+    parent, merged, run, out = (inputs["parent"], *(tmp_path / name for name in ("merged", "run", "out")))
+    assert convert("mha-to-gqa", parent, merged, "--groups", 2, "--method", "mean").code == 0
+    drive([{"arguments": arguments({**inputs, "model": merged}, run, steps=4)}])
+    assert uptrain("export", run, out).code == 0
+    convert("verify", parent, out).refused(
+        f"{out} was trained after its conversion (uptraining.json)", "give the converted model that the run began with"
+    )
+    assert convert("to-hf", out, tmp_path / "copy").code == 0
+    assert convert("verify", out, tmp_path / "copy").code == 0

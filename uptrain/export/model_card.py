@@ -15,14 +15,18 @@ BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining:
 def model_card(source: Path, record: dict[str, Any]) -> bytes:
     """Return `README.md`. `source` is the folder of the initial model, `record` the content of uptraining.json."""
     path = source / "README.md"
-    if path.is_file() and not leads_outside(path, source):
-        card = read_bytes_up_to(path, CONFIG_BYTES)
-    else:
-        card = b"---\nlibrary_name: transformers\ntags: [groupwise]\n---"
-    return card.strip() + b"\n\n" + _section(record).encode()
+    has_card = path.is_file() and not leads_outside(path, source)
+    card = read_bytes_up_to(path, CONFIG_BYTES) if has_card else _front_matter(record["settings"]["model"])
+    return card.strip() + b"\n\n" + _section(record, has_card).encode()
 
 
-def _section(record: dict[str, Any]) -> str:
+def _front_matter(model: str) -> bytes:
+    """Return the metadata of a card; `model` is the initial model's name, which is the hub's if it has an owner."""
+    base = f"base_model: {model}\n" if "/" in model else ""
+    return f"---\nlibrary_name: transformers\n{base}tags: [groupwise]\n---".encode()
+
+
+def _section(record: dict[str, Any], has_card: bool) -> str:
     settings, budget = record["settings"], record["budget"]
     begun = f"from {markdown_code(settings['model'])}" if settings["model"] else "from scratch"
     done = record["step"] / settings["steps"]
@@ -55,20 +59,21 @@ def _section(record: dict[str, Any]) -> str:
 |---|---|
 {table}
 
-{_what_changed(settings)} Details are in `uptraining.json`.
+{_what_changed(settings, has_card)} Details are in `uptraining.json`.
 {END}
 """
 
 
-def _what_changed(settings: dict[str, Any]) -> str:
-    """Return a sentence that holds against what the initial model's card says of its weights."""
+def _what_changed(settings: dict[str, Any], has_card: bool) -> str:
+    """Return a sentence that holds against what the initial model's card, if it has one, says of its weights."""
     if not settings["model"]:
         return "All weights are trained from random ones."
     changed = {"all": "all weights", "attention": "the weights of attention", "kv": "the weights of keys and values"}
     part = changed.get(
         settings.get("trainable", "all"), "the linear maps of all layers, by adapters that are merged into them,"
     )
-    return f"The text above describes the model before this training, which changed {part}."
+    subject = "The text above describes the model before this training, which" if has_card else "This training"
+    return f"{subject} changed {part}."
 
 
 def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
