@@ -7,7 +7,7 @@ from convert.latent import LatentNorm
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
-ENGINE_SIZES = ((512, 64), (256, 64))
+FAST_KERNEL_SIZES = ((512, 64), (256, 64))
 """Sizes of the latent and the rotated key for which vLLM has fast kernels (vLLM 0.11 to 0.32, read in source)."""
 _NOPE_PADDING = 32
 """vLLM mistakes equal unrotated and rotated sizes of a query head for attention without a latent. Unrotated dimensions
@@ -33,7 +33,7 @@ class LatentSizes:
     @property
     def has_fast_kernel(self) -> bool:
         """Whether vLLM has a fast kernel for these sizes."""
-        return (self.latent, self.rope) in ENGINE_SIZES
+        return (self.latent, self.rope) in FAST_KERNEL_SIZES
 
     @property
     def nope(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from convert.latent.layer import LatentLayer
 from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.rotation import rope_parameters
-from convert.latent.sizes import ENGINE_SIZES, LatentSizes, choose_sizes
+from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
 from convert.latent.stock_tensors import rounded_weight
 from convert.planning.notes import partly_cached
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
@@ -227,7 +227,7 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
             f"caches {sizes.source_cached}: nothing is saved."
         )
     if not sizes.has_fast_kernel:
-        known = " and ".join(f"{latent} + {rope}" for latent, rope in ENGINE_SIZES)
+        known = " and ".join(f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
         yield (
             f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.latent} + {sizes.rope}. On a "
             "GPU its Triton kernel takes any size (read in its source, not run). On a CPU it needs VLLM_MLA_DISABLE=1, "

@@ -255,7 +255,7 @@ def test_a_limit_of_the_control_group(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("free", "named"), [(1_239_999, "1.23MB"), (0, "0.01MB")])
 def test_the_advice_names_a_size_that_the_plan_takes(uptrain, inputs, tmp_path, monkeypatch, free, named):
-    monkeypatch.setattr("uptrain.runs.device_memory.free_memory", lambda: free)
+    monkeypatch.setattr("uptrain.runs.device_memory.usable_memory", lambda: free)
     out = tmp_path / "run"
     large = tiny.save(tiny.build(hidden_size=256, intermediate_size=512), tmp_path / "large")
     run = ("run", large, "--data", inputs["data"], "--out", out, "--steps", 1, "--lr", 1)

@@ -172,7 +172,7 @@ def peaks_of_shards(inputs, model, out, *options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("part", "vocab"), [("attention", 8192), ("all", 8192), ("all", 32768)])
+@pytest.mark.parametrize(("part", "vocab"), [("attention", 8192), ("attention", 32768), ("all", 8192), ("all", 32768)])
 def test_shards_take_what_is_planned(inputs, tmp_path, part, vocab):
     """Also that the body that student and teacher share is in shards once; and what a large vocabulary takes."""
     inputs = {**inputs, **make_pair(tmp_path, {**SMALL, "vocab_size": vocab})}

@@ -210,12 +210,12 @@ def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(uptrain, sev
     model, teacher = seven
     fixed = ("run", model, "--teacher", teacher, "--data", data, "--steps", 2, "--lr", 1e-4, "--precision", "bf16")
     fixed += ("--global-batch-tokens", 2048, "--out", tmp_path / "run", "--trainable", "all")
-    monkeypatch.setattr(device_memory, "free_memory", lambda: int(24e9))
+    monkeypatch.setattr(device_memory, "usable_memory", lambda: int(24e9))
     uptrain(*fixed).refused(
         "--trainable all needs an estimated 12", "24 GB free", f"this fits: uptrain run {model} --teacher {teacher}",
         "--trainable kv", "or try it all the same, with --micro-batch 1",
     )  # fmt: skip
-    monkeypatch.setattr(device_memory, "free_memory", lambda: int(3e9))
+    monkeypatch.setattr(device_memory, "usable_memory", lambda: int(3e9))
     uptrain(*fixed).refused("nothing fits", f"uptrain plan {model} --memory 3GB")
     assert not (tmp_path / "run").exists()
 
@@ -223,7 +223,7 @@ def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(uptrain, sev
 def test_a_busy_gpu_is_named_by_its_process(seven, monkeypatch):
     """The first process prints the errors of all, but another GPU may have less memory."""
     model, teacher = seven
-    monkeypatch.setattr(device_memory, "free_memory", lambda: int(3e9))
+    monkeypatch.setattr(device_memory, "usable_memory", lambda: int(3e9))
     monkeypatch.setattr(device_memory, "has_accelerator", lambda: True)
     monkeypatch.setenv("RANK", "3")
     for local_rank, kind, words in (
@@ -242,7 +242,7 @@ def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, mon
     monkeypatch.setattr(memory, "MIN_CHUNK_LOGITS", 0)
     subject = MemoryEstimator.read(inputs["model"], None, 32, "fp32")
     size = subject.memory(MemoryOptions("all", windows)).of(1)
-    monkeypatch.setattr(device_memory, "free_memory", lambda: size)
+    monkeypatch.setattr(device_memory, "usable_memory", lambda: size)
     out = tmp_path / "run"
     fixed = ("run", inputs["model"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2, "--global-batch-tokens", 256)
     assert uptrain(*fixed, "--out", out, "--max-minutes", 0).code == 0
@@ -257,12 +257,12 @@ def test_a_reserve_is_left_free(monkeypatch):
     """Measured memory is up to 7.4 % above the estimate, so one that takes all free memory would fail in a step."""
     monkeypatch.setattr(device_memory, "available_memory", lambda: 10_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    free = device_memory.free_memory()
+    free = device_memory.usable_memory()
     assert free * 1.074 < 5_000 < free * 1.1
 
 
 def test_models_without_an_estimate_take_the_default(uptrain, tmp_path, monkeypatch):
-    monkeypatch.setattr(device_memory, "free_memory", lambda: 0)
+    monkeypatch.setattr(device_memory, "usable_memory", lambda: 0)
     inputs = real_runs.make_inputs(tmp_path / "inputs")
     tiny.edit_config(inputs["model"], model_type="gpt2")
     config = json.loads(Path(inputs["model"], "config.json").read_text())

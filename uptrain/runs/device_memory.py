@@ -17,8 +17,8 @@ from uptrain.training.choices import TRAINABLE
 from uptrain.training.parts import knows_attention
 
 RESERVE = 0.08
-"""Share of the free memory that a run's estimate must not take. Measurements are up to 7.4 % above the estimate
-(docs/training.md)."""
+"""Share of the free memory that a run's estimate must not take. Measurements of one device are up to 7.4 % above the
+estimate (docs/training.md)."""
 
 
 def has_estimate(config: dict[str, Any]) -> bool:
@@ -33,12 +33,14 @@ def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model
     if one window does not fit. The error names the first command that does.
     """
     devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
-    free = free_memory()
-    if largest := first_that_fits(estimator, [chosen.trainable], free, devices, [chosen.activation_checkpointing]):
+    usable = usable_memory()
+    if largest := first_that_fits(estimator, [chosen.trainable], usable, devices, [chosen.activation_checkpointing]):
         return largest.micro_batch
     needed = estimator.memory(MemoryOptions(chosen.trainable, 1, chosen.activation_checkpointing)).of(devices)
-    cheaper = first_that_fits(estimator, TRAINABLE[TRAINABLE.index(chosen.trainable) :], free, devices)
-    of_plan = f"{max(free // 10_000 / 100, 0.01):g}MB" if free < 10**9 else f"{free // 10**7 / 100:g}GB"  # rounded down
+    cheaper = first_that_fits(estimator, TRAINABLE[TRAINABLE.index(chosen.trainable) :], usable, devices)
+    of_plan = (
+        f"{max(usable // 10_000 / 100, 0.01):g}MB" if usable < 10**9 else f"{usable // 10**7 / 100:g}GB"
+    )  # rounded down
     advice = (
         f"this fits: {run_command(cheaper, str(model), teacher, estimator, devices)} …"
         if cheaper
@@ -46,7 +48,7 @@ def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model
     )
     refusal = (
         f"{chosen.options} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
-        f"device has {size(free)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the same, with "
+        f"device has {size(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the same, with "
         "--micro-batch 1)."
     )
     if has_accelerator() and not is_first_process():  # whose device may have more
@@ -54,7 +56,7 @@ def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model
     raise InputError(refusal)
 
 
-def free_memory() -> int:
+def usable_memory() -> int:
     """Return the free bytes of this process's device, less the reserve.
 
     The processes of a machine share the memory of its CPU.
