@@ -1,68 +1,40 @@
-"""Processes before they have joined, where the others wait for the main one, and as they leave their group."""
+"""What the main process does alone, while the others wait."""
 
-import os
-import signal
-import subprocess
-import sys
-import threading
-from pathlib import Path
+import time
+from datetime import timedelta
 
+import forks
 import pytest
 
-from uptrain.distributed.collectives import main_process_first
+from model.common.errors import InputError
+from uptrain.distributed import accelerator as accelerators
+from uptrain.distributed.collectives import destroy_process_group, gather, on_main
 
 
-def test_the_main_process_works(tmp_path, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    main_process_first((tmp_path / "done").touch, tmp_path / "done")
-    assert (tmp_path / "done").exists()
+def slow_work(seconds):
+    time.sleep(seconds)
+    return "done"
 
 
-def test_another_waits_for_the_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    later = threading.Timer(0.3, (tmp_path / "done").touch)
-    later.start()
-    main_process_first(lambda: pytest.fail("only the main process works"), tmp_path / "done")
-    assert (tmp_path / "done").exists()
+def refuse():
+    raise InputError("no such thing")
 
 
-def test_a_waiting_process_can_be_stopped(tmp_path, monkeypatch):
-    """As the launcher does when the main process has failed."""
-    monkeypatch.setenv("RANK", "1")
-    later = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    later.start()
-    with pytest.raises(KeyboardInterrupt):
-        main_process_first(lambda: None, tmp_path / "done")
+def wait_for_slow_work():
+    accelerators.PATIENCE = timedelta(seconds=2)
+    accelerator = accelerators.make_accelerator("fp32", ())
+    for seconds in (0, 5, 0):
+        started = time.monotonic()
+        result = on_main(accelerator, lambda seconds=seconds: slow_work(seconds))
+        assert result == "done" and time.monotonic() - started >= seconds - 1
+    with pytest.raises(InputError, match="no such thing"):
+        on_main(accelerator, refuse)
+    assert gather(accelerator, accelerator.process_index) == [0, 1, 2]
+    destroy_process_group()
+    print("ended")
 
 
-DESTROY = """
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
-from uptrain.distributed.collectives import destroy_process_group
-
-
-class Owner:
-    def __init__(self):
-        self.group, self.itself = dist.group.WORLD, self  # only the garbage collector frees it
-
-
-def gloo_threads():
-    return [name for name in (path.read_text() for path in Path("/proc/self/task").glob("*/comm")) if "gloo" in name]
-
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.broadcast(torch.zeros(1), 0)
-Owner()
-assert gloo_threads()
-destroy_process_group()
-assert not gloo_threads(), gloo_threads()
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
-def test_no_thread_of_gloo_is_left_when_the_group_is_destroyed():
-    """Such a thread aborts the process if it wants the interpreter lock while the interpreter ends."""
-    subprocess.run([sys.executable, "-c", DESTROY], check=True, timeout=100)
+def test_work_may_take_longer_than_collectives(tmp_path):
+    outputs = [tmp_path / str(rank) for rank in range(3)]
+    results = forks.finish(forks.start_ranks(wait_for_slow_work, outputs=outputs), outputs)
+    assert [(result.code, result.out, result.err) for result in results] == [(0, "ended\n", "")] * 3

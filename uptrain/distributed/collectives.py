@@ -1,9 +1,11 @@
 """Collective operations: sum, gather, run work on the main process, and destroy the process group."""
 
+import functools
 import gc
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,12 +13,14 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model.common.errors import InputError, RunError
 from uptrain.distributed.signals import interruptible
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
+_SHORTEST_PAUSE = 0.002
 
 
 def all_reduce_sum(accelerator: Accelerator, values: Tensor) -> Tensor:
@@ -42,6 +46,7 @@ def destroy_process_group() -> None:
     And a thread of gloo that wants this lock while the interpreter ends aborts the process.
     """
     gc.collect()
+    _connection.cache_clear()
     PartialState().destroy_process_group()
 
 
@@ -70,7 +75,8 @@ def main_process_first(work: Callable[[], object], done: Path) -> None:
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """Run `work` on the main process; return its result on all ranks.
 
-    Raises InputError on all ranks if `work` does, and RunError for an OSError.
+    It may take longer than the timeout of collectives, such as to read a large model from a slow disk. Raises
+    InputError on all ranks if `work` does, and RunError for an OSError.
     """
     outcome: list[tuple[T | None, type[Exception] | None, str]] = [(None, None, "")]
     if accelerator.is_main_process:
@@ -81,8 +87,35 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
         except OSError as error:
             outcome = [(None, RunError, str(error))]
     if accelerator.num_processes > 1:
+        _wait_for_main(accelerator)
         dist.broadcast_object_list(outcome, src=0)
     result, kind, message = outcome[0]
     if kind is not None:
         raise kind(message)
     return result  # type: ignore[return-value]
+
+
+def _wait_for_main(accelerator: Accelerator) -> None:
+    """Wait until the main process calls this, however long that takes; a collective would time out.
+
+    Raises a DistError if the store's process has ended.
+    """
+    store, calls = _connection()
+    key = f"groupwise/on_main/{next(calls)}"
+    if accelerator.is_main_process:
+        store.set(key, "")
+        return
+    pause = _SHORTEST_PAUSE
+    while not store.check([key]):  # `wait` would log a warning with each timeout
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
+
+
+@functools.cache
+def _connection() -> tuple[TCPStore, Iterator[int]]:
+    """Connect to the launcher's store, by which the process group was made; return it with numbers of its keys.
+
+    All ranks use the numbers in the same order.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, wait_for_workers=False), itertools.count()
