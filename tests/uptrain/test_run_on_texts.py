@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tiny_tokenizers import SENTENCES, make_tokenizer
 
 from uptrain import evaluate_folder
+from uptrain.data.run_data import surplus_warning
 
 VOCAB = 300
 
@@ -199,3 +200,14 @@ def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):
         (away / f"held.{what}").rename(away / f"moved.{what}")
     assert uptrain("resume", away / "moved").code == 0
     real_runs.assert_same_run(away / "moved", whole)
+
+
+def test_far_more_texts_than_the_run_reads_are_warned_of(tmp_path):
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.truncate(5 * 10**9)  # sparse
+    warned = surplus_warning([str(tmp_path / "a.txt=2")], 10**8)
+    assert warned.startswith("all of --data, 5 GB, is tokenised first, though the run reads only about 400 MB of it")
+    assert "`uptrain prepare --tokens 100000000`" in warned
+    assert surplus_warning([str(tmp_path / "a.txt")], 10**9) == ""
+    (tmp_path / "b.txt").write_text("short")
+    assert surplus_warning([str(tmp_path / "b.txt")], 1) == ""

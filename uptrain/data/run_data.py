@@ -4,14 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model.checkpoint.hf_folder import read_config
-from model.common.console import echo, warn
+from model.common.console import echo, size, warn
 from model.common.errors import InputError
 from model.common.machine import n_cores
 from uptrain.data.default_sizes import default_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
+from uptrain.data.prepare.sources import find_sources
 from uptrain.data.token_cache import MANIFEST, TokenCache
 from uptrain.distributed.collectives import main_process_first
 from uptrain.distributed.signals import interruptible
+
+BYTES_PER_TOKEN = 4
+"""Of a text, about."""
+MUCH_TEXT, SURPLUS = 10**9, 4
+"""Bytes of texts that take minutes to tokenise, and how many times as many as a run needs are worth a warning."""
 
 
 def ensure_cache(
@@ -41,6 +47,20 @@ def cache_folder(data: Sequence[str], out: Path) -> Path:
 def run_cache_folder(run: Path, what: str) -> Path:
     """Return the folder of the token cache of a run's texts; `what` is `data` or `eval_data`."""
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
+
+
+def surplus_warning(data: Sequence[str], n_tokens: int) -> str:
+    """Return a warning if `data` names far more texts than the tokens of a run, "" if not."""
+    if is_cache(data):
+        return ""
+    files = [file for source in find_sources(tuple(data)) for file in source.text.files]
+    nbytes, needed = sum(Path(file).stat().st_size for file in files), BYTES_PER_TOKEN * n_tokens
+    if nbytes < MUCH_TEXT or nbytes < SURPLUS * needed:
+        return ""
+    return (
+        f"all of --data, {size(nbytes)}, is tokenised first, though the run reads only about {size(needed)} of it. "
+        f"`uptrain prepare --tokens {n_tokens}` tokenises only the beginning."
+    )
 
 
 def is_cache(data: Sequence[str]) -> bool:

@@ -12,11 +12,11 @@ import numpy as np
 from accelerate import PartialState
 
 from model.checkpoint.hf_folder import read_config
-from model.common.console import echo, warn
+from model.common.console import echo, is_first_process, warn
 from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
 from uptrain.data.default_sizes import context_warning
-from uptrain.data.run_data import ensure_cache, run_cache_folder, seq_len_of
+from uptrain.data.run_data import ensure_cache, run_cache_folder, seq_len_of, surplus_warning
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
@@ -66,6 +66,8 @@ def launch_new(options: RunOptions) -> None:
         LogitsManifest.parse(options.teacher_logits)
     if options.eval_data:
         _make_cache([options.eval_data], folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
+    if is_first_process() and (warning := surplus_warning(options.data, budget.tokens)):
+        warn(warning)
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
