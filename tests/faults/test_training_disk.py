@@ -257,6 +257,6 @@ def test_too_little_room_for_a_checkpoint_is_said_at_the_start(tmp_path, uptrain
     assert "Warning: a checkpoint takes about" not in start("first", 10**9)
     saved = [file.stat().st_size for file in (tmp_path / "first/checkpoints/step-00000004/tensors").iterdir()]
     # A save asks for room by the size of the last checkpoint, so the saves themselves pass without one.
-    monkeypatch.setattr(save_load, "_SPARE", 0)
+    monkeypatch.setattr(save_load, "SPARE", 0)
     assert "Warning: a checkpoint takes about" not in start("enough", sum(saved))
     assert f"are free on the disk of {tmp_path / 'less'}; make room" in start("less", sum(saved) // 2)

@@ -158,6 +158,7 @@ def test_memory_and_time_for_processes_and_teacher(uptrain, source):
     assert time["flops"] == 8 * one["n_params"] * four["tokens"]
     assert time["hours"]["H100"] == pytest.approx(time["device_hours"]["H100"] / 4)
     trained = four["memory"]["kv"]["gradients_bytes"] // 4
+    assert four["memory"]["kv"]["disk_bytes"] == round(4.2 * 12 * trained)
     assert four["time"]["kv"]["flops"] == (6 * one["n_params"] + 2 * trained) * four["tokens"]
 
 

@@ -23,6 +23,7 @@ from uptrain.budget.conversion_record import default_trainable, merge_method, so
 from uptrain.budget.identify import named
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions, first_that_fits, parts_of
 from uptrain.budget.training_time import MFU, TIME_FORMULA, count_parameters, estimate_time, flops_per_token
+from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
 from uptrain.data.default_sizes import default_micro_batch, default_seq_len
 from uptrain.data.token_cache import Manifest
 from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
@@ -151,7 +152,11 @@ def _memory(estimator: MemoryEstimator, part: str, numbers: list[int]) -> dict[s
     needed = estimator.memory(MemoryOptions(part, default_micro_batch(estimator.seq_len)))
     least = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
-    return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), "host_bytes": estimator.host(needed)}
+    others = {
+        "host_bytes": estimator.host(needed),
+        "disk_bytes": round(CHECKPOINTS_ON_DISK * (needed.masters + needed.optimizer)),
+    }
+    return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), **others}
 
 
 def _time(estimator: MemoryEstimator, part: str, tokens: int, processes: int) -> dict[str, Any] | None:

@@ -23,6 +23,11 @@ from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")
 _BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
+DEFAULT_KEEP_LAST = 2
+SPARE = 1.2
+"""Free space that a save requires, relative to the size of the last checkpoint."""
+CHECKPOINTS_ON_DISK = DEFAULT_KEEP_LAST + 1 + SPARE
+"""Room that a run needs, in checkpoints: the last ones, the one before the decay, and the one that it saves."""
 State = dict[str, Any]
 Checksums = dict[str, dict[str, Any]]
 """File → `size`, and list `crc32` of its blocks."""

@@ -56,6 +56,7 @@ from model.common.errors import InputError
 from model.common.files import sync_file, sync_folder
 from uptrain.checkpoints.files import (
     MANIFEST,
+    SPARE,
     STATE,
     TENSORS,
     Checksums,
@@ -71,8 +72,6 @@ from uptrain.checkpoints.files import (
 from uptrain.distributed.collectives import gather, on_main
 
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
-_SPARE = 1.2
-"""Free space that a save requires, relative to the size of the last checkpoint."""
 
 
 class SaveError(OSError):
@@ -160,7 +159,7 @@ class Checkpoints:
             return
         shutil.rmtree(unfinished, ignore_errors=True)
         last = list(list_checkpoints(self.folder).values())[-1:]
-        required = _SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
+        required = SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
         free = shutil.disk_usage(self.folder).free
         if free < required:
             raise SaveError(f"{free:,} bytes are free, but a checkpoint needs {required:,.0f}")

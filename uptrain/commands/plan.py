@@ -147,9 +147,15 @@ def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
             f"below, for micro-batches of {memory['micro_batch_tokens']:,} tokens; least: of "
             f"{memory['least_micro_batch_tokens']:,}, with --activation-checkpointing\n= {memory['formula']}",
         ),
+        ("disk, estimate", f"for checkpoints: {_disk(memory)}"),
         ("time, estimate", f"below\n= {plan['time']['formula']}"),
         ("loss at step 0", plan["first_loss"]),
     ]
+
+
+def _disk(memory: dict[str, Any]) -> str:
+    """Return the room for checkpoints by choice of `--trainable`."""
+    return ", ".join(f"{part} {size(memory[part]['disk_bytes'])}" for part in TRAINABLE if memory[part])
 
 
 def _memory(memory: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -9,6 +9,7 @@ import click
 from model.common.checks import show
 from model.common.command_options import FiniteFloat, PathType, RenamedOption, pop_fields
 from uptrain.budget.budget import BudgetOptions
+from uptrain.checkpoints.files import DEFAULT_KEEP_LAST
 from uptrain.commands.options import (
     ModelFolder,
     budget_options,
@@ -162,7 +163,7 @@ def _check_no_nul(text: str) -> str:
 @click.option(
     "--keep-last",
     type=click.IntRange(min=1),
-    default=2,
+    default=DEFAULT_KEEP_LAST,
     show_default=True,
     help="Checkpoints to keep. The one before the decay, from which `extend` continues, is also kept.",
 )
