@@ -222,7 +222,7 @@ def renewed(page: str, results: Path) -> str:
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
 BETTER_PARENTS = "4.2 M parameters, 30 M tokens, 3 parents"
 SMOLLM2 = "SmolLM2-135M-Instruct, 4 bit"
-HEADLINE = tuple(("3 models of 4.2 M", "refine", TODAY["refine"], 8, groups) for groups in (4, 2, 1))
+HEADLINE = tuple(("3 Llamas of 4.2 M", "refine_longer", TODAY["refine_longer"], 8, groups) for groups in (4, 2, 1))
 """Rows of the README's table: parent, plan, arm, K/V heads before and after. Rows over all kinds of text follow."""
 KNOWN_MODELS = (("SmolLM2-135M", "text_kinds", "3 → 1"), ("Qwen2.5-Coder-0.5B", "qwen2", "2 → 1"))
 """Rows over all kinds of text: parent, plan, K/V heads."""
