@@ -19,7 +19,7 @@ from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.plan import Plan, fingerprint, make_plan
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDERS, json_text
+from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDERS, is_of_training, json_text
 from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
@@ -74,6 +74,7 @@ def _is_replaceable(out: Path) -> bool:
         return False
     foreign = any(fnmatch(path.name, pattern) for path in out.iterdir() for pattern in SKIPPED_FOLDERS)
     foreign = foreign or any(out.rglob("run.json"))  # of `uptrain run`, with its checkpoints
+    foreign = foreign or any(path.is_dir() and is_of_training(path) for path in out.rglob("*"))
     is_checkpoint = (out / "config.json").is_file() and any(out.glob("*.safetensors"))
     return not any(out.iterdir()) or (is_checkpoint and not foreign)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from itertools import product
 
 from model.attention_layout import Attention
 from model.checkpoint import Checkpoint
@@ -13,12 +14,23 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of an output head. The second is GPT-NeoX's."""
 
 
+BESIDE_ATTENTION = (
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)  # fmt: skip
+"""A layer's tensors besides attention's, in the families of `is_native`."""
+
+
 def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a layer, or what comes before and after the layers, lacks a tensor."""
     family, tensors, config = attention.family, checkpoint.tensors, checkpoint.config
     prefixes = list(dict.fromkeys(prefix for prefix, _ in attention.present))
     layers = _parts(attention, prefixes, checkpoint)
     _check_layers(layers, checkpoint)
+    if is_native(config):
+        for prefix, name in product(prefixes, BESIDE_ATTENTION):
+            if name not in layers[prefix]:
+                raise _lacks(checkpoint, prefix + name)
     stack = re.sub(r"[^.]+\.\d+\.$", "", prefixes[0])
     has_head = any(name.endswith(HEADS) for name in tensors)
     embedding, final_norm = f"{stack}{family.embedding}.weight", f"{stack}{family.final_norm}.weight"

@@ -129,7 +129,7 @@ class GeneratedText:
     def _row_bytes(self) -> int:
         """Bytes of one row's KV cache."""
         geometry = read_geometry(self.checkpoint)
-        bytes_per_value = max(t.nbytes // prod(t.shape) for t in self.checkpoint.tensors.values() if t.shape)
+        bytes_per_value = max(t.nbytes // prod(t.shape) for t in self.checkpoint.tensors.values() if 0 not in t.shape)
         return 2 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * self.window * bytes_per_value
 
     @property

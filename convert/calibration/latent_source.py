@@ -11,6 +11,7 @@ import torch
 from convert.latent.check_source import check_latent_source
 from convert.latent.rotation import SourceRope
 from model.checkpoint import Checkpoint
+from model.common.errors import CheckpointError
 from model.decoder.config import LlamaConfig
 from model.decoder.llama import Block
 from model.decoder.loading import check_no_others
@@ -42,6 +43,9 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
         parameters = [name for name, _ in Block(config).named_parameters()]
     for index in range(config.n_layers):
         prefix = f"model.layers.{index}."
+        for name in parameters:
+            if f"{prefix}{name}" not in checkpoint.tensors:
+                raise CheckpointError(f"{checkpoint.path} lacks the tensor {prefix}{name}.")
         check_no_others(checkpoint, prefix, {f"{prefix}{name}" for name in parameters})
     frequencies, scale = inverse_frequencies(config.rope)
     rope = SourceRope(

@@ -22,6 +22,8 @@ VALUE_QUERIES = 2048
 """Queries sampled per head for the value moments, over the whole text."""
 _DRAWN_VALUES = 1 << 22
 """Elements of drawn keys that are rotated at a time."""
+_ROUNDING = 1e-3
+"""How far a sum of attention weights may be from 1 without an attention sink."""
 
 
 class MomentSums:
@@ -81,6 +83,7 @@ class MomentSums:
     def _add_keys(self, weights_HST: Tensor, k_KTD: Tensor, at_S: Tensor) -> None:
         """Accumulate the attention-weighted covariance of keys rotated to the query's position."""
         for group, weights_NT in enumerate(weights_HST.reshape(self._n_groups, -1, k_KTD.shape[1])):
+            weights_NT = _among_keys(weights_NT, at_S.repeat(self._heads_per_group))
             keys_TF = self._grouped(k_KTD)[group]
             drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
             drawn_NC = drawn_NC.to(keys_TF.device)
@@ -127,3 +130,17 @@ class MomentSums:
             raw_FF = None if self._raw_keys_GFF is None else self._raw_keys_GFF[group].cpu().numpy()
             moments.append(Moments(queries_HDD[heads], keys_FF, values_FF, outputs_HDD[heads], n_rotary_pairs, raw_FF))
         return moments
+
+
+def _among_keys(weights_NT: Tensor, at_N: Tensor) -> Tensor:
+    """Return attention weights as shares of what the keys get: an attention sink takes the rest, or nearly all.
+
+    A query whose keys get nothing is taken to attend to its own position.
+    """
+    sums_N1 = weights_NT.sum(dim=1, keepdim=True)
+    if sums_N1.min() > 1 - _ROUNDING:
+        return weights_NT
+    shares_NT = weights_NT / sums_N1.clamp_min(torch.finfo(sums_N1.dtype).tiny)
+    nothing_N = shares_NT.sum(dim=1) < 0.5
+    shares_NT[nothing_N, at_N[nothing_N]] = 1.0
+    return shares_NT

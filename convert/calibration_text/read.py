@@ -116,11 +116,9 @@ def _read_windows(
     length = window - len(bos_ids)
     ids: list[int] = []
     for document in _documents(name):
-        if isinstance(document, np.ndarray):
-            ids += document.tolist()
-            continue
         for start in range(0, len(document), _PIECE):
-            ids += _encode(tokenizer, document[start : start + _PIECE], checkpoint)
+            piece = document[start : start + _PIECE]
+            ids += piece.tolist() if isinstance(piece, np.ndarray) else _encode(tokenizer, piece, checkpoint)
             if len(ids) >= n_windows * length:
                 break
         if len(ids) >= n_windows * length:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.planning.latent_plan import LatentPlan
+from convert.planning.notes import PHI3_ROPE
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
@@ -41,7 +42,8 @@ def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
 def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
     """Add the RoPE keys of transformers 4, which ignores `rope_parameters` and would use its defaults.
 
-    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that.
+    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that. Nor for a Phi-3
+    with settings that its class has no key for in version 4, since version 5 reads `rope_scaling` in their place.
     """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
@@ -49,6 +51,8 @@ def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
     added = {keys.rope_theta: rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
         added[keys.partial_rotary_factor] = rope["partial_rotary_factor"]
+    if config.get("model_type") == "phi3" and not rope.keys() <= PHI3_ROPE:
+        return
     if rope.get("rope_type", "default") != "default":
         scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
         if config.get("model_type") == "phi3":  # whose class reads these three keys, and refuses others

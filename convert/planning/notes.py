@@ -11,6 +11,11 @@ from model.families import Family
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
+PHI3_ROPE = {
+    "rope_theta", "partial_rotary_factor", "rope_type", "type", "short_factor", "long_factor",
+    "original_max_position_embeddings",
+}  # fmt: skip
+"""Keys of `rope_parameters` that the Phi-3 of transformers 4 has a place for."""
 
 
 def notes_of_recipe(recipe: Recipe) -> tuple[str, ...]:
@@ -65,6 +70,11 @@ def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
 def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
     rope = config.get("rope_parameters")
     kinds = [kind for kind, value in rope.items() if isinstance(value, dict)] if isinstance(rope, dict) else []
+    if isinstance(rope, dict) and config.get("model_type") == "phi3" and not rope.keys() <= PHI3_ROPE:
+        yield (
+            "config.json scales the rotary embedding as transformers 5 writes it; version 4 has no keys for "
+            f"{' and '.join(sorted(rope.keys() - PHI3_ROPE))}, and would use its own defaults."
+        )
     if kinds and "rope_theta" not in config:
         yield (
             f"config.json gives the rotary embeddings of {' and '.join(kinds)} only as transformers 5 writes them; "

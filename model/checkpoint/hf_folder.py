@@ -189,7 +189,7 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
     if leads_outside(path, folder):
         return " (a link out of the folder)"
     if path.is_dir() and os.access(path, os.R_OK | os.X_OK):
-        return " (a training run, its data, or logits)" if _is_of_training(path) else None
+        return " (a training run, its data, or logits)" if is_of_training(path) else None
     if not (path.is_file() or path.is_dir()):
         return " (not a regular file)"
     if path.is_dir() or not os.access(path, os.R_OK):
@@ -197,7 +197,7 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
     return None
 
 
-def _is_of_training(folder: Path) -> bool:
+def is_of_training(folder: Path) -> bool:
     """Return whether `uptrain` made a folder: a run, a token cache or logits. They hold paths of this machine."""
     names = {path.name for path in folder.iterdir()}
     is_run = {"run.json", "metrics.jsonl"} <= names

@@ -17,6 +17,10 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer
 
+from convert.calibration_text.read import read_calibration_text
+from model.checkpoint import open_checkpoint
+from model.common.errors import CheckpointError
+
 
 def test_record_and_verify(convert, parent, tmp_path, prose):
     out = tmp_path / "out"
@@ -252,6 +256,31 @@ def test_damage_outside_of_attention(convert, tmp_path, name, value, words):
         tensors[name].view(-1)[0] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--refit").refused(words)
+
+
+@pytest.mark.parametrize("part", ["mlp.down_proj", "post_attention_layernorm"])
+@pytest.mark.parametrize("command", ["mha-to-gqa", "mha-to-mla"])
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_a_tensor_that_all_layers_lack(convert, tmp_path, command, part, eps):
+    folder = tiny.save(tiny.build(rms_norm_eps=eps), tmp_path / "source")
+    tensors = {name: tensor for name, tensor in tiny.tensors(folder).items() if part not in name}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    by_weights = ("--latent", 16, "--rope", 8, "--calibration", "none")
+    options = {"mha-to-gqa": ("--groups", 2, "--method", "mean"), "mha-to-mla": by_weights}
+    convert(command, folder, tmp_path / "out", *options[command]).refused(
+        f"lacks the tensor model.layers.0.{part}.weight"
+    )
+
+
+def test_of_many_token_ids_only_those_needed_are_read(parent, tmp_path):
+    """A text that is tokenised already may have billions."""
+    path = tmp_path / "ids.jsonl"
+    line = json.dumps({"input_ids": [5] * 4000}) + "\n"
+    path.write_text(line * 3 + "no record\n")
+    with open_checkpoint(parent) as checkpoint:
+        assert read_calibration_text(checkpoint, str(path), 4096).n_windows >= 4
+        with pytest.raises(CheckpointError, match=r"ids\.jsonl:4"):
+            read_calibration_text(checkpoint, str(path), 16384)
 
 
 @pytest.mark.parametrize("part", ["v_proj", "k_proj", "q_proj", "o_proj"])

@@ -253,6 +253,18 @@ def test_overwrite_keeps_a_training_run(convert, source, tmp_path):
     assert (out / "trained/run/run.json").exists()
 
 
+@pytest.mark.parametrize("name", ["inputs.sha256", "values-00000.bin"])
+def test_overwrite_keeps_tokens_and_logits(convert, source, tmp_path, name):
+    """`uptrain prepare --tokenizer converted --out converted/tokens` is easily written too."""
+    out = tmp_path / "converted"
+    assert convert("mha-to-mqa", "--method", "mean", source, out).code == 0
+    (out / "data/tokens").mkdir(parents=True)
+    for file in ("manifest.json", name):
+        (out / "data/tokens" / file).write_text("{}")
+    convert("mha-to-mqa", "--method", "mean", source, out, "--overwrite").refused("a training run", "will not replace")
+    assert (out / "data/tokens" / name).exists()
+
+
 def test_overwrite_onto_something_else(convert, source, tmp_path):
     folder, file = tmp_path / "diary", tmp_path / "file.txt"
     folder.mkdir()

@@ -11,7 +11,7 @@ import torch
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from convert.calibration.generated_text import GeneratedText
 from model.checkpoint import open_checkpoint
@@ -73,6 +73,47 @@ def test_longrope_as_transformers_4_reads_it(convert, tmp_path):
     assert config["rope_scaling"] == {"type": "longrope", **factors}
     assert config["original_max_position_embeddings"] == 32
     assert config["rope_parameters"] == rope
+
+
+@pytest.mark.parametrize("setting", ["attention_factor", "factor"])
+def test_longrope_that_transformers_4_cannot_read(convert, tmp_path, setting):
+    """Version 5 would read `rope_scaling` in place of the whole settings, without this one."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 1.0, "short_factor": [1.0, 1.1], "long_factor": [2.0, 3.0], setting: 1.7,
+    }  # fmt: skip
+    model = tiny.build("phi3", num_key_value_heads=4, original_max_position_embeddings=16, rope_parameters=rope)
+    folder, out = tiny.save(model, tmp_path / "source"), tmp_path / "out"
+    result = convert("repeat-kv", folder, out, "--groups", 8, "--json")
+    assert any(f"version 4 has no keys for {setting}, " in note for note in json.loads(result.out)["notes"])
+    config = AutoConfig.from_pretrained(out)
+    assert config.rope_parameters == AutoConfig.from_pretrained(folder).rope_parameters
+    ids = torch.arange(48)[None]
+    with torch.inference_mode():
+        ours, theirs = (AutoModelForCausalLM.from_pretrained(each)(ids).logits for each in (out, folder))
+    assert (ours - theirs).abs().max() <= 1e-5
+
+
+def test_an_empty_tensor(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build("qwen3", vocab_size=300), tmp_path / "source"), 300)
+    tensors = tiny.tensors(folder) | {"extra": torch.zeros(0, 4)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    options = ("--groups", 2, "--calibration", "self", "--calibration-tokens", 1024, "--refine", 0)
+    convert("mha-to-gqa", folder, tmp_path / "out", *options).refused(
+        "holds a tensor unknown to its config.json: extra"
+    )
+
+
+def test_attention_sinks_that_take_everything(convert, tmp_path):
+    """Then a query's weights on its keys may all be 0."""
+    model = tiny.build("gpt_oss", vocab_size=300)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.fill_(150.0)
+    folder = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    assert result.code == 0, result.err
+    assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
 
 
 def test_two_bases_of_the_rotary_embedding(convert, source, tmp_path):
