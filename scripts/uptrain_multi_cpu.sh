@@ -8,7 +8,10 @@ set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 export ACCELERATE_USE_CPU=true
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
-# torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default.
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+# torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default, and SIGHUP even if
+# `nohup` has made this script ignore it.
+signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
+python -c 'import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)' || signals=$signals,SIGHUP
+export PET_SIGNALS_TO_HANDLE="$signals"
 exec accelerate launch --config_file "$configs/ddp.yaml" --num_processes "${PROCESSES:?set it to how many processes}" \
     --main_process_port 0 -m uptrain "$@"

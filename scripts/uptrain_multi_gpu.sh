@@ -15,7 +15,10 @@ fi
 if [ "$gpus" -eq 1 ]; then exec python -m uptrain "$@"; fi
 # Saving a checkpoint may take longer than the default of 30 seconds for stopped processes.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
-# torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default.
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+# torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default, and SIGHUP even if
+# `nohup` has made this script ignore it.
+signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
+python -c 'import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)' || signals=$signals,SIGHUP
+export PET_SIGNALS_TO_HANDLE="$signals"
 exec accelerate launch --config_file "$configs/$layout.yaml" --num_processes "$gpus" --main_process_port 0 \
     -m uptrain "$@"

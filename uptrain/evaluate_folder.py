@@ -10,10 +10,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from model.checkpoint.hf_folder import read_config
 from model.common import console
 from model.common.errors import InputError
 from model.decoder.devices import faster_products
-from uptrain.data.default_sizes import default_micro_batch
+from uptrain.budget.vocabularies import check_teacher
+from uptrain.data.default_sizes import context_warning, default_micro_batch
 from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, make_accelerator
@@ -21,7 +23,6 @@ from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.runs.checks import (
     check_packing,
-    check_teacher,
     check_teachers_tokenizer,
     check_tokenizer,
     check_vocabulary,
@@ -59,6 +60,9 @@ def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, A
 
 def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResult:
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
+    warning = context_warning(read_config(options.model)[1], seq_len)
+    if warning and console.is_first_process():
+        console.warn(warning)
     device = choose_device(options.device)
     if options.teacher is not None:
         check_teachers_tokenizer(options.model, options.teacher)

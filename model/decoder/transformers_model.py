@@ -17,6 +17,12 @@ from model.common.read_files import CONFIG_BYTES, check_size
 from model.decoder.losses import IGNORED
 from model.decoder.masks import document_mask, document_positions
 from model.decoder.transformers_classes import build_hf_model, read_hf_config, refusing
+from model.families import FAMILIES
+
+_PROBED = 12
+"""Tokens of the rows that show whether documents are separate."""
+_CLOSE, _NEARLY = 0.05, 0.3
+"""Differences of logits, in standard deviations of all: by rounding in a batch, and of other shapes."""
 
 
 class TransformersModel(nn.Module):
@@ -57,9 +63,10 @@ class TransformersModel(nn.Module):
     def check_packing(self, seq_len: int) -> None:
         """Raise CheckpointError if documents packed into rows of `seq_len` tokens cannot be separated.
 
-        Separation needs a causal mask. Some families change it: those with sliding windows, and those whose scores
-        depend on distance (ALiBi). Separation is also impossible if transformers chooses the rotary frequencies of all
-        documents by the longest one. Rows may not be longer than a table of positions either.
+        Separation needs attention with a causal mask. Convolutions and recurrent states have none. Some families change
+        it: those with sliding windows, and those whose scores depend on distance (ALiBi). Separation is also impossible
+        if transformers chooses the rotary frequencies of all documents by the longest one. Rows may not be longer than
+        a table of positions either.
         """
         config: Any = self.theirs.config
         both_ways = getattr(config, "use_bidirectional_attention", None)
@@ -69,6 +76,11 @@ class TransformersModel(nn.Module):
                 "use_bidirectional_attention in config.json); only causal models can be trained or evaluated."
             )
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        if others := sorted({*(kinds or ())} - {"full_attention", "sliding_attention"}):
+            raise CheckpointError(
+                f"model_type {config.model_type!r} cannot be trained or evaluated here: a mask does not separate the "
+                f"documents of a row in its layers of the kind {' and '.join(others)}."
+            )
         slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
         if slides and (window is None or seq_len > window):
             raise CheckpointError(
@@ -160,4 +172,35 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
-    return TransformersModel(hf_model.to(device)).eval()
+    model = TransformersModel(hf_model.to(device)).eval()
+    if hf_model.config.model_type not in FAMILIES:  # whose separation Groupwise's tests compare
+        _check_separation(model)
+    return model
+
+
+@torch.inference_mode()
+def _check_separation(model: TransformersModel) -> None:
+    """Raise CheckpointError if packed documents see each other, or a token sees later ones, by three short rows.
+
+    Of the first two rows, the first document differs, of the first and third the last token. A document must also have
+    nearly the logits that it has alone.
+    """
+    vocab_size, half = len(model.head_weight), _PROBED // 2
+    row_T = 3 + torch.arange(_PROBED)
+    ids_BT = torch.stack([row_T, row_T, row_T])
+    ids_BT[1, :half] += _PROBED
+    ids_BT[2, -1] += _PROBED
+    ids_BT = (ids_BT % vocab_size).to(model.head_weight.device)
+    documents_BT = (torch.arange(_PROBED, device=ids_BT.device) >= half).long().expand(3, -1)
+    first_TV, other_TV, later_TV = model(ids_BT, None, documents_BT)
+    (alone_TV,) = model(ids_BT[:1, half:], None, torch.zeros_like(documents_BT[:1, half:]))
+    scale = first_TV.std()
+    leaks = (first_TV[half:] - other_TV[half:]).abs().max() > _CLOSE * scale
+    sees_later = (first_TV[:-1] - later_TV[:-1]).abs().max() > _CLOSE * scale
+    differs_alone = (first_TV[half:] - alone_TV).abs().max() > _NEARLY * scale
+    if leaks or sees_later or differs_alone:
+        config: Any = model.theirs.config
+        problem = "a token sees later ones" if sees_later else "packed documents are not separate"
+        raise CheckpointError(
+            f"model_type {config.model_type!r} cannot be trained or evaluated here: in its class, {problem}."
+        )

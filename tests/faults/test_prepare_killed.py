@@ -166,14 +166,15 @@ def test_signal_while_workers_start(tmp_path, tokenizer, long_source, number):
     assert not out.exists()
 
 
-def test_killed_worker(start_slow, tmp_path, tokenizer, long_source):
-    arguments = ("prepare", "--data", long_source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1)
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_killed_worker(start_slow, tmp_path, tokenizer, long_source, n_workers):
+    arguments = ("prepare", "--data", long_source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", n_workers)
     process, finish = start_slow(*arguments, "--out", tmp_path / "out")
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
     workers = [pid for pid in processes_of(process.pid) if b"spawn_main" in command_line(pid)]
-    (worker,) = workers
-    os.kill(worker, signal.SIGKILL)
+    assert len(workers) == n_workers
+    os.kill(workers[0], signal.SIGKILL)
     result = finish()
     assert result.code == 1
     assert result.err.count("\n") == 1

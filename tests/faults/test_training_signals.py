@@ -8,6 +8,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 import real_runs
@@ -15,6 +16,7 @@ from fault_injection import Fault, Faults, launch, run, start
 from faulty_runs import SAVE, succeed
 from real_runs import assert_each_is_whole, assert_same_run, checkpoints, state, status
 
+ROOT = Path(__file__).parents[2]
 PHASES = {
     "before the first step": ("after mkdir checkpoints", 0),
     "in the first evaluation": ("before micro_batches of evaluation", 0),
@@ -172,6 +174,31 @@ def test_the_launcher(runs, tmp_path, program, name):
     assert state(out)["reason"] in (name, "SIGTERM"), result
     succeed(("resume", out), tmp_path, 2)
     assert_same_run(out, runs.expected(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_scripts_when_the_terminal_is_closed(runs, tmp_path, ignored):
+    """A launcher passes SIGHUP on, but not if `nohup` has made the script ignore it."""
+    out, err = tmp_path / "run", tmp_path / "err"
+    with err.open("wb") as errors:
+        process = subprocess.Popen(
+            ["sh", "scripts/uptrain_multi_cpu.sh", *real_runs.arguments(runs.inputs, out, steps=10**6)],
+            cwd=ROOT, env={**real_runs.environment(), "PROCESSES": "2"}, stderr=errors, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL),
+        )  # fmt: skip
+        while b"READY: started" not in err.read_bytes():
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGHUP)
+        if ignored:
+            n_lines = n_logged(out)
+            while n_logged(out) <= n_lines + 10:
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.terminate()
+        process.wait(60)
+    assert_saved_at(out, status(out)[1], "SIGTERM" if ignored else "SIGHUP")
 
 
 @pytest.mark.slow

@@ -303,3 +303,12 @@ def test_what_run_refuses_is_not_planned(uptrain, tmp_path, monkeypatch, family,
     uptrain(*fixed).refused(words)
     monkeypatch.setattr("uptrain.commands.plan.find_spec", lambda name: None)
     assert "was not checked, because that needs torch" in json.loads(uptrain(*fixed).out)["warnings"][0]
+
+
+def test_vocabularies_that_differ_are_not_planned(uptrain, tmp_path):
+    model = tiny.save(tiny.build(vocab_size=257), tmp_path / "model")
+    teacher = tiny.save(tiny.build(vocab_size=300), tmp_path / "teacher")
+    fixed = ("plan", model, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
+    uptrain(*fixed, "--teacher", teacher).refused(f"the teacher {teacher} has 300 tokens, the student 257")
+    tiny.edit_config(model, vocab_size=250)
+    uptrain(*fixed).refused("has 257 rows in model.embed_tokens.weight, but its config.json says vocab_size = 250")

@@ -205,9 +205,9 @@ def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):
 def test_far_more_texts_than_the_run_reads_are_warned_of(tmp_path):
     with (tmp_path / "a.txt").open("wb") as file:
         file.truncate(5 * 10**9)  # sparse
-    warned = surplus_warning([str(tmp_path / "a.txt=2")], 10**8)
+    warned = surplus_warning([str(tmp_path / "a.txt=2")], 10**8, tmp_path / "out")
     assert warned.startswith("all of --data, 5 GB, is tokenised first, though the run reads only about 400 MB of it")
     assert "`uptrain prepare --tokens 100000000`" in warned
-    assert surplus_warning([str(tmp_path / "a.txt")], 10**9) == ""
+    assert surplus_warning([str(tmp_path / "a.txt")], 10**9, tmp_path / "out") == ""
     (tmp_path / "b.txt").write_text("short")
-    assert surplus_warning([str(tmp_path / "b.txt")], 1) == ""
+    assert surplus_warning([str(tmp_path / "b.txt")], 1, tmp_path / "out") == ""

@@ -225,3 +225,23 @@ def test_other_formats_and_runs_are_no_models(uptrain, inputs, tmp_path):
             size = ("--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
             uptrain("plan", changed["model"], "--teacher", changed["parent"], *size).refused(words)
     assert not (tmp_path / "other").exists()
+
+
+def test_held_out_windows_that_a_model_cannot_take(uptrain, tmp_path):
+    """They may be longer than those of the training, of which alone the student is asked."""
+    inputs = real_runs.make_inputs(tmp_path)
+    inputs["held_out"] = caches.write_cache(tmp_path / "longer", [[list(range(128))] * 4], 128, real_runs.VOCAB)
+    size = {"vocab_size": real_runs.VOCAB, "max_position_embeddings": 256}
+    inputs["model"] = tiny.save(tiny.build("gemma2", num_key_value_heads=2, sliding_window=256, **size), tmp_path / "g")
+    inputs["parent"] = tiny.save(tiny.build("gemma2", sliding_window=48, **size), tmp_path / "p")
+    command = real_runs.arguments(inputs, tmp_path / "run", "--eval-data", inputs["held_out"], loss="distill")
+    uptrain(*command).refused(f"{inputs['parent']}: model_type 'gemma2' cannot be trained", "rows of 128 tokens")
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_out_windows_beyond_the_context_are_warned_of(uptrain, inputs, tmp_path):
+    longer = caches.write_cache(tmp_path / "longer", [[list(range(128))] * 4], 128, real_runs.VOCAB)
+    run = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--eval-data", longer, steps=4))
+    for result in (run, uptrain("evaluate", inputs["model"], "--data", longer)):
+        assert result.code == 0, result
+        assert "Warning: windows of 128 tokens are longer than the model's context of 64" in result.err

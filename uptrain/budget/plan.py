@@ -23,6 +23,7 @@ from uptrain.budget.conversion_record import default_trainable, merge_method, so
 from uptrain.budget.identify import named
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions, first_that_fits, parts_of
 from uptrain.budget.training_time import MFU, TIME_FORMULA, count_parameters, estimate_time, flops_per_token
+from uptrain.budget.vocabularies import check_embedding, check_teacher
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
 from uptrain.data.default_sizes import default_micro_batch, default_seq_len
 from uptrain.data.token_cache import Manifest
@@ -59,8 +60,7 @@ def make_plan(
     `memory` is what each device has, in bytes, for `memory.fitting`.
     """
     manifest = Manifest.parse(data) if data is not None else None
-    for folder in filter(None, (model, teacher)):
-        read_config(folder)  # `uptrain run` takes no other formats
+    _check_vocabularies(model, teacher)
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         method, trainable = merge_method(model), default_trainable(model, checkpoint.config)
@@ -114,6 +114,17 @@ def make_plan(
         "first_loss": _first_loss(model, data),
         "warnings": list(filter(None, warnings)),
     }
+
+
+def _check_vocabularies(model: Path, teacher: Path | None) -> None:
+    """Raise InputError for models that `uptrain run` refuses because of their vocabularies, or in another format."""
+    folders = [model, *([teacher] if teacher else [])]
+    sizes = [read_config(folder)[1].get("vocab_size") for folder in folders]
+    for folder, vocab_size in zip(folders, sizes, strict=True):
+        if isinstance(vocab_size, int):  # not of a wrapper
+            check_embedding(folder, vocab_size)
+    if isinstance(sizes[0], int) and isinstance(sizes[-1], int):
+        check_teacher(sizes[0], sizes[-1], str(teacher))
 
 
 def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:

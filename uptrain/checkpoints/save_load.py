@@ -14,6 +14,7 @@ import io
 import json
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,8 @@ from uptrain.checkpoints.files import (
 from uptrain.distributed.collectives import gather, on_main
 
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
+_NFS_SECONDS = 60
+"""The longest time that a client of NFS remembers, by default, that a folder was missing (nfs(5), `acdirmax`)."""
 
 
 class SaveError(OSError):
@@ -103,7 +106,7 @@ class Checkpoints:
         Raises InputError on all ranks if one of them does not find the folder.
         """
         on_main(self._accelerator, self._remove_leftovers)
-        if not all(gather(self._accelerator, self.folder.is_dir())):
+        if not all(gather(self._accelerator, _appears(self.folder))):
             raise InputError(
                 f"not every process finds {self.folder}; put the run into a folder that all machines share."
             )
@@ -242,6 +245,16 @@ class Checkpoints:
         rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
         damages = [damage for damage in gather(self._accelerator, find_damage(folder, rank, world_size)) if damage]
         return damages[0] if damages else ""
+
+
+def _appears(folder: Path) -> bool:
+    """Return whether a folder that another process has made appears within _NFS_SECONDS."""
+    deadline = time.monotonic() + _NFS_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def _remove(checkpoint: Path) -> None:

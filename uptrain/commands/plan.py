@@ -75,7 +75,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
 def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
     """Raise InputError for models that `uptrain run` refuses; return a warning if that cannot be checked.
 
-    Classes of transformers are built for it, without weights. Llama-like models need no check besides `make_plan`.
+    Classes of transformers are built for it, without weights. Of Llama-like models, `make_plan` has read the headers.
     """
     from model.checkpoint.hf_folder import read_config
     from model.families import is_native
@@ -86,7 +86,7 @@ def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
         return ["whether `uptrain run` can train this model was not checked, because that needs torch."]
     from uptrain.runs.checks import check_models
 
-    check_models(model, teacher, seq_len)
+    check_models(model, teacher, [seq_len])
     return []
 
 

@@ -49,9 +49,9 @@ def run_cache_folder(run: Path, what: str) -> Path:
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
 
 
-def surplus_warning(data: Sequence[str], n_tokens: int) -> str:
-    """Return a warning if `data` names far more texts than the tokens of a run, "" if not."""
-    if is_cache(data):
+def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str:
+    """Return a warning if `data` names far more texts than the tokens of a run, "" if not, or if `out` has them."""
+    if is_cache(data) or (out / MANIFEST).is_file():
         return ""
     files = [file for source in find_sources(tuple(data)) for file in source.text.files]
     nbytes, needed = sum(Path(file).stat().st_size for file in files), BYTES_PER_TOKEN * n_tokens

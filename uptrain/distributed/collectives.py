@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model.common.errors import InputError, RunError
-from uptrain.distributed.signals import interruptible
+from uptrain.distributed.signals import interruptible, stop_request
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
@@ -98,15 +98,17 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
 def _wait_for_main(accelerator: Accelerator) -> None:
     """Wait until the main process calls this, however long that takes; a collective would time out.
 
-    Raises a DistError if the store's process has ended.
+    A stop request ends the waiting. It may come from the launcher, because the main process has ended: then the
+    collective that follows fails. Raises a DistError if the store's process has ended.
     """
     store, calls = _connection()
-    key = f"groupwise/on_main/{next(calls)}"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives the attempts
+    key = f"groupwise/{attempt}/on_main/{next(calls)}"
     if accelerator.is_main_process:
         store.set(key, "")
         return
     pause = _SHORTEST_PAUSE
-    while not store.check([key]):  # `wait` would log a warning with each timeout
+    while not stop_request.reason and not store.check([key]):  # `wait` would log a warning with each timeout
         time.sleep(pause)
         pause = min(2 * pause, _POLL_SECONDS)
 

@@ -4,13 +4,14 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from uptrain.budget.vocabularies import check_teacher
 from uptrain.checkpoints.save_load import Checkpoints
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
-from uptrain.runs.checks import check_exportable, check_packing, check_teacher, check_teacher_logits, check_vocabulary
+from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabulary
 from uptrain.runs.folder import CHECKPOINTS, METRICS
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.settings import Settings
@@ -77,7 +78,8 @@ def build(
     teacher, shared_bytes = None, 0
     if settings.teacher:
         teacher, shared_bytes = _build_teacher(settings, student, accelerator)
-        check_packing(teacher, cache.seq_len)
+        for opened in filter(None, (cache, eval_cache)):
+            check_packing(teacher, opened.seq_len)
     loss_module = LossModule(student, settings.loss, teacher)
     optimizer = make_optimizer(settings.optimizer, loss_module, settings.weight_decay)
     loss_module, optimizer = accelerator.prepare(loss_module, optimizer)

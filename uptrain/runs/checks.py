@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import open_checkpoint
-from model.checkpoint.tied import EMBEDDINGS
 from model.common.console import is_first_process, warn
-from model.common.errors import InputError
+from model.common.errors import InputError, naming
 from model.common.tokenizer import VOCABULARIES, WHOLE, open_tokenizer
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
+from uptrain.budget.vocabularies import check_embedding, check_teacher
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
@@ -21,8 +21,10 @@ from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import build_meta, build_meta_from_config, choose_part, tensor_names
 
 
-def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainable: str = "all", rank: int = 0) -> None:
-    """Raise InputError for a student or teacher that cannot be used with any data.
+def check_models(
+    model: Path | None, teacher: Path | None, seq_lens: Iterable[int], trainable: str = "all", rank: int = 0
+) -> None:
+    """Raise InputError for a student or teacher that cannot be used with any data in windows of these lengths.
 
     `model` is None for a student with random weights.
     """
@@ -31,7 +33,9 @@ def check_models(model: Path | None, teacher: Path | None, seq_len: int, trainab
     folders = [folder for folder in (model, teacher) if folder]
     models = [build_meta(folder) for folder in folders]
     for folder, each in zip(folders, models, strict=True):
-        check_packing(each, seq_len)
+        for seq_len in seq_lens:
+            with naming(folder):
+                check_packing(each, seq_len)
         check_embedding(folder, each.head_weight.shape[0])
     if model and trainable != "all":
         choose_part(models[0], trainable, rank, model)
@@ -70,27 +74,6 @@ def check_packing(model: LanguageModel, seq_len: int) -> None:
 def check_teacher_logits(logits: TeacherLogits, vocab_size: int) -> None:
     """Raise InputError if the logits are of a teacher with a vocabulary of another size."""
     check_teacher(vocab_size, logits.manifest.vocab_size, f"of {logits.folder}, {logits.manifest.teacher},")
-
-
-def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
-    """Raise InputError if the teacher's vocabulary has another size."""
-    if teacher_vocab_size != vocab_size:
-        raise InputError(
-            f"the teacher {name} has {teacher_vocab_size} tokens, the student {vocab_size}; "
-            "distillation needs the same vocabulary."
-        )
-
-
-def check_embedding(folder: Path, vocab_size: int) -> None:
-    """Raise InputError if the files of a model have an embedding of another size than `config.json` says."""
-    with open_checkpoint(folder) as checkpoint:
-        for name in EMBEDDINGS:
-            tensor = checkpoint.tensors.get(name)
-            if tensor is not None and tensor.shape[0] != vocab_size:
-                raise InputError(
-                    f"{folder} has {tensor.shape[0]} rows in {name}, but its config.json says vocab_size = "
-                    f"{vocab_size}; correct one of the two."
-                )
 
 
 def check_is_not_student(model: Path | None, teacher: Path) -> None:

@@ -16,7 +16,7 @@ from model.common.console import echo, is_first_process, warn
 from model.common.errors import InputError
 from uptrain.budget.budget import repetition_warning
 from uptrain.data.default_sizes import context_warning
-from uptrain.data.run_data import ensure_cache, run_cache_folder, seq_len_of, surplus_warning
+from uptrain.data.run_data import ensure_cache, is_cache, run_cache_folder, seq_len_of, surplus_warning
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
@@ -53,7 +53,10 @@ def launch_new(options: RunOptions) -> None:
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = resolve_settings(options, folder, seq_len)
-    check_models(options.model, options.teacher, seq_len, settings.trainable, settings.lora_rank)
+    eval_data = [options.eval_data] if options.eval_data else []
+    eval_seq_len = seq_len_of(eval_data, folder, None) if is_cache(eval_data) else seq_len
+    seq_lens = sorted({seq_len, eval_seq_len})
+    check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
     if options.teacher:
         check_teachers_tokenizer(folder, options.teacher)
         if settings.loss == "distill":
@@ -64,14 +67,14 @@ def launch_new(options: RunOptions) -> None:
     check_trackers(settings.track)
     if options.teacher_logits:
         LogitsManifest.parse(options.teacher_logits)
-    if options.eval_data:
-        _make_cache([options.eval_data], folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
-    if is_first_process() and (warning := surplus_warning(options.data, budget.tokens)):
+    if eval_data:
+        _make_cache(eval_data, folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
+    if is_first_process() and (warning := surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data"))):
         warn(warning)
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
-    warnings = [context_warning(read_config(folder)[1], seq_len), *warnings_of(settings)]
+    warnings = [context_warning(read_config(folder)[1], max(seq_lens)), *warnings_of(settings)]
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(list(filter(None, warnings)), show))
     _end(out, status)

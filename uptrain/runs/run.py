@@ -29,7 +29,7 @@ from model.common.printable import one_line
 from model.decoder.devices import faster_products
 from uptrain.budget.budget import Budget
 from uptrain.budget.memory import MASTER_BYTES, state_bytes
-from uptrain.checkpoints.files import list_checkpoints
+from uptrain.checkpoints.files import SPARE, list_checkpoints
 from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
@@ -165,15 +165,17 @@ def train_run(
 
 
 def _lack_of_room(folder: Path, settings: Settings, training: Training) -> str:
-    """Return a warning if the disk cannot hold a checkpoint now, "" if it can."""
+    """Return a warning if the disk lacks the room for the next two checkpoints, or for one beside those there are."""
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
-    needed = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
+    each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
+    needed = each * (SPARE if list_checkpoints(folder / CHECKPOINTS) else 1 + SPARE)
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return ""
     return (
-        f"a checkpoint takes about {size(needed)}, but {size(free)} are free on the disk of {folder}; make room while "
-        f"the run trains, or it cannot be saved. It saves every {settings.save_every:,} steps."
+        f"a checkpoint takes about {size(each)}, and the run needs {size(needed)} for its next ones, but {size(free)} "
+        f"are free on the disk of {folder}; make room while it trains, or it cannot be saved. It saves every "
+        f"{settings.save_every:,} steps."
     )
 
 

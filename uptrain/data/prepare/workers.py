@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import active_children, connection, resource_tracker
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -97,6 +97,7 @@ class Pool:
         with blocked_in_children():  # a terminal and Slurm send signals to all processes, also to this one
             resource_tracker.ensure_running()
         self._n = n
+        self._others = set(active_children())
         self._shared = _Shared.make(context)
         self._executor = ProcessPoolExecutor(n, context, _start, (job, tokenizer, self._shared))
         self._reported = (0, 0)
@@ -128,8 +129,16 @@ class Pool:
             self._report(progress)
             for future in finished:
                 if isinstance(future.exception(), BrokenProcessPool):
+                    self._kill()
                     raise OSError("a worker process was killed, perhaps for lack of memory: try fewer --workers")
                 yield running.pop(future), future
+
+    def _kill(self) -> None:
+        """Kill the workers that are left. The executor waits for them, and from Python 3.12 on it ends them by SIGTERM,
+        which they block.
+        """
+        for process in set(active_children()) - self._others:
+            process.kill()
 
     def _report(self, progress: Progress) -> None:
         totals = self._shared.n_read.value, self._shared.n_written.value
