@@ -10,8 +10,8 @@ export ACCELERATE_USE_CPU=true
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 # torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default, and SIGHUP even if
 # `nohup` has made this script ignore it.
-signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
-python -c 'import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)' || signals=$signals,SIGHUP
-export PET_SIGNALS_TO_HANDLE="$signals"
+hangup=SIGHUP,
+if { sh -c 'kill -HUP $$'; } 2>/dev/null; then hangup=; fi # ignored: the shell has survived
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,${hangup}SIGQUIT,SIGUSR1
 exec accelerate launch --config_file "$configs/ddp.yaml" --num_processes "${PROCESSES:?set it to how many processes}" \
     --main_process_port 0 -m uptrain "$@"

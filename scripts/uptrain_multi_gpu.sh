@@ -17,8 +17,8 @@ if [ "$gpus" -eq 1 ]; then exec python -m uptrain "$@"; fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 # torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default, and SIGHUP even if
 # `nohup` has made this script ignore it.
-signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
-python -c 'import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)' || signals=$signals,SIGHUP
-export PET_SIGNALS_TO_HANDLE="$signals"
+hangup=SIGHUP,
+if { sh -c 'kill -HUP $$'; } 2>/dev/null; then hangup=; fi # ignored: the shell has survived
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,${hangup}SIGQUIT,SIGUSR1
 exec accelerate launch --config_file "$configs/$layout.yaml" --num_processes "$gpus" --main_process_port 0 \
     -m uptrain "$@"
