@@ -173,18 +173,20 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
         if loading[kind]:
             raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[0]}, …")
     model = TransformersModel(hf_model.to(device)).eval()
-    if hf_model.config.model_type not in FAMILIES:  # whose separation Groupwise's tests compare
-        _check_separation(model)
+    check_separation(model)
     return model
 
 
 @torch.inference_mode()
-def _check_separation(model: TransformersModel) -> None:
+def check_separation(model: TransformersModel) -> None:
     """Raise CheckpointError if packed documents see each other, or a token sees later ones, by three short rows.
 
     Of the first two rows, the first document differs, of the first and third the last token. A document must also have
-    nearly the logits that it has alone.
+    nearly the logits that it has alone. The families of Groupwise are compared in its tests instead.
     """
+    config: Any = model.theirs.config
+    if config.model_type in FAMILIES:
+        return
     vocab_size, half = len(model.head_weight), _PROBED // 2
     row_T = 3 + torch.arange(_PROBED)
     ids_BT = torch.stack([row_T, row_T, row_T])
@@ -199,7 +201,6 @@ def _check_separation(model: TransformersModel) -> None:
     sees_later = (first_TV[:-1] - later_TV[:-1]).abs().max() > _CLOSE * scale
     differs_alone = (first_TV[half:] - alone_TV).abs().max() > _NEARLY * scale
     if leaks or sees_later or differs_alone:
-        config: Any = model.theirs.config
         problem = "a token sees later ones" if sees_later else "packed documents are not separate"
         raise CheckpointError(
             f"model_type {config.model_type!r} cannot be trained or evaluated here: in its class, {problem}."

@@ -82,6 +82,7 @@ def test_a_family_begins_with_the_weights_of_its_class(uptrain, convert, begin, 
         ("gpt_neox", {}, "under other names than the files do (lm_head.weight)"),
         ("starcoder2", {"sliding_window": 16}, "prepare data with --seq-len 16 at most"),
         ("t5", {}, "is an encoder-decoder"),
+        ("rwkv", {"context_length": 64}, "packed documents are not separate"),
         ("qwen3", {"num_key_value_heads": 3, "num_attention_heads": 7}, "= 3, which does not divide 7 query heads"),
     ],
 )

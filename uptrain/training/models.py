@@ -18,7 +18,7 @@ from model.decoder.config import read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.decoder.transformers_classes import build_hf_model, layer_class_names
-from model.decoder.transformers_model import TransformersModel
+from model.decoder.transformers_model import TransformersModel, check_separation
 from model.families import is_native
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.lora import add_adapters
@@ -184,7 +184,9 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
     if not is_native(config):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            return TransformersModel(build_hf_model(folder, torch.float32)).eval()
+            model = TransformersModel(build_hf_model(folder, torch.float32)).eval()
+        check_separation(model)
+        return model
     student = empty_student(folder)
     assert isinstance(student, LlamaForCausalLM)
     std = checks.number(config.get("initializer_range", 0.02), "config.json has initializer_range")
