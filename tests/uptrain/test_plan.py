@@ -305,6 +305,14 @@ def test_what_run_refuses_is_not_planned(uptrain, tmp_path, monkeypatch, family,
     assert "was not checked, because that needs torch" in json.loads(uptrain(*fixed).out)["warnings"][0]
 
 
+def test_few_steps_of_the_originals_batch(uptrain, source):
+    fixed = ("--tokens", "20M", "--original", "llama-2-7b")
+    assert plan(uptrain, source, *fixed)["steps"] == 5
+    (warning,) = plan(uptrain, source, *fixed)["warnings"]
+    assert warning.startswith("the original's batch of 4,194,304 tokens leaves 5 steps")
+    assert plan(uptrain, source, *fixed, "--global-batch-tokens", 131072)["warnings"] == []
+
+
 def test_vocabularies_that_differ_are_not_planned(uptrain, tmp_path):
     model = tiny.save(tiny.build(vocab_size=257), tmp_path / "model")
     teacher = tiny.save(tiny.build(vocab_size=300), tmp_path / "teacher")

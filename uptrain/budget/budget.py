@@ -28,6 +28,10 @@ so close to its parent that a third can do harm (docs/study.md, "Which parameter
 For latent attention only `attention` was measured."""
 
 
+FEW_STEPS = 50
+"""Fewer are mostly warm-up and decay."""
+
+
 @dataclass(frozen=True)
 class BudgetOptions:
     """Options of the budget as given; None means not given. Exactly one of `alpha`, `tokens` and `steps` is given."""
@@ -123,6 +127,16 @@ def repetition_warning(epochs: float) -> str | None:
     if epochs <= 1:
         return None
     return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
+
+
+def few_steps_warning(options: BudgetOptions, budget: Budget) -> str | None:
+    """Return a warning if the original's batch leaves few steps."""
+    if options.global_batch_tokens is not None or budget.steps >= FEW_STEPS:
+        return None
+    return (
+        f"the original's batch of {budget.global_batch_tokens:,} tokens leaves {budget.steps} steps; for a short run, "
+        "give a smaller --global-batch-tokens."
+    )
 
 
 def rate_problem(options: BudgetOptions, optimizer: str) -> str | None:

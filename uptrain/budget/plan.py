@@ -14,6 +14,7 @@ from uptrain.budget.budget import (
     Budget,
     BudgetOptions,
     default_peak,
+    few_steps_warning,
     make_budget,
     peak_divisor,
     rate_problem,
@@ -79,7 +80,11 @@ def make_plan(
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
     plan_schedule = Schedule(schedule, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
     data_use = _data(data, manifest, budget, length)
-    warnings = [data_use and repetition_warning(data_use["epochs"]), rate_problem(options, optimizer)]
+    warnings = [
+        data_use and repetition_warning(data_use["epochs"]),
+        rate_problem(options, optimizer),
+        few_steps_warning(options, budget),
+    ]
     return {
         "model": str(model),
         "n_params": n_params,
