@@ -27,6 +27,12 @@ def origin_of(path: Path) -> Origin:
     return (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (resolved.name, None)
 
 
+def name_of(path: Path) -> str:
+    """Return a folder's name, or the name of a model in the hub's cache; "" for no folder."""
+    name, revision = origin_of(path) if path.name else ("", None)
+    return name if revision else path.name
+
+
 def sha256_in_cache(path: Path) -> str | None:
     """Return the SHA-256 by which the hub's cache names a file's content; None for a file that is not in a cache.
 

@@ -18,6 +18,9 @@ Array = NDArray[Any]
 ROPE_BUFFER = "rotary_emb.inv_freq"
 """End of the name of a module's RoPE frequencies, which old checkpoints hold. The config gives them, too."""
 
+MASKED_BIAS = "attention.masked_bias"
+"""End of the name of the number that old GPT-NeoX checkpoints put in place of masked logits."""
+
 # Bits, because the format has types smaller than a byte (safetensors 0.8, README "Format").
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -39,6 +42,11 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
 def is_rope_buffer(name: str) -> bool:
     """Return whether the tensor of this name holds RoPE frequencies."""
     return name.endswith(ROPE_BUFFER)
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a tensor's numbers: unsigned integers of its size if computations do not support it."""
+    return FLOAT_DTYPES.get(dtype) or np.dtype(f"u{BITS[dtype] // 8}")
 
 
 @dataclass(frozen=True)
@@ -68,3 +76,8 @@ class Span:
     path: Path
     offset: int
     length: int
+
+
+def is_buffer(tensor: Tensor) -> bool:
+    """Return whether a tensor is no parameter: RoPE frequencies, or a causal mask of old GPT-NeoX checkpoints."""
+    return is_rope_buffer(tensor.name) or tensor.dtype in ("BOOL", "U8") or tensor.name.endswith(MASKED_BIAS)

@@ -22,7 +22,7 @@ import numpy as np
 
 from model.checkpoint.hf_folder import refuse_lfs_pointer
 from model.checkpoint.pickles import check_pickle
-from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span
+from model.checkpoint.tensor import Array, Span, numpy_dtype
 from model.common import checks
 from model.common.errors import CheckpointError
 
@@ -233,6 +233,8 @@ def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
             f"{path} holds {checks.show(name)}, which is a {type(value).__name__} and not a tensor; "
             "save the model's state dict alone."
         )
+    if value.is_neg() or value.is_conj():
+        raise CheckpointError(f"{path} holds {name} as a negated view; save the tensor itself (`.resolve_neg()`).")
     if value.layout != torch.strided or value.device.type != device or dtype_name(value) not in DTYPES:
         raise CheckpointError(
             f"{path} holds {name} as a tensor of {dtype_name(value)}, {value.layout}, on {value.device}; "
@@ -276,7 +278,3 @@ def _view(path: Path, tensor: "torch.Tensor", data: Array, storage: int) -> Stor
     except ValueError as error:  # numpy raises it for a view beyond its buffer
         raise damaged(path, error) from error
     return Stored(dtype, array, Span(path, start, array.nbytes) if array.flags.c_contiguous else None)
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    return FLOAT_DTYPES.get(dtype) or np.dtype(f"u{BITS[dtype] // 8}")

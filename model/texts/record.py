@@ -75,19 +75,22 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else names[type(value)]
 
 
+NO_IDS = f"field {TOKEN_IDS!r} is not a list of whole numbers"
+
+
 def token_ids(value: Any) -> Document:
     """Return a list of token ids as an array, or its Problem."""
     if value is None:
         return NULL
-    try:
-        ids = np.asarray(value) if isinstance(value, list) else None
-    except ValueError:  # nested lists of different lengths
-        ids = None
-    if ids is not None and ids.size == 0:
+    if value == []:
         return EMPTY
-    if ids is None or ids.ndim != 1 or ids.dtype.kind != "i" or any(type(number) is bool for number in value):
-        return Problem(f"field {TOKEN_IDS!r} is not a list of whole numbers")
-    return ids.astype(np.int64, copy=False)
+    # Of strings, numpy would make an array as wide as the longest.
+    if not isinstance(value, list) or any(type(number) is not int for number in value):
+        return Problem(NO_IDS)
+    try:
+        return np.asarray(value, dtype=np.int64)
+    except OverflowError:
+        return Problem(NO_IDS)
 
 
 def document(record: Any, text_column: str) -> Document:

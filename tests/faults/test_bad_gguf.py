@@ -14,6 +14,7 @@ from refusals import refuser
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.formats.gguf.header import MAX_ELEMENTS
+from model.checkpoint.formats.gguf.tokenizer import _merges_from_scores
 from model.common.errors import CheckpointError
 
 UINT8, UINT32, STRING, ARRAY, F32 = 0, 4, 8, 9, 0
@@ -265,6 +266,18 @@ def test_gguf_rope_factors_we_do_not_know(refuse, tmp_path):
     model = tiny.build()
     model.rope_factors = [1.0, 3.3]
     refuse("rope_freqs.weight", "not Llama 3.1's", path=write_gguf(tmp_path / "x.gguf", model))
+
+
+def test_gguf_mlp_of_another_size(refuse, tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", tiny.build(), **{"llama.feed_forward_length": 39})
+    refuse("feed_forward_length = 39, but model.layers.0.mlp", "has 40", path=path)
+
+
+def test_a_vocabulary_that_is_cut_in_too_many_ways():
+    """All of a…ab…b: every cut of a token gives two tokens. The number grows with the cube of the length."""
+    vocabulary = [f"{'a' * i}{'b' * j}" for i in range(150) for j in range(150) if i + j]
+    with bounded(seconds=10.0, megabytes=400), pytest.raises(CheckpointError, match="can be cut in more than"):
+        _merges_from_scores(vocabulary, [0.0] * len(vocabulary), [1] * len(vocabulary))
 
 
 def test_gguf_not_finite(refuse, tmp_path):

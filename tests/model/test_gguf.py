@@ -132,6 +132,21 @@ def test_rope_scaling(tmp_path, family, metadata, expected):
         assert checkpoint.config["rope_parameters"] == parameters
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor", "refused"), [("yarn", 4.0, True), ("linear", 2.0, True), ("none", 1.0, False)]
+)
+def test_factors_beside_another_scaling(convert, tmp_path, kind, factor, refused):
+    """config.json has a place for one of the two."""
+    model = tiny.build()
+    model.rope_factors = [1.0, 1.0]
+    keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": factor}
+    result = convert("to-hf", write_gguf(tmp_path / "x.gguf", model, **keys), tmp_path / "out")
+    if refused:
+        result.refused(f"scales the rotary embedding twice, by rope_freqs.weight and by the type '{kind}'")
+    else:
+        assert "twice" not in result.err
+
+
 def test_llama3_scaling_is_recovered_from_its_factors(tmp_path):
     """The factors come from transformers: its default frequencies ÷ its llama3 ones."""
     scaling = {

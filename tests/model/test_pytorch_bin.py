@@ -159,3 +159,14 @@ def test_safetensors_are_preferred(convert, tmp_path):
     summary = json.loads(convert("inspect", folder, "--json").out)
     assert (summary["format"], summary["left_out"]) == ("safetensors", ["pytorch_model.bin"])
     assert "pytorch_model.bin" in convert("inspect", folder).out
+
+
+def test_a_negated_view_is_refused(convert, tmp_path):
+    """The file holds the numbers, and the sign beside them."""
+    folder = write_bin(tmp_path / "bin", tiny.build(), "float32", 1)
+    path = next(folder.glob("*.bin"))
+    tensors = torch.load(path, weights_only=True)
+    name = "model.norm.weight"
+    tensors[name] = torch._neg_view(tensors[name])
+    torch.save(tensors, path)
+    convert("to-hf", folder, tmp_path / "out").refused(f"holds {name} as a negated view")

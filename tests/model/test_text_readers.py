@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -347,3 +348,11 @@ def test_txt(tmp_path):
     assert read_all("txt", path) == [(str(path), Problem("not valid UTF-8 at byte 5"))]
     path.write_bytes(b"")
     assert read_all("txt", path) == [(str(path), EMPTY)]
+
+
+def test_ids_among_long_texts_take_no_memory():
+    """As an array, each would be as wide as the longest."""
+    tracemalloc.start()
+    assert isinstance(token_ids(["a" * 500_000, *[""] * 1000]), Problem)
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()

@@ -235,3 +235,24 @@ def test_thinning_keeps_ends_and_extremes(n):
 def test_tokens_at_steps(tmp_path):
     history = History.read(write_run(tmp_path / "run", STEPS))
     assert tokens_at(history, [0, 3, 8]).tolist() == [0, 3000, 8000]
+
+
+def test_a_model_of_the_hubs_cache_has_its_name_there(tmp_path, uptrain, page_only):
+    model = f"/cache/models--acme--tiny/snapshots/{'a' * 40}"
+    run = write_run(tmp_path / "run", [*STEPS], model=model, teacher=model)
+    assert uptrain("report", run).code == 0
+    text = (run / "report.html").read_text()
+    assert "Uptraining of acme/tiny" in text and "a" * 40 not in text
+
+
+def test_an_evaluation_does_not_move_its_step(tmp_path, uptrain, page_only):
+    lying = evaluation(8, 4.0)
+    lying["evaluation"] |= {"step": None, "tokens": None}
+    run = write_run(tmp_path / "run", [evaluation(0, 5.0), *STEPS, lying])
+    assert uptrain("report", run).code == 0
+
+
+def test_a_name_in_letters_that_the_font_lacks(tmp_path, uptrain, recwarn):
+    run = write_run(tmp_path / "运行一", [*STEPS])
+    assert uptrain("report", run).code == 0
+    assert not [str(each.message) for each in recwarn if "Glyph" in str(each.message)]

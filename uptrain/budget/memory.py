@@ -14,7 +14,7 @@ from typing import Any
 from model.checkpoint import Checkpoint, Tensor, open_checkpoint
 from model.checkpoint.latent_norm import without_latent_norm
 from model.checkpoint.same_bytes import sampled_rows
-from model.checkpoint.tensor import BITS, is_rope_buffer
+from model.checkpoint.tensor import BITS, is_buffer
 from model.common import checks
 from model.common.errors import InputError
 from model.families import is_native
@@ -290,7 +290,7 @@ def _layer_of(tensor: Tensor) -> str | None:
 
 
 def _parameters(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if not is_rope_buffer(tensor.name))
+    return tuple(tensor for tensor in tensors if not is_buffer(tensor))
 
 
 def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:

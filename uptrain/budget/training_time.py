@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 from model.checkpoint import Tensor
-from model.checkpoint.tensor import is_rope_buffer
+from model.checkpoint.tensor import is_buffer
 
 MFU = 0.40
 """Model FLOPs utilisation; public runs of dense models of 1 to 13 B parameters report 0.33 to 0.46."""
@@ -20,8 +20,8 @@ and, if the parameter is trained, as many for its own."""
 
 
 def count_parameters(tensors: Iterable[Tensor]) -> int:
-    """Return the number of parameters, without the RoPE frequencies that old checkpoints store."""
-    return sum(prod(tensor.shape) for tensor in tensors if not is_rope_buffer(tensor.name))
+    """Return the number of parameters, without the buffers that old checkpoints store."""
+    return sum(prod(tensor.shape) for tensor in tensors if not is_buffer(tensor))
 
 
 def flops_per_token(n_params: int, n_trained: int, n_teacher: int) -> int:

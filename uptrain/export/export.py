@@ -11,7 +11,7 @@ import numpy as np
 from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpoint
 from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
-from model.checkpoint.hub import origin_of
+from model.checkpoint.hub import name_of
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
 from model.checkpoint.safetensors_writer import ShardFile, divide, index_text, name_shards
 from model.common.console import Advance
@@ -140,7 +140,7 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Return the record of a model's training. It holds no paths, so that equal runs have equal records."""
     state = read_state(checkpoint)
     settings = asdict(run.settings)
-    settings |= {name: _name_of(Path(settings[name])) for name in ("model", "teacher", "teacher_logits")}
+    settings |= {name: name_of(Path(settings[name])) for name in ("model", "teacher", "teacher_logits")}
     evaluations = [r for r in read_metrics(run_folder / METRICS) if "evaluation" in r and r["step"] <= state["step"]]
     return {
         "schema": 1,
@@ -153,12 +153,6 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
         "evaluations": [{"step": r["step"], **r["evaluation"]} for r in evaluations],
         "versions": run.versions,
     }
-
-
-def _name_of(path: Path) -> str:
-    """Return a folder's name, or the name of a model in the hub's cache; "" for no folder."""
-    name, revision = origin_of(path) if path.name else ("", None)
-    return name if revision else path.name
 
 
 def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advance) -> None:

@@ -1,6 +1,7 @@
 """Draw the panels of a report over tokens, for one run or several."""
 
 import io
+import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,9 @@ def draw_png(histories: Sequence[History], names: Sequence[str]) -> bytes:
         for axes in list(figure.axes)[len(panels) :]:
             axes.remove()
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of names in scripts that its fonts lack
+            figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -43,7 +43,7 @@ class History:
         steps = [r for r in records if "loss" in r]
         tokens = {0: 0, **{r["step"]: r["tokens"] for r in steps}}
         evaluations = [
-            {"step": r["step"], "tokens": tokens[r["step"]], **r["evaluation"]}
+            {**r["evaluation"], "step": r["step"], "tokens": tokens[r["step"]]}
             for r in records
             if "evaluation" in r and r["step"] in tokens
         ]

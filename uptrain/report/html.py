@@ -7,6 +7,7 @@ from html import escape as escape_html
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.hub import name_of
 from model.common.printable import printable
 from uptrain.budget.counts import show_count
 from uptrain.report.history import History, show_loss, show_recovered
@@ -83,7 +84,7 @@ def _summary(history: History, of_name: str) -> str:
     """Return the summary of a run: its progress and latest losses."""
     settings, budget = history.run.settings, history.run.budget
     share = f", α = {budget.alpha:.4g} of the original pre-training when finished" if budget.alpha else ""
-    origin = f"Uptraining of {Path(settings.model).name}" if settings.model else "Training from scratch"
+    origin = f"Uptraining of {name_of(Path(settings.model))}" if settings.model else "Training from scratch"
     figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", show_count(history.tokens))]
     if history.steps:
         figures.append(("training loss", show_loss(history.steps[-1]["loss"])))
@@ -108,8 +109,8 @@ def _settings(history: History) -> list[tuple[str, str]]:
     run, settings = history.run, history.run.settings
     budget = run.budget
     rows = [
-        ("Model", Path(settings.model).name if settings.model else "from scratch"),
-        ("Teacher", Path(settings.teacher or settings.teacher_logits).name or "none"),
+        ("Model", name_of(Path(settings.model)) or "from scratch"),
+        ("Teacher", name_of(Path(settings.teacher or settings.teacher_logits)) or "none"),
         ("Minimised", history.objective),
         ("Budget", f"{settings.steps:,} steps, {show_count(budget.tokens)} tokens"),
         ("A step", f"{budget.global_batch_tokens:,} tokens in {settings.global_batch:,} windows"),

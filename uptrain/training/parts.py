@@ -6,7 +6,7 @@ from typing import Any
 
 from model.checkpoint import Tensor
 from model.checkpoint.latent_norm import KV_A, KV_B, read_latent_norm
-from model.checkpoint.tensor import is_rope_buffer
+from model.checkpoint.tensor import is_buffer
 from model.common.errors import InputError
 from model.families import FAMILIES
 from model.families.family import Family
@@ -55,5 +55,5 @@ def knows_attention(config: Mapping[str, Any]) -> bool:
 
 def common_dtype(tensors: Iterable[Tensor]) -> str:
     """Return the dtype of a model's frozen parameters: the half precision that all tensors have, else float32."""
-    dtypes = {tensor.dtype for tensor in tensors if not is_rope_buffer(tensor.name)}
+    dtypes = {tensor.dtype for tensor in tensors if not is_buffer(tensor)}
     return dtypes.pop() if dtypes in ({"BF16"}, {"F16"}) else "F32"

@@ -18,7 +18,7 @@ import numpy as np
 from model.checkpoint import hf_folder
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.shard_index import SAFETENSORS, check_index, weight_file_names
-from model.checkpoint.tensor import BITS, FLOAT_DTYPES, Array, Span, Tensor
+from model.checkpoint.tensor import BITS, Array, Span, Tensor, numpy_dtype
 from model.common import checks
 from model.common.checks import LARGEST_COUNT
 from model.common.errors import CheckpointError
@@ -121,7 +121,7 @@ class SafetensorsFolder(Checkpoint):
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         tensor, span = self.tensors[name], self._spans[name]
-        dtype = FLOAT_DTYPES[tensor.dtype]
+        dtype = numpy_dtype(tensor.dtype)
         shape = (stop - start, *tensor.shape[1:])
         out = np.empty(shape, dtype)
         offset = span.offset + start * prod(shape[1:]) * dtype.itemsize

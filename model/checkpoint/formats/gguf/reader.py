@@ -156,9 +156,16 @@ class GGUFFile(Checkpoint):
                 "mlp_bias": has("model.layers.0.mlp.gate_proj.bias"),
             }
             build = partial(llama_config, **biases)
+        intermediate_size = meta.integer("feed_forward_length")
+        for name, tensor in self.tensors.items():
+            axis = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}.get(name.split(".")[-2])
+            if axis is not None and name.endswith(".weight") and tensor.shape[axis] != intermediate_size:
+                raise CheckpointError(
+                    f"{self.path} says feed_forward_length = {intermediate_size}, but {name} has {tensor.shape[axis]}."
+                )
         config = build(
             hidden_size=hidden_size,
-            intermediate_size=meta.integer("feed_forward_length"),
+            intermediate_size=intermediate_size,
             num_hidden_layers=meta.integer("block_count"),
             num_attention_heads=n_heads,
             num_key_value_heads=meta.integer("attention.head_count_kv", n_heads),
@@ -200,9 +207,21 @@ class GGUFFile(Checkpoint):
         both = {"eos_token_id": [tokens["eos_token_id"], end]} if chats and "eos_token_id" in tokens else {}
         return {"_from_model_config": True, **tokens, **both}
 
+    def _check_no_scaling(self) -> None:
+        """Raise CheckpointError for scaling by a key beside a tensor of factors; config.json has one of the two."""
+        meta = self._metadata
+        kind = meta.fields.get(f"{meta.architecture}.rope.scaling.type", "none")
+        factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
+        if kind != "none" and (kind, factor) != ("linear", 1.0):
+            raise CheckpointError(
+                f"{self.path} scales the rotary embedding twice, by {ROPE_FACTORS} and by the type {shortened(kind)} "
+                f"with factor {factor:g}; not supported."
+            )
+
     def _rope_scaling(self, factors: StoredTensor | None, head_dim: int, theta: float) -> dict[str, Any] | None:
         meta = self._metadata
         if factors is not None:
+            self._check_no_scaling()
             _describe(self.path, ROPE_FACTORS, factors)
             values = self._stored_rows(factors, 0, factors.shape[0]).astype(np.float64)
             return _llama3_scaling(self.path, values, head_dim, theta)

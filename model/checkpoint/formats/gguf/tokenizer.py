@@ -15,6 +15,8 @@ from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError
 
 MAX_TOKEN = 1024
+MERGES_PER_TOKEN = 32
+"""Limit, on average. Llama 2's tokenizer has two merges a token."""
 """Limit of the characters of a token. The time to find merges grows with the square of a token's length."""
 KINDS: dict[str, type] = {
     "tokenizer.ggml.add_bos_token": bool, "tokenizer.ggml.add_eos_token": bool,
@@ -174,6 +176,11 @@ def _merges_from_scores(vocabulary: list[str], scores: list[float], types: list[
             left, right = token[:cut], token[cut:]
             if left in pieces and right in pieces:
                 ranked.append((-scores[i], i, pieces[left], pieces[right], [left, right]))
+        if len(ranked) > MERGES_PER_TOKEN * len(vocabulary):
+            raise CheckpointError(
+                f"the tokens of a SentencePiece vocabulary of {len(vocabulary):,} can be cut in more than "
+                f"{len(ranked):,} ways into other tokens; the file is damaged."
+            )
     return [merge for *_, merge in sorted(ranked, key=lambda entry: entry[:4])]
 
 
