@@ -177,7 +177,7 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
     return model
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: what a class caches in its first pass may be needed for gradients
 def check_separation(model: TransformersModel) -> None:
     """Raise CheckpointError if packed documents see each other, or a token sees later ones, by three short rows.
 

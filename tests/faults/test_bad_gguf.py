@@ -270,7 +270,7 @@ def test_gguf_rope_factors_we_do_not_know(refuse, tmp_path):
 
 def test_gguf_mlp_of_another_size(refuse, tmp_path):
     path = write_gguf(tmp_path / "x.gguf", tiny.build(), **{"llama.feed_forward_length": 39})
-    refuse("feed_forward_length = 39, but model.layers.0.mlp", "has 40", path=path)
+    refuse("feed_forward_length = 39, but model.layers.0.mlp", " is (32, 40)", path=path)
 
 
 def test_a_vocabulary_that_is_cut_in_too_many_ways():

@@ -102,8 +102,16 @@ def test_from_outside_once_ready(runs, tmp_path):
     assert_saved_at(out, status(out)[1], "SIGTERM")
 
 
-def n_logged(out):
-    return (out / "metrics.jsonl").read_bytes().count(b"\n")
+def goes_on(process, out):
+    """Wait until a run has logged ten more lines."""
+
+    def n_lines():
+        return (out / "metrics.jsonl").read_bytes().count(b"\n")
+
+    before = n_lines()
+    while n_lines() <= before + 10:
+        assert process.poll() is None
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -127,10 +135,7 @@ def test_a_closed_terminal(runs, tmp_path, ignored):
         shown += os.read(ours, 4096)
     os.close(ours)
     if ignored:
-        n_lines = n_logged(out)
-        while n_logged(out) <= n_lines + 10:
-            assert process.poll() is None
-            time.sleep(0.02)
+        goes_on(process, out)
         process.terminate()
     # Only what the run prints at its end is lost.
     assert process.wait(60) in (0, 1)
@@ -192,10 +197,7 @@ def test_the_scripts_when_the_terminal_is_closed(runs, tmp_path, ignored):
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGHUP)
         if ignored:
-            n_lines = n_logged(out)
-            while n_logged(out) <= n_lines + 10:
-                assert process.poll() is None
-                time.sleep(0.02)
+            goes_on(process, out)
             process.terminate()
         process.wait(60)
     assert_saved_at(out, status(out)[1], "SIGTERM" if ignored else "SIGHUP")

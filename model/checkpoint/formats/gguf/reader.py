@@ -159,9 +159,10 @@ class GGUFFile(Checkpoint):
         intermediate_size = meta.integer("feed_forward_length")
         for name, tensor in self.tensors.items():
             axis = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}.get(name.split(".")[-2])
-            if axis is not None and name.endswith(".weight") and tensor.shape[axis] != intermediate_size:
+            is_matrix = axis is not None and name.endswith(".weight")
+            if is_matrix and tensor.shape[axis:][:1] != (intermediate_size,):
                 raise CheckpointError(
-                    f"{self.path} says feed_forward_length = {intermediate_size}, but {name} has {tensor.shape[axis]}."
+                    f"{self.path} says feed_forward_length = {intermediate_size}, but {name} is {tensor.shape}."
                 )
         config = build(
             hidden_size=hidden_size,

@@ -15,9 +15,9 @@ from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError
 
 MAX_TOKEN = 1024
+"""Limit of the characters of a token. The time to find merges grows with the square of a token's length."""
 MERGES_PER_TOKEN = 32
 """Limit, on average. Llama 2's tokenizer has two merges a token."""
-"""Limit of the characters of a token. The time to find merges grows with the square of a token's length."""
 KINDS: dict[str, type] = {
     "tokenizer.ggml.add_bos_token": bool, "tokenizer.ggml.add_eos_token": bool,
     "tokenizer.ggml.add_space_prefix": bool, "tokenizer.ggml.pre": str, "tokenizer.chat_template": str,
