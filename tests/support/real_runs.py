@@ -60,6 +60,8 @@ def environment(sharded: bool = False, on_cpu: bool = False) -> dict[str, str]:
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     settings |= {"ACCELERATE_USE_CPU": "true"} if on_cpu or not has_accelerator() else {}
     settings |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
+    # The shell that starts the tests need not have activated the environment whose programs the launch scripts call.
+    settings |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     return {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE}", **settings}
 
 
