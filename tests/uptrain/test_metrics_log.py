@@ -53,6 +53,18 @@ def test_what_was_rejected_is_a_list_of_texts(tmp_path):
             read_metrics(path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": 1, "evaluation": {"targets": 8, "loss": -1e308}}',
+     json.dumps(fake_runs.step(1) | {"tokens_per_s": 1e308})],
+)  # fmt: skip
+def test_a_number_too_large_to_draw(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InputError, match=r"jsonl:1 is damaged \(\w+ = .*; it must be at most 1e\+300\)"):
+        read_metrics(path)
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.touch()

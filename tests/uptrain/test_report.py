@@ -52,6 +52,12 @@ def test_report_of_a_distillation(distilled, uptrain):
     assert (pixels.shape, pixels.std() > 0.01) == ((3 * 465, 2 * 810, 4), True)
 
 
+def test_report_of_numbers_of_any_size(tmp_path, uptrain):
+    losses = zip((1e300, -1e300, 0.0, 1e-300), range(1, 5), strict=True)
+    records = [with_teacher(0, 1e300, -1e300), *(step(n, loss) for loss, n in losses)]
+    assert uptrain("report", write_run(tmp_path / "run", records)).code == 0
+
+
 def test_page_stands_alone(tmp_path, uptrain, page_only):
     """One valid file that asks for nothing outside, in colours for light and dark, with names that are text."""
     name = "a<b>& $x^2$"

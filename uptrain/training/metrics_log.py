@@ -35,6 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
 EVALUATION = {"targets": int, "loss": Number}
 TEACHER = {"teacher_loss": Number, "kl": Number, "agreement": float}
 BEGINNING = {"time": float, "processes": int, "device": str}
+LARGEST = 1e300
+"""Limit of the absolute value of a number, so that sums and the limits of an axis stay finite."""
 LATEST = 253_402_300_799
 """Last second of the year 9999, the latest that `datetime` can represent."""
 
@@ -119,6 +121,9 @@ def _check(record: Record) -> None:
     if kind is None:
         raise InputError(f"it has none of {', '.join(KINDS)}")
     check_types(record, KINDS[kind])
+    for key, value in {**record, **record.get("evaluation", {})}.items():
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            raise InputError(f"{key} = {checks.show(value)}; it must be at most {LARGEST:g}")
     checks.whole_number(record["step"], "step", least=0)
     if kind == "loss":
         checks.whole_number(record["tokens"], "tokens", least=0)
