@@ -59,6 +59,7 @@ def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, A
 
 
 def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResult:
+    blocks = block_names(options.model)  # also refuses what is no causal language model
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
     warning = context_warning(read_config(options.model)[1], seq_len)
     if warning and console.is_first_process():
@@ -68,7 +69,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResul
         check_teachers_tokenizer(options.model, options.teacher)
     _check_one_machine(options, seq_len)
     precision = options.precision or ("fp32" if device.type in ("cpu", "mps") else "bf16")
-    accelerator = make_accelerator(precision, block_names(options.model), device=device)
+    accelerator = make_accelerator(precision, blocks, device=device)
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     cache = _open_data(options, seq_len, accelerator, scratch, quiet)

@@ -73,6 +73,9 @@ def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
     for family, change in (("qwen3", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})):
         both_ways = tiny.save(tiny.build(family, vocab_size=real_runs.VOCAB, **change), tmp_path / family)
         uptrain("evaluate", both_ways, *data).refused("attention to later tokens", "only causal models")
+    tiny.make_config("t5").save_pretrained(tmp_path / "t5")  # gives no context
+    (tmp_path / "text.txt").write_text("some words\n")
+    uptrain("evaluate", tmp_path / "t5", "--data", tmp_path / "text.txt").refused("is an encoder-decoder")
 
 
 def test_texts_are_tokenised_into_a_temporary_folder(uptrain, tmp_path):
