@@ -146,6 +146,8 @@ def fork_modules(
     program, option, *module = map(str, words)
     assert (program, option) == (sys.executable, "-m")
     with TemporaryFile() as out, TemporaryFile() as err:
+        sys.stdout.flush()  # or the fork would write it, too
+        sys.stderr.flush()
         pid = os.fork()
         if not pid:
             os.environ.update(env or {})
