@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.calibration_text.choices import SELF, SHIPPED
+from convert.calibration_text.choices import NONE, SELF, SHIPPED
 from model.texts.hub import HUB
 
 
@@ -46,7 +46,7 @@ class CalibrationText:
     @property
     def private(self) -> list[str]:
         """The parts that are the user's own texts."""
-        return [part for part in self.parts if part not in (SHIPPED, SELF)]
+        return user_texts(self.name)
 
     @property
     def label(self) -> str:
@@ -99,3 +99,8 @@ def split_name(name: str) -> list[str]:
         parts.append(word)
         name = rest
     return [*parts, name]
+
+
+def user_texts(name: str) -> list[str]:
+    """Return the parts of a --calibration that are the user's own texts."""
+    return [part for part in split_name(name) if part not in (SHIPPED, SELF, NONE)]

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from convert import conversion, tables
+from convert.calibration_text.choices import NONE
+from convert.calibration_text.text import user_texts
 from convert.commands.options import OutputOptions
 from convert.latent.recipe import LATENT
 from convert.merging.methods import REPEAT
@@ -29,7 +31,7 @@ def convert_heads(source: Path, out: Path, n_kv_heads: int | None, merge: MergeO
     def planned(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
         return make_plan(checkpoint, n_kv_heads, resolve_merge(checkpoint, n_kv_heads, merge), shard_size)
 
-    _convert(source, out, planned, output)
+    _convert(source, out, planned, output, merge.calibration)
 
 
 def convert_to_latent(source: Path, out: Path, options: LatentOptions, output: OutputOptions) -> None:
@@ -42,19 +44,23 @@ def convert_to_latent(source: Path, out: Path, options: LatentOptions, output: O
             )
         return make_latent_plan(checkpoint, resolve_latent(checkpoint, options), shard_size)
 
-    _convert(source, out, planned, output)
+    _convert(source, out, planned, output, options.calibration)
 
 
 def _convert(
-    source: Path, out: Path, planned: Callable[[Checkpoint, int | None], Plan], output: OutputOptions
-) -> None:  # fmt: skip
+    source: Path,
+    out: Path,
+    planned: Callable[[Checkpoint, int | None], Plan],
+    output: OutputOptions,
+    calibration: str | None,
+) -> None:
+    _refuse_to_replace_text(calibration, out)
     with open_checkpoint(source) as checkpoint:
         staging = conversion.staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
             conversion.check_space(plan, checkpoint, staging)
-        _refuse_to_replace_text(plan, out)
         about = {"source": str(source), "out": str(out)}
         left_out = {"left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:
@@ -69,9 +75,9 @@ def _convert(
         _print_result(source, out, plan, summary, record)
 
 
-def _refuse_to_replace_text(plan: Plan, out: Path) -> None:
+def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:
     """Raise CheckpointError if OUT holds the calibration text, which replacing it would delete."""
-    for part in plan.recipe.text.private if plan.recipe.text else ():
+    for part in user_texts(calibration or NONE):
         if Path(part).exists() and Path(part).resolve().is_relative_to(out.resolve()):
             raise CheckpointError(f"OUT ({out}) holds the calibration text {part}, which replacing it would delete.")
 

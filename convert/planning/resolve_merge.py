@@ -11,7 +11,7 @@ from convert.merging.recipe import Recipe
 from convert.planning.plan import check_n_kv_heads
 from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
-from model.common import checks
+from model.common import checks, console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.families import find_family
@@ -44,6 +44,12 @@ class MergeOptions:
         }
         return next((option for option, is_given in given.items() if is_given), None)
 
+    @property
+    def training_option(self) -> str | None:
+        """An option that was given and only changes a merge that is fitted."""
+        given = self.calibration_option or ("--refine" if self.refine else None)
+        return given or ("--refit" if self.refit else None)
+
 
 def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> Recipe:
     """Return the recipe of a conversion to `n_kv_heads`; None keeps their number.
@@ -58,11 +64,12 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
     geometry = read_geometry(checkpoint)
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     check_n_kv_heads(geometry, n_kv_heads, options.method)
-    if options.method is not None:
-        recipe = _recipe(checkpoint, geometry, options)
-        return Recipe("mean") if n_kv_heads == geometry.n_kv_heads else recipe
     if n_kv_heads == geometry.n_kv_heads:
+        if options.training_option:
+            console.warn(f"{options.training_option} has no effect: the model has {n_kv_heads} K/V heads already.")
         return Recipe("mean")
+    if options.method is not None:
+        return _recipe(checkpoint, geometry, options)
     if options.calibration == NONE:
         return _recipe(checkpoint, geometry, replace(options, method="mean"))
     refine = options.calibration_tokens or DEFAULT_TOKENS if options.refine is None else options.refine

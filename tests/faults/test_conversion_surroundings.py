@@ -167,10 +167,28 @@ def test_overwriting_keeps_what_is_no_conversions(convert, source, tmp_path):
     assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").code == 0
     (out / "text.txt").write_text("A text to calibrate on. " * 2000)
     text = ("--calibration", out / "text.txt", "--overwrite")
-    convert("mha-to-gqa", source, out, *CALIBRATE, *text).refused("holds the calibration text", "would delete")
+    for groups in (2, 8, 5):  # 8 heads stay 8; 5 are not possible
+        options = ("--groups", groups, "--calibration-tokens", 1024)
+        convert("mha-to-gqa", source, out, *options, *text).refused("holds the calibration text", "would delete")
     (out / ".git").mkdir()
     convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean", "--overwrite").refused("such as .git")
     assert (out / "text.txt").exists() and (out / ".git").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        (("--calibration", "/no/such/text"), "--calibration"),
+        (("--calibration-tokens", 1024), "--calibration-tokens"),
+        (("--method", "fit", "--refit"), "--refit"),
+        (("--refine", 1024), "--refine"),
+    ],
+)
+def test_what_has_no_effect_where_the_heads_stay(convert, source, tmp_path, option, name):
+    """The command does not read a text either."""
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8, *option)
+    assert result.code == 0
+    assert result.err == f"Warning: {name} has no effect: the model has 8 K/V heads already.\n"
 
 
 def test_an_empty_calibration_is_no_default(convert, source, tmp_path):
