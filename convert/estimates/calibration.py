@@ -36,8 +36,8 @@ FORWARDS_PER_TRAINED_TOKEN = 3
 """Cost of training on a token, in forward passes."""
 _WRITING_EFFICIENCY = 0.5
 """Speed of writing text as a share of a layer's speed."""
-_BYTES_PER_SECOND = 1e10
-"""Speed of reading weights from memory."""
+_COPIED_BYTES = 1 << 27
+"""Size of the tensor whose copy measures the speed of memory, more than caches hold."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def calibration_seconds(checkpoint: Checkpoint, plan: Plan) -> float:
         return 0.0
     with torch.inference_mode(), faster_products(plan.recipe.device):
         measured = _measure(checkpoint, plan)
-    return len(plan.layers) * _layer_seconds(plan, measured) + _writing_seconds(plan, measured)
+        writing = writing_seconds(plan, measured.run)
+    return len(plan.layers) * _layer_seconds(plan, measured) + writing
 
 
 def _layer_seconds(plan: Plan, measured: _Measured) -> float:
@@ -75,14 +76,22 @@ def _layer_seconds(plan: Plan, measured: _Measured) -> float:
     return measured.load + text.n_windows * measured.run + outputs * measured.output + solving
 
 
-def _writing_seconds(plan: Plan, measured: _Measured) -> float:
+def writing_seconds(plan: Plan, layer_seconds: float) -> float:
+    """Return the seconds in which the model writes its windows, from those of a layer for a window."""
     text = plan.recipe.text
     if text is None or not text.generated:
         return 0.0
     n_weights = sum(prod(tensor.shape) for tensor in plan.tensors.values())
-    speed = 2 * _layer_weights(plan) * text.window / measured.run
+    speed = 2 * _layer_weights(plan) * text.window / layer_seconds
     computing = 2.0 * n_weights * len(text.generated) * text.window / (_WRITING_EFFICIENCY * speed)
-    return max(computing, text.generation_steps * text.generation_bytes / _BYTES_PER_SECOND)
+    return max(computing, text.generation_steps * text.generation_bytes / _bytes_per_second(plan.recipe.device))
+
+
+def _bytes_per_second(device: str) -> float:
+    """Return the speed of a device's memory."""
+    source = torch.ones(_COPIED_BYTES // 4, device=device)
+    copy = torch.empty_like(source)
+    return 2 * _COPIED_BYTES / fastest(lambda: float(copy.copy_(source)[0]))  # `float` waits for a GPU
 
 
 def _width(plan: Plan) -> int:
@@ -92,7 +101,7 @@ def _width(plan: Plan) -> int:
 
 def _layer_weights(plan: Plan) -> float:
     """Return the mean number of weights of a layer."""
-    return sum(prod(t.shape) for name, t in plan.tensors.items() if plan.in_layer(name)) / len(plan.layers)
+    return sum(prod(t.shape) for name, t in plan.tensors.items() if plan.in_layer(name)) / len(plan.conversions)
 
 
 def _measure(checkpoint: Checkpoint, plan: Plan) -> _Measured:

@@ -15,7 +15,7 @@ from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_stream import HELD_OUT_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.refine import EVALUATIONS
-from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed
+from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
 from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import evenly, frequencies_at, spacings
 from convert.planning.latent_plan import LatentPlan
@@ -48,6 +48,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
         return 0.0
     with torch.inference_mode(), faster_products(recipe.device):
         layer = _measure(checkpoint, plan)
+        writing = writing_seconds(plan, text.window * layer.run)
     held_out = text.n_tokens / HELD_OUT_EVERY
     outputs = 2 * len(KEY_WEIGHTS) * min(held_out, JUDGED_TOKENS) + text.n_tokens
     if recipe.refine:
@@ -57,7 +58,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)
     closed += tried * (layer.solving + surveyed / text.window * layer.queries)
     seconds = 2 * layer.load + (text.n_tokens + surveyed) * layer.run + outputs * layer.output + closed
-    return len(plan.conversions) * seconds
+    return len(plan.conversions) * seconds + writing
 
 
 def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:

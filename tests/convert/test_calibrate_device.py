@@ -84,13 +84,26 @@ def test_the_plan_names_the_device_and_the_time(convert, parent, tmp_path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--refine", 16384), ("--method", "pca")])
-def test_the_estimate_is_within_a_factor_of_two(convert, tmp_path, more):
-    command = ("mha-to-gqa", DEMO, tmp_path / "out", "--groups", 2, "--calibration-tokens", 32768, *more)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("mha-to-gqa", "--groups", 2),
+        ("mha-to-gqa", "--groups", 2, "--refine", 16384),
+        ("mha-to-gqa", "--groups", 2, "--method", "pca"),
+        ("mha-to-gqa", "--groups", 2, "--calibration", "self"),
+        ("mha-to-mla", "--latent", 128, "--rope", 32),
+        ("mha-to-mla", "--latent", 128, "--rope", 32, "--calibration", "self"),
+    ],
+)
+def test_the_estimate_is_within_a_factor_of_two(convert, tmp_path, options):
+    name, *more = options
+    command = (name, DEMO, tmp_path / "out", *more, "--calibration-tokens", 32768)
     estimate = json.loads(convert(*command, "--dry-run", "--json").out)["calibration_seconds"]
     started = time.perf_counter()
     assert convert(*command).code == 0
-    assert 0.5 < estimate / (time.perf_counter() - started) < 2
+    seconds = time.perf_counter() - started
+    print(f"{' '.join(map(str, options))}: estimate {estimate} s, took {seconds:.1f} s")
+    assert 0.5 < estimate / seconds < 2
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "xla", "gpu", "cpu:1"])
