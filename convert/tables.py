@@ -67,10 +67,9 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
         table.add_row(str(row["latent"]), str(row["rope"]), size(cache), f"{cache / now:.1%}", groups, kernel)
     screen = console()
     screen.print(table)
-    screen.print("as groups: the number of groups that caches as much. Tensor parallelism divides")
-    screen.print("groups among devices, and copies the latent to each. transformers takes all sizes.")
-    screen.print("vLLM kernel: whether it has a fast one for these sizes; its results were not")
-    screen.print("verified.")
+    screen.print("as groups: the number of groups with the same KV cache. Tensor parallelism")
+    screen.print("divides groups among devices, but copies the latent to each. transformers opens")
+    screen.print("all sizes. vLLM kernel: whether it has a fast one; its results were not verified.")
 
 
 def print_plan(planned: dict[str, Any]) -> None:

@@ -31,7 +31,8 @@ class Geometry:
     attention: Attention
     """The tensor rows that depend on the number of K/V heads, layer by layer."""
     n_rotary_pairs: tuple[int, ...] | None = None
-    """Number of rotated pairs of a head's dimensions, layer by layer; None if the family's rotation is not known."""
+    """Number of rotated pairs of a head's dimensions, layer by layer; None if the family's rotation is not known, or
+    the number of rotated dimensions is odd."""
     text_config: str | None = None
     """The key of `config.json` that holds the language model's config; None if that is the top level."""
     alibi: bool = False

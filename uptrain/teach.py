@@ -48,7 +48,7 @@ from uptrain.training.kl import hidden_states, whole_logits
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import build_meta, load_teacher
 
-CONTINUES = "the same command continues from there; any other begins anew"
+CONTINUES = "the same command continues from there; any other command starts from the beginning"
 
 
 @dataclass(frozen=True)

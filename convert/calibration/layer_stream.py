@@ -41,8 +41,6 @@ HELD_OUT_EVERY = 4
 
 States = NDArray[np.float32]
 
-"""Called with the number of tokens that a layer has just processed."""
-
 
 def is_held_out(window: int) -> bool:
     """Return whether a window is held out: every fourth one."""
@@ -50,7 +48,11 @@ def is_held_out(window: int) -> bool:
 
 
 class CalibrationWindows:
-    """The windows of a text, in batches. Every fourth is held out: nothing is fitted to it."""
+    """The windows of a text, in batches.
+
+    Every fourth is held out: refit and refine do not train on it, and solutions are compared on it. The moments, of
+    which solutions are computed, include it.
+    """
 
     def __init__(self, text: CalibrationText) -> None:
         self.n_windows, self.length = text.n_windows, text.window

@@ -91,7 +91,7 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
         raise CheckpointError(
             f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
         )
-    # Every fourth window is held out (`convert.calibration.refit_output`), so the order's period must not divide four.
+    # Every fourth window is held out (`layer_stream.is_held_out`), so the order's period must not divide four.
     part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
     tokenizer = _open_tokenizer(checkpoint)
     bos_ids = _bos_ids(tokenizer, checkpoint)

@@ -58,9 +58,9 @@ def _convert(
     with open_checkpoint(source) as checkpoint:
         staging = conversion.staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
-        estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         if output.dry_run:
             conversion.check_space(plan, checkpoint, staging)
+        estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         about = {"source": str(source), "out": str(out)}
         left_out = {"left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:

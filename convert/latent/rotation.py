@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SHARES = (0.5, 0.625, 0.75, 1.0)
-"""Shares of the planes that channels at equal distances are tried on."""
+"""Shares of all planes, from the fastest on, over which equally spaced channels are tried."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
     `longrope` divides the frequencies of a base by a list of numbers (transformers,
     `modeling_rope_utils._compute_longrope_parameters`); with one list for short and long texts it can express any.
     transformers before 5.23 reads `factor`. vLLM's own code of DeepSeek-V3 would take this for YaRN, and compute other
-    frequencies silently; it stops at a `beta_fast` of null, which transformers ignores.
+    frequencies silently; it stops at a `beta_fast` of null, which transformers ignores after a warning.
     """
     spacing, n_channels = spacing_of(positions), len(positions)
     if rope.is_plain and spacing is not None:

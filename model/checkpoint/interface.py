@@ -11,7 +11,7 @@ from model.checkpoint.tensor import Array, Span, Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file of the source: its name, its tensor names in file order, and the metadata of its header."""
+    """One weight file: its name, its tensor names in file order, and the metadata of its header."""
 
     name: str
     tensors: tuple[str, ...]
@@ -34,7 +34,7 @@ class Checkpoint(ABC):
     config_text: bytes
     """The bytes of `config.json` in the source, or a config built from the format's own metadata."""
     weight_files: tuple[Path, ...]
-    """The files that hold the tensors."""
+    """The files that hold the tensors and their metadata."""
     side_files: dict[str, Path | bytes]
     """The files that are copied unchanged (tokenizer, licence, …): relative name → file or content."""
     skipped_files: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -89,9 +90,12 @@ class _Wrapped(Checkpoint):
         self._inner, self._norm = inner, norm
         self.path, self.format = inner.path, inner.format
         self.tensors, self.shards = dict(inner.tensors), inner.shards
+        # `__getattr__` is not asked for what `Checkpoint` has a default of.
+        self.skipped_files, self.notes = inner.skipped_files, inner.notes
+        self.reader_bytes, self.keep_source_shards = inner.reader_bytes, inner.keep_source_shards
 
     @property
-    def home(self) -> Any:
+    def home(self) -> Path:
         return self._inner.home
 
     def __getattr__(self, name: str) -> Any:
@@ -179,15 +183,18 @@ class WithLatentNorm(_Wrapped):
     def rows(self, name: str, start: int, stop: int) -> Array:
         norm, part = self._norm, _part(name)
         if part == NORM:
-            return np.full(stop - start, norm.weight, dtype=np.float32)
+            return np.full(stop - start, norm.weight, dtype=self._dtype(name))
         if part and name.endswith(".bias"):
-            return _bias(norm, part, self.tensors[name].shape)[start:stop]
+            return _bias(norm, part, self.tensors[name].shape)[start:stop].astype(self._dtype(name))
         if part == KV_A:
             rows = _scaled(self._inner.rows(name, 0, norm.usable + norm.rope), norm.usable, norm.shrink)
             empty = np.zeros((norm.latent - norm.usable, rows.shape[1]), dtype=rows.dtype)
             return np.concatenate([rows[: norm.usable], empty, rows[norm.usable :]])[start:stop]
         rows = self._inner.rows(name, start, stop)
         return np.pad(rows, ((0, 0), (0, norm.latent - norm.usable))) if part == KV_B else rows
+
+    def _dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(FLOAT_DTYPES[self.tensors[name].dtype])
 
 
 def _part(name: str) -> str | None:

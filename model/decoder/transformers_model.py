@@ -63,10 +63,10 @@ class TransformersModel(nn.Module):
     def check_packing(self, seq_len: int) -> None:
         """Raise CheckpointError if documents packed into rows of `seq_len` tokens cannot be separated.
 
-        Separation needs attention with a causal mask. Convolutions and recurrent states have none. Some families change
-        it: those with sliding windows, and those whose scores depend on distance (ALiBi). Separation is also impossible
-        if transformers chooses the rotary frequencies of all documents by the longest one. Rows may not be longer than
-        a table of positions either.
+        Separation needs attention with a causal mask. Convolutions and recurrent states do not use it.
+        Some families change it: those with sliding windows, and those whose scores depend on distance (ALiBi).
+        Separation is also impossible if transformers chooses the rotary frequencies of all documents by the longest
+        one. Rows may not be longer than a table of positions either.
         """
         config: Any = self.theirs.config
         both_ways = getattr(config, "use_bidirectional_attention", None)

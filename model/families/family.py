@@ -137,7 +137,9 @@ class Family:
     queries of the group, its key and its value; in an MHA model query, key and value of each head."""
     head_norms: HeadNorms | None = None
     rotary_fraction: float | None = 1.0
-    """Rotary fraction of head_dim; None if positions enter otherwise. The first dimensions of a head are rotated."""
+    """Rotary fraction of head_dim; the first dimensions of a head are rotated. 0.0: heads are used as projected.
+
+    None if the class changes queries or keys in a way that the methods for whole layers do not know."""
     partial_rotary: bool = False
     """Whether the class reads `partial_rotary_factor`. Then `rotary_fraction` is its default."""
     rotary_pairing: Literal["half", "interleaved"] = "half"

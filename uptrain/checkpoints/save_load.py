@@ -83,7 +83,7 @@ class SaveError(OSError):
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """Verified checkpoint."""
+    """A checkpoint whose files match its manifest, and its state."""
 
     folder: Path
     state: State
@@ -294,7 +294,7 @@ def _write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.
 
 
 class _Writer(FileSystemWriter):
-    """Raises the OSError that made torch's own error, such as a full disk. Between ranks, torch would lose it."""
+    """Raises the OSError behind torch's own error, such as that of a full disk; torch would lose it between ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

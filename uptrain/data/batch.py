@@ -65,7 +65,7 @@ class Batch:
             ids, documents = (torch.from_numpy(x) for x in cache.window(int(window)))
             ids_BT[row, : len(ids)] = ids
             documents_BT[row, : len(ids)] = documents
-            labels_BT[row, : len(ids)] = ids.masked_fill(documents != documents.roll(1), IGNORED)
+            labels_BT[row, 1 : len(ids)] = ids[1:].masked_fill(documents[1:] != documents[:-1], IGNORED)
         return cls(_copy(ids_BT, device), _copy(labels_BT, device), _copy(documents_BT, device))
 
     def without_padding(self) -> "Batch":

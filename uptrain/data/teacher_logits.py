@@ -88,7 +88,9 @@ class LogitsManifest:
                 raise InputError("its sha256 does not belong to its shards")
         except InputError as error:
             reason = str(error).rstrip(".")
-            raise InputError(f"{path} is damaged, or no manifest of logits: {reason}; `uptrain teach` anew.") from error
+            raise InputError(
+                f"{path} is damaged, or no manifest of logits: {reason}; run `uptrain teach` again."
+            ) from error
         return manifest
 
     def _check(self) -> None:
@@ -127,7 +129,7 @@ def window_bytes(seq_len: int, top_k: int, dtype: str) -> int:
 
 @dataclass
 class TeacherLogits:
-    """Open logits."""
+    """Logits of a teacher whose manifest and sizes have been checked, opened for reading."""
 
     folder: Path
     manifest: LogitsManifest

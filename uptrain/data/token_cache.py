@@ -129,7 +129,7 @@ class Manifest:
 
 @dataclass
 class TokenCache:
-    """Open token cache."""
+    """A token cache whose manifest and sizes have been checked, opened for reading."""
 
     folder: Path
     manifest: Manifest

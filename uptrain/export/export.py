@@ -36,8 +36,9 @@ _PIECE = 64 << 20
 def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: Advance) -> dict[str, Any]:
     """Write the model of a run's checkpoint to the folder `out`, atomically; return the content of `uptraining.json`.
 
-    Config, tokenizer and other files are copies of the initial model's, except for the name of the dtype. `advance`
-    is called with the number of further bytes read, which sum to `stored_size`. Raises InputError if `out` exists.
+    Config, tokenizer and other files are copies of the initial model's, except for the dtype in config.json and the
+    README.md. `advance` is called with the number of further bytes read, which sum to `stored_size`. Raises InputError
+    if `out` exists.
     """
     check_out(out)
     if out.exists():
@@ -58,7 +59,7 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
 
 
 def find_checkpoint(run_folder: Path, step: int | None) -> Path:
-    """Return the checkpoint of `step`, or the newest, after verifying its files, and frozen tensors in the model's.
+    """Return the checkpoint of `step`, or the newest, after verifying its files and the frozen tensors in the model's.
 
     Raises InputError if the folder is no run, the checkpoint is missing or damaged, or the model has changed.
     """
@@ -78,7 +79,7 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
 
 
 def stored_size(run_folder: Path, checkpoint: Path) -> int:
-    """Return the stored size of the weights to export in bytes."""
+    """Return how many bytes `export` reads."""
     with _open_weights(Run.read(run_folder), run_folder, checkpoint) as weights:
         return sum(tensor.nbytes for tensor in weights.tensors.values())
 

@@ -165,7 +165,7 @@ def train_run(
 
 
 def _lack_of_room(folder: Path, settings: Settings, training: Training) -> str:
-    """Return a warning if the disk lacks the room for the next two checkpoints, or for one beside those there are."""
+    """Return a warning if the disk lacks the room for two checkpoints, or for one more if there are some already."""
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
     each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
     needed = each * (SPARE if list_checkpoints(folder / CHECKPOINTS) else 1 + SPARE)

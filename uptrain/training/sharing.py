@@ -29,8 +29,8 @@ def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:
 def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch.dtype) -> Lenders:
     """Return where the student has those of its frozen parameters that a teacher can use with the same result.
 
-    These are the parameters that are cast where they are used. Norms only widen theirs. `teacher_dtype` is the
-    teacher's own.
+    Linear layers and embeddings qualify, because they cast their weights where they use them. A norm qualifies only if
+    the teacher's own dtype, `teacher_dtype`, is at least as wide.
     """
     wanted, chosen = set(names), {}
     for module_name, module in student.named_modules():
