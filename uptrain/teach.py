@@ -5,7 +5,6 @@ resumes. On the same machine the logits are the same, byte for byte, for any int
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from model.common import console
 from model.common.console import size
 from model.common.errors import InputError
 from model.common.files import sync_file, write_file
+from model.common.machine import world_size
 from model.common.staging import Staging, check_out
 from model.decoder.devices import faster_products
 from model.decoder.losses import ChunkLogits
@@ -70,7 +70,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     the same command resumes.
     """
     check_out(options.out)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size() > 1:
         raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
     cache = TokenCache.open(options.data)
     wanted = _describe(options, cache)

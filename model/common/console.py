@@ -67,7 +67,7 @@ def run(cli: click.Command, launched: bool = False) -> None:
         code = BAD_INPUT
     except (Exception, KeyboardInterrupt) as error:
         message, code = _explain(error)
-        if not launched or isinstance(error, RankError) or is_first_process():
+        if not launched or isinstance(error, RankError) or is_first_process() or not _has_launcher():
             echo_line(f"Error: {message}")
     sys.exit(code)
 
@@ -130,6 +130,12 @@ def _discard(stream: TextIO) -> None:
 def is_first_process() -> bool:
     """Return whether this is the first process on its machine of those that a launcher has started."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0"
+
+
+def _has_launcher() -> bool:
+    """Return whether a launcher has started this process. Some clusters set RANK in every process."""
+    variables = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and all(os.environ.get(name) for name in variables)
 
 
 def draws_bars() -> bool:

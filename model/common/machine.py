@@ -1,14 +1,30 @@
-"""Read which cores and how much memory this process can use: the machine's, or less in a container or a Slurm job."""
+"""Read which cores and how much memory this process can use, and how many processes a launcher has started.
+
+In a container or a Slurm job, they are less than the machine's.
+"""
 
 import os
 from pathlib import Path
 
 import psutil
 
+from model.common.errors import InputError
+
 _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _V2 = (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
 """Files of the limits and of the use, and the parts of the use that the kernel frees when memory is short."""
+
+
+def world_size() -> int:
+    """Return the number of processes that a launcher has started (WORLD_SIZE); 1 without a launcher.
+
+    Raises InputError if the variable is no positive number.
+    """
+    text = os.environ.get("WORLD_SIZE") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"the variable WORLD_SIZE is {text!r}, not a number of processes; unset it for a single one.")
+    return int(text)
 
 
 def n_cores() -> int:

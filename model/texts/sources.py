@@ -6,6 +6,7 @@ hub:NAME[:[CONFIG:]SPLIT]     a dataset of the Hugging Face hub
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,8 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
         files = _check_readable(tuple(str(folder / str(name)) for name in names))
         return TextFiles(str(folder), ARROW, files)
     formats: dict[str | None, list[str]] = {}
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden:
-            formats.setdefault(format_of(path.name), []).append(str(path))
+    for path in _visible_files(folder):
+        formats.setdefault(format_of(path.name), []).append(str(path))
     ignored = tuple(formats.pop(None, ()))
     if not formats:
         raise InputError(f"{option} {folder}: no file of a known format; known are {_known_suffixes()}.")
@@ -74,6 +73,27 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
         raise InputError(f"{option} {folder}: files of several formats: {counts}; name files of one format.")
     ((name, paths),) = formats.items()
     return TextFiles(str(folder), str(name), _check_readable(tuple(paths)), ignored)
+
+
+def _visible_files(folder: Path, within: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield all files in a folder and its subfolders, in order, also behind links; hidden ones are left out.
+
+    Raises InputError for a subfolder that cannot be read, or is a link to one of those `within` which it lies.
+    """
+    here = folder.resolve()
+    if here in within:
+        raise InputError(f"{folder} is a link to a folder that contains it; remove the link.")
+    try:
+        entries = [(path, path.is_dir()) for path in sorted(folder.iterdir())]
+    except OSError as error:
+        raise InputError(f"the folder {folder} cannot be read: {error.strerror}.") from error
+    for path, is_folder in entries:
+        if path.name.startswith("."):
+            continue
+        if is_folder:
+            yield from _visible_files(path, (*within, here))
+        else:
+            yield path
 
 
 def _listed(path: Path, key: str) -> list[Any]:

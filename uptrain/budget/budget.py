@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from model.common.checks import LARGEST_COUNT
 from model.common.errors import InputError
 from uptrain.budget.counts import show_count
 from uptrain.budget.identify import known_originals, named
@@ -115,6 +116,11 @@ def make_budget(
         assert options.alpha is not None and original_tokens is not None
         # From its decimal digits: the binary 0.05 exceeds 1/20, and would add a step if α gives a whole number.
         steps = math.ceil(Fraction(str(options.alpha)) * original_tokens / batch)
+    if steps * batch > LARGEST_COUNT:
+        raise InputError(
+            f"{steps:,} steps of {batch:,} tokens are more than {LARGEST_COUNT:,} tokens, which is out of range; give "
+            "fewer --steps or --tokens, or a smaller --global-batch-tokens."
+        )
     alpha = options.alpha
     if alpha is None and original_tokens is not None:
         alpha = steps * batch / original_tokens

@@ -135,7 +135,7 @@ def _check_vocabularies(model: Path, teacher: Path | None) -> None:
 def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
     """Return the learning rate at the first and last step, the quarters, and the ends of warm-up and plateau."""
     last = schedule.total_steps - 1
-    steps = {0, last, *(round(last * share) for share in (0.25, 0.5, 0.75, 0.9))}
+    steps = {0, last, *(min(round(last * share), last) for share in (0.25, 0.5, 0.75, 0.9))}
     steps |= {max(schedule.warmup_steps - 1, 0), min(decay_start(schedule) or 0, last)}
     return [{"step": step, "lr": learning_rate(schedule, step)} for step in sorted(steps)]
 

@@ -77,7 +77,7 @@ def parse_machine_shard(text: str) -> "MachineShard":
     """Return the value of `--shard`, I/N. Raises click.BadParameter for another form."""
     from uptrain.data.prepare.quotas import MachineShard
 
-    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise click.BadParameter(f"{text!r} is not I/N with I from 1 to N, such as 1/4.", param_hint="--shard")
     return MachineShard(int(match[1]), int(match[2]))

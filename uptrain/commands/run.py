@@ -40,6 +40,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         option = parameters.get(name.replace("_", "-"))
         if option is None or option.name is None:
             raise click.BadParameter(f"{path} sets {name!r}, which is no option of this command.", context, parameter)
+        if option.name in context.default_map:
+            raise click.BadParameter(f"{path} sets --{name.replace('_', '-')} twice.", context, parameter)
         try:
             context.default_map[option.name] = _as_argument(option, value)
         except ValueError as error:

@@ -65,7 +65,7 @@ def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str:
 
 def is_cache(data: Sequence[str]) -> bool:
     """Return whether the sources are a single token cache."""
-    return len(data) == 1 and (Path(data[0]) / MANIFEST).is_file()
+    return len(data) == 1 and data[0] != "" and (Path(data[0]) / MANIFEST).is_file()
 
 
 def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:

@@ -17,6 +17,7 @@ from accelerate.utils import (
 
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
+from model.common.machine import world_size
 from model.decoder.devices import find_device
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
 
@@ -44,7 +45,7 @@ def choose_device(name: str) -> torch.device:
 
     Raises InputError if it is not available, or several processes were started: each has a device of its own.
     """
-    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    n_processes = world_size()
     if name != AUTO_DEVICE and n_processes > 1:
         raise InputError(f"--device {name} is for one process, but {n_processes} were started; leave it out.")
     if name == AUTO_DEVICE and (n_processes > 1 or _is_set("ACCELERATE_USE_CPU")):
@@ -98,7 +99,7 @@ def make_accelerator(
         raise InputError(f"--device {device} is not possible with ACCELERATE_USE_CPU; unset that variable.")
     # A rank that exits now with an error would break the others while they still join.
     accelerator.wait_for_everyone()
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = world_size()
     if launched != accelerator.num_processes:
         raise InputError(
             f"the launcher started {launched} processes, but accelerate sees {accelerator.num_processes}; without GPUs "
@@ -114,11 +115,11 @@ def make_accelerator(
 
 def check_launcher() -> None:
     """Raise InputError if WORLD_SIZE is set without the other variables of a launcher."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
+    n_processes = world_size()
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if world_size != "1" and missing:
+    if n_processes != 1 and missing:
         raise InputError(
-            f"WORLD_SIZE={world_size} is set, but not {', '.join(missing)}; start many processes with torchrun or "
+            f"WORLD_SIZE={n_processes} is set, but not {', '.join(missing)}; start many processes with torchrun or "
             "`accelerate launch`, or one with WORLD_SIZE unset."
         )
 

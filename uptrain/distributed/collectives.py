@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model.common.errors import InputError, RunError
+from model.common.machine import world_size
 from uptrain.distributed.signals import interruptible, stop_request
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def main_process_first(work: Callable[[], object], done: Path) -> None:
     This is for long work before the process group exists, since collectives have a timeout. If the main process fails,
     the launcher ends the others.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if world_size() == 1 or os.environ.get("RANK", "0") == "0":
         work()
     with interruptible():
         while not done.is_file():

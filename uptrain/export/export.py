@@ -24,7 +24,7 @@ from uptrain.export.model_card import model_card
 from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.training.metrics_log import read_metrics
-from uptrain.training.models import stored_names
+from uptrain.training.models import build_meta, stored_names
 from uptrain.training.module import STUDENT
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
@@ -50,12 +50,21 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
         try:
             _write_weights(weights, staging.folder, dtype, advance)
             _write_files(run_folder / MODEL, staging.folder, record, dtype)
+            _check_fit(staging.folder, run_folder)
             staging.publish()
         except BaseException:
             staging.discard()
             raise
-    with open_checkpoint(out):
-        return record
+    return record
+
+
+def _check_fit(folder: Path, run_folder: Path) -> None:
+    """Raise InputError if config.json does not describe the tensors of an exported folder."""
+    try:
+        build_meta(folder)
+    except InputError as error:
+        config = run_folder / MODEL / "config.json"
+        raise InputError(f"{config} does not describe the checkpoint's model: {error}") from error
 
 
 def find_checkpoint(run_folder: Path, step: int | None) -> Path:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.common import checks
+from model.common.console import warn
 from model.common.errors import InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, parse_object
@@ -38,7 +39,9 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> "History":
-        run = Run.read(folder)
+        run, state = Run.read(folder), _read_state(folder / STATE)
+        if state.get("step") and not (folder / METRICS).exists():
+            warn(f"{folder / METRICS} is missing; restore it. Without it, the steps and losses are not known.")
         records = read_metrics(folder / METRICS)
         steps = [r for r in records if "loss" in r]
         tokens = {0: 0, **{r["step"]: r["tokens"] for r in steps}}
@@ -51,7 +54,7 @@ class History:
             is_merged = bool(run.settings.model)
             evaluation["merge_cost"] = merge_cost(evaluations[0]) if is_merged else None
             evaluation["recovered_fraction"] = recovered_fraction(evaluations[0], evaluation) if is_merged else None
-        return cls(folder, run, _read_state(folder / STATE), steps, evaluations, [r for r in records if "event" in r])
+        return cls(folder, run, state, steps, evaluations, [r for r in records if "event" in r])
 
     @property
     def step(self) -> int:

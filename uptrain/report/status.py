@@ -50,7 +50,8 @@ def _state(history: History) -> dict[str, Any]:
     if status == "running" and not is_running(state["pid"], state["started"]):
         status = "died"
     metrics = history.folder / METRICS
-    age = time.time() - metrics.stat().st_mtime if metrics.exists() else None
+    # The clock of a shared disk may be ahead of this machine's.
+    age = max(0.0, time.time() - metrics.stat().st_mtime) if metrics.exists() else None
     return {"status": status, "reason": state.get("reason", ""), "pid": pid, "seconds_since_last_line": age}
 
 

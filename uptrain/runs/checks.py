@@ -14,7 +14,7 @@ from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from uptrain.budget.vocabularies import check_embedding, check_teacher
 from uptrain.data.prepare.tokenizer import load_tokenizer
-from uptrain.data.teacher_logits import TeacherLogits
+from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.language_model import LanguageModel
@@ -80,6 +80,19 @@ def check_is_not_student(model: Path | None, teacher: Path) -> None:
     """Raise InputError if the teacher is the model itself: their divergence is 0, and nothing would be trained."""
     if model is not None and model_sha256(model) == model_sha256(teacher):
         raise InputError(f"--teacher {teacher} is the same model as MODEL; give the parent that MODEL was merged from.")
+
+
+def warn_of_own_logits(model: Path | None, folder: Path) -> None:
+    """Warn if the model itself, not its parent, wrote the logits in a folder of `uptrain teach`.
+
+    Raises InputError if the folder holds no logits.
+    """
+    teacher = LogitsManifest.parse(folder).teacher_sha256
+    if model is not None and is_first_process() and model_sha256(model) == teacher:
+        warn(
+            f"--teacher-logits {folder} are those of MODEL itself, from which it learns nothing; the parent that it "
+            "was merged from should write them (uptrain teach PARENT)."
+        )
 
 
 def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:

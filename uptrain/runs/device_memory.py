@@ -9,7 +9,7 @@ import torch
 
 from model.common.console import is_first_process, size
 from model.common.errors import InputError, RankError
-from model.common.machine import available_memory
+from model.common.machine import available_memory, world_size
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions, first_that_fits
 from uptrain.budget.plan import run_command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
@@ -32,7 +32,7 @@ def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model
     `chosen`: the run's options, with any micro-batch. Raises InputError, or RankError for another GPU than the first,
     if one window does not fit. The error names the first command that does.
     """
-    devices = int(os.environ.get("WORLD_SIZE", "1")) if wants_sharding() else 1
+    devices = world_size() if wants_sharding() else 1
     usable = usable_memory()
     if largest := first_that_fits(estimator, [chosen.trainable], usable, devices, [chosen.activation_checkpointing]):
         return largest.micro_batch

@@ -1,7 +1,6 @@
 """Launch `uptrain run`, `resume` and `extend`: resolve options, check inputs, train, and report the end."""
 
 import math
-import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -14,10 +13,11 @@ from accelerate import PartialState
 from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, is_first_process, warn
 from model.common.errors import InputError
+from model.common.machine import world_size
 from uptrain.budget.budget import repetition_warning
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_cache, run_cache_folder, seq_len_of, surplus_warning
-from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
+from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
@@ -28,6 +28,7 @@ from uptrain.runs.checks import (
     check_new,
     check_teachers_tokenizer,
     check_tokenizer,
+    warn_of_own_logits,
 )
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import RUN, Run
@@ -53,7 +54,7 @@ def launch_new(options: RunOptions) -> None:
     # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = resolve_settings(options, folder, seq_len)
-    eval_data = [options.eval_data] if options.eval_data else []
+    eval_data = [] if options.eval_data is None else [options.eval_data]
     eval_seq_len = seq_len_of(eval_data, folder, None) if is_cache(eval_data) else seq_len
     seq_lens = sorted({seq_len, eval_seq_len})
     check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
@@ -63,10 +64,11 @@ def launch_new(options: RunOptions) -> None:
             check_is_not_student(options.model, options.teacher)
     if options.init:
         check_new(options.init, seq_len)
-    check_batch(settings.global_batch, int(os.environ.get("WORLD_SIZE", "1")))
+    check_batch(settings.global_batch, world_size())
+    check_launcher()
     check_trackers(settings.track)
     if options.teacher_logits:
-        LogitsManifest.parse(options.teacher_logits)
+        warn_of_own_logits(options.model, options.teacher_logits)
     if eval_data:
         _make_cache(eval_data, folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
     if is_first_process() and (warning := surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data"))):

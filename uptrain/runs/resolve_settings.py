@@ -37,7 +37,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
     if loss == WITHOUT_TEACHER and options.teacher_logits:
         raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
-    if options.eval_every and not options.eval_data:
+    if options.eval_every and options.eval_data is None:
         raise InputError("--eval-every needs held-out data to evaluate on; name them with --eval-data.")
     config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
     trainable = options.trainable or (default_trainable(folder, config) if options.model else "all")
@@ -54,7 +54,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     interval = max(1, budget.steps // DEFAULT_SAVES)
     precision = options.precision or ("bf16" if has_accelerator() else "fp32")
     eval_out = run_cache_folder(options.out, "eval_data")
-    eval_cache = cache_folder([options.eval_data], eval_out) if options.eval_data else None
+    eval_cache = None if options.eval_data is None else cache_folder([options.eval_data], eval_out)
     settings = Settings(
         model=_absolute(options.model),
         data=_absolute(cache_folder(options.data, run_cache_folder(options.out, "data"))),
@@ -95,11 +95,11 @@ def find_data(settings: Settings, run: Path) -> Settings:
     moved: dict[str, Any] = {}
     for what, path in (("data", settings.data), ("eval_data", settings.eval_data)):
         if path and not (Path(path) / MANIFEST).is_file():
-            if not (run_cache_folder(run, what) / MANIFEST).is_file():
-                raise InputError(
-                    f"the run's data, {path}, are missing; restore them, or put them at {run_cache_folder(run, what)}."
-                )
-            moved[what] = str(run_cache_folder(run, what).resolve())
+            beside = [run_cache_folder(folder, what) for folder in (run, run.resolve())]  # `run` may be a link
+            found = next((cache for cache in beside if (cache / MANIFEST).is_file()), None)
+            if found is None:
+                raise InputError(f"the run's data, {path}, are missing; restore them, or put them at {beside[0]}.")
+            moved[what] = str(found.resolve())
     return replace(settings, **moved)
 
 

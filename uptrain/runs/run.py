@@ -143,18 +143,14 @@ def train_run(
     except Exception as error:
         failure = _explain(error, folder, state.step, accelerator)
         if accelerator.is_main_process:
-            _write_state(
-                folder,
-                "halted" if isinstance(error, NonFiniteGradientsError) else "failed",
-                state.step,
-                str(failure),
-            )
+            status = "halted" if isinstance(error, NonFiniteGradientsError) else "failed"
+            _write_last_state(folder, status, state.step, str(failure))
         if failure is error:
             raise
         raise failure from error
     status = "finished" if reason == "finished" else "preempted"
     if accelerator.is_main_process:
-        _write_state(folder, status, state.step, reason)
+        _write_last_state(folder, status, state.step, reason)
         try:
             training.metrics.flush()
         except OSError as error:
@@ -239,3 +235,11 @@ def _write_state(folder: Path, status: str, step: int, reason: str = "") -> None
     pid = os.getpid()
     state = {"status": status, "step": step, "reason": reason, "pid": pid, "started": process_start(pid)}
     replace_file(folder / STATE, json_text(state))
+
+
+def _write_last_state(folder: Path, status: str, step: int, reason: str) -> None:
+    """Write the state of a run that ends. Warn if that fails, so that the reason of its end is printed even so."""
+    try:
+        _write_state(folder, status, step, reason)
+    except OSError as error:
+        warn(f"{STATE} could not be written, and still says that the run is running: {error}")

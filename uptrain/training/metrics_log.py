@@ -60,7 +60,7 @@ class Metrics:
 
     def flush(self) -> None:
         """Write the pending lines. Raises OSError if that fails, with the file unchanged."""
-        size = self.path.stat().st_size
+        size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a") as file:
                 file.write(self._waiting)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.common.console import warn
 from model.common.errors import InputError
 from model.common.staging import check_out
 from uptrain.data.prepare import journal
@@ -74,6 +75,11 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
         raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
     sources = find_sources(options.data, options.option)
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    if tokenizer and tokenizer.eos_id is None:
+        warn(
+            f"the tokenizer of {options.tokenizer} has no end-of-text token, so documents end without one. Is its "
+            "tokenizer_config.json missing?"
+        )
     plan = _make_plan(options, sources, tokenizer)
     if options.out.exists():
         return _summary(options.out, _already_complete(options.out, plan), plan, complete=True)

@@ -133,6 +133,11 @@ def _why_empty(source_quota: SourceQuota, records: Records) -> str:
 
 def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Records) -> None:
     available = source_quota.n_finished(records)
+    if available == 0 and source_quota.quota == 0:
+        raise InputError(
+            f"{source_quota.name}: its share of --tokens {n_tokens} is less than one token; raise --tokens or its "
+            "weight."
+        )
     if available == 0:
         raise InputError(f"{source_quota.name}: no tokens; {_why_empty(source_quota, records)}.")
     if source_quota.quota is None or available >= source_quota.quota:

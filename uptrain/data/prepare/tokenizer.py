@@ -55,6 +55,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"{folder} has a tokenizer written in Python ({type(loaded).__name__}); give one with a {WHOLE}."
         )
     vocabulary = backend.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise InputError(f"the tokenizer of {folder} has an empty vocabulary; put the model's {WHOLE} there.")
     return Tokenizer(
         backend.to_str(), bool(loaded.split_special_tokens), loaded.eos_token_id, max(vocabulary.values()) + 1
     )
