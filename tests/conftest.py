@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import torch
     from faulty_runs import Runs
 
+for colour in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(colour, None)  # tests that want colours set them
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="Run tests/gpu on the GPUs of this machine.")

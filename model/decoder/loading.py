@@ -93,14 +93,17 @@ def load_llama(
 def build_meta(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]]:
     """Return the native model on the meta device, and a table: parameter name → tensor name.
 
-    Raises CheckpointError as `load_model` does, except for shapes, which are not checked.
+    Raises CheckpointError as `load_model` does.
     """
     checkpoint = without_latent_norm(checkpoint)
     if read_latent_norm(checkpoint.config) is None:
         read_geometry(checkpoint)
     with torch.device("meta"):
         model = LlamaForCausalLM(read_llama_config(checkpoint.config))
-    return model, _match_names(checkpoint, model)
+    names = _match_names(checkpoint, model)
+    for name, parameter in model.named_parameters():
+        _check_shape(checkpoint, names[name], checkpoint.tensors[names[name]].shape, parameter)
+    return model, names
 
 
 def check_runnable(checkpoint: Checkpoint) -> None:
@@ -221,12 +224,16 @@ def _read_checked(
 ) -> Tensor:  # fmt: skip
     """Read a parameter's tensor. Raises CheckpointError if it is missing or of another shape."""
     tensor = read_tensor(checkpoint, name, dtype, device)
-    if tensor.shape != parameter.shape:
+    _check_shape(checkpoint, name, tensor.shape, parameter)
+    return tensor
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], parameter: Tensor) -> None:
+    if tuple(shape) != tuple(parameter.shape):
         raise CheckpointError(
-            f"{checkpoint.path}: the tensor {name} has shape {tuple(tensor.shape)}, but config.json "
+            f"{checkpoint.path}: the tensor {name} has shape {tuple(shape)}, but config.json "
             f"means {tuple(parameter.shape)}; they do not match."
         )
-    return tensor
 
 
 def read_tensor(

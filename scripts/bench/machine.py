@@ -1,6 +1,7 @@
 """Describe the machine and the commit of a measurement."""
 
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def cpu_model() -> str:
 def commit() -> str:
     """Return the commit of this checkout, with a + if files differ from it; `unknown` for a copy without git."""
     git = ("git", "-C", str(Path(__file__).parent))
-    if subprocess.run([*git, "rev-parse"], check=False, capture_output=True).returncode:
+    if not shutil.which("git") or subprocess.run([*git, "rev-parse"], check=False, capture_output=True).returncode:
         return "unknown"
     name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
     return name + ("+" if subprocess.check_output([*git, "status", "--porcelain"]) else "")

@@ -196,6 +196,32 @@ def test_ambiguous_sources(prepare, tmp_path, data, words):
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_a_folder_of_texts_with_links(prepare, tmp_path):
+    """Texts behind links are read; what cannot be is refused, never left out."""
+    folder, store = tmp_path / "texts", tmp_path / "store"
+    for path, n in ((folder, 1), (store / "deep", 9)):
+        path.mkdir(parents=True)
+        (path / "a.jsonl").write_bytes(line() * n)
+    (folder / "part").symlink_to("../store")
+    assert prepare(folder).code == 0
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["n_documents"] == 10
+    for name, make, words in (
+        ("b.jsonl", lambda path: path.symlink_to("/nowhere"), "b.jsonl cannot be read: it is missing"),
+        ("p.jsonl", os.mkfifo, "p.jsonl is not a regular file"),
+        ("loop", lambda path: path.symlink_to("."), "loop is a link to a folder that contains it"),
+    ):
+        make(folder / name)
+        prepare(folder).refused(words)
+        (folder / name).unlink()
+
+
+def test_a_share_of_less_than_a_token(prepare, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(line() * 9)
+    data = f"{tmp_path}/a.jsonl=99", "--data", f"{tmp_path}/b.jsonl=1"
+    prepare(data[0], options=(*data[1:], "--tokens", 10)).refused("its share of --tokens 10 is less than one token")
+
+
 def test_some_sources_weighted_and_some_not(prepare, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(line())
     (tmp_path / "b.jsonl").write_bytes(line())

@@ -203,8 +203,7 @@ class TestAnUpdateThatBreaksTheWeights:
         out, error = self.broken(inputs, tmp_path, processes, sharded)
         assert "weights are NaN or infinite, and were not saved" in error
         assert status(out)[0] == "halted"
-        for name in checkpoints(out):
-            assert all(t.isfinite().all() for n, t in tensors(out / "checkpoints" / name).items() if "model." in n)
+        assert checkpoints(out) == []  # the first step breaks the weights
 
     def test_resuming_leaves_the_good_ones(self, inputs, tmp_path):
         """Each resumed run breaks again, as it is the same run."""

@@ -17,7 +17,9 @@ from model.common.machine import available_memory
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs import progress, resolve_settings
+from uptrain.runs import run as run_module
 from uptrain.training import loop
+from uptrain.training.metrics_log import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -280,3 +282,74 @@ def test_a_longer_run_that_repeats_its_data_says_so(uptrain, inputs, tmp_path):
     ran = uptrain("extend", run, "--out", longer, "--steps", 2 * windows // per_step, "--max-minutes", 0)
     assert ran.code == 0, ran.err
     assert "Warning: the data are read 1.89 times" in ran.err
+
+
+def test_an_empty_option_is_no_default(uptrain, inputs, tmp_path, monkeypatch):
+    """As a variable of the shell that is not set gives it. A folder's data are not meant, even from inside a cache."""
+    monkeypatch.chdir(inputs["data"])
+    out = tmp_path / "run"
+    words = "the path is empty. Is a variable of the shell unset?"
+    uptrain(*real_runs.arguments(inputs, out, "--eval-data", "")).refused(f"--eval-data: {words}")
+    uptrain(*real_runs.arguments({**inputs, "data": ""}, out, "--seq-len", 32)).refused(f"--data: {words}")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}])
+def test_ranks_that_no_launcher_has_set(uptrain, inputs, tmp_path, monkeypatch, variables):
+    """A cluster may set them in each process; errors are printed all the same."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    uptrain("status", tmp_path / "none").refused("none is not a run")
+    if "WORLD_SIZE" in variables:
+        uptrain(*real_runs.arguments(inputs, tmp_path / "run")).refused("WORLD_SIZE=2 is set, but not LOCAL_RANK")
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5"])
+def test_a_world_size_that_is_no_number(uptrain, inputs, tmp_path, monkeypatch, value):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    words = f"the variable WORLD_SIZE is {value!r}, not a number of processes"
+    uptrain(*real_runs.arguments(inputs, tmp_path / "run")).refused(words)
+    uptrain("evaluate", inputs["model"], "--data", inputs["data"]).refused(words)
+
+
+def test_a_state_that_cannot_be_written_at_the_end(uptrain, inputs, tmp_path, monkeypatch):
+    """The run is saved. So is the reason for which it failed, which is printed."""
+    real = run_module._write_state
+
+    def full(folder, status, *rest):
+        if status != "running":
+            raise OSError(errno.ENOSPC, "No space left on device", "run_state.json")
+        real(folder, status, *rest)
+
+    monkeypatch.setattr(run_module, "_write_state", full)
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run"))
+    assert result.code == 0
+    assert "Warning: run_state.json could not be written" in result.err
+    monkeypatch.setattr(run_module, "train", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "failing"))
+    assert (result.code, "run_state.json could not" in result.err, "full" in result.err.splitlines()[-1]) == (
+        1,
+        True,
+        True,
+    )
+
+
+def test_metrics_that_are_removed_meanwhile(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.path.touch()
+    metrics.path.unlink()
+    assert metrics.write({"step": 1, "event": "e"}) == ""
+    assert json.loads(metrics.path.read_text()) == {"step": 1, "event": "e"}
+
+
+def test_a_run_behind_a_link(uptrain, tmp_path):
+    """The data beside the real folder are found after both were moved."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    (tmp_path / "texts.txt").write_text("\n".join(SENTENCES * 9))
+    out = tmp_path / "before/run"
+    out.parent.mkdir()
+    fixed = ("--seq-len", 32, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256, "--max-minutes", 0)
+    assert uptrain("run", model, "--data", tmp_path / "texts.txt", "--out", out, *fixed).code == 0
+    out.parent.rename(tmp_path / "after")
+    (tmp_path / "latest").symlink_to("after/run")
+    assert uptrain("resume", tmp_path / "latest").code == 0

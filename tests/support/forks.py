@@ -39,7 +39,10 @@ def server() -> Any:
     """Return the context whose processes are forks of the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}):
+    path = f"{ROOT}{os.pathsep}{HERE}"
+    # On a machine without IPv6, torch would warn of it on stderr.
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with mock.patch.dict(os.environ, settings):
         forkserver.ensure_running()
     return context
 

@@ -57,7 +57,7 @@ def arguments(
 
 
 def environment(sharded: bool = False, on_cpu: bool = False) -> dict[str, str]:
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     settings |= {"ACCELERATE_USE_CPU": "true"} if on_cpu or not has_accelerator() else {}
     settings |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
     # The shell that starts the tests need not have activated the environment whose programs the launch scripts call.

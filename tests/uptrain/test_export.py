@@ -237,3 +237,14 @@ def test_a_trained_model_is_not_verified_as_a_conversion(tmp_path, uptrain, conv
     )
     assert convert("to-hf", out, tmp_path / "copy").code == 0
     assert convert("verify", out, tmp_path / "copy").code == 0
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_key_value_heads", "vocab_size", "intermediate_size"])
+def test_a_config_that_does_not_fit_is_refused(tmp_path, uptrain, key):
+    """Before the folder appears."""
+    _, run = trained(tmp_path)
+    path = run / "model/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, key: 2 * config[key]}))
+    uptrain("export", run, tmp_path / "out").refused(f"{path} does not describe the checkpoint's model: ")
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """A longer run: what it records of the run it comes from, and which runs have none. Its steps: `test_resume.py`."""
 
 import json
+import os
 import shutil
 
 import fake_runs
@@ -94,3 +95,16 @@ def test_a_moved_run_that_is_the_present_folder(uptrain, inputs, tmp_path, monke
     assert f"uptrain export {tmp_path}/two FOLDER" in resumed.out
     assert uptrain("extend", place, "--out", tmp_path / "longer", "--steps", 14, "--max-minutes", 0).code == 0
     assert json.loads((tmp_path / "longer/run.json").read_text())["settings"]["data"] == str(tmp_path / "two.data")
+
+
+def test_a_name_that_no_record_can_hold(uptrain, tmp_path):
+    run = fake_runs.write_run(tmp_path / os.fsdecode(b"bad\xff"), schedule="constant")
+    fake_runs.write_checkpoint(run, 45)
+    uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 60).refused("has a name that is not UTF-8")
+
+
+def test_more_tokens_than_a_record_can_hold(uptrain, inputs, tmp_path):
+    run = fake_runs.write_run(tmp_path / "run", schedule="constant")
+    fake_runs.write_checkpoint(run, 45)
+    uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 10**18).refused("which is out of range")
+    uptrain(*real_runs.arguments(inputs, tmp_path / "huge", steps=10**18)).refused("which is out of range")

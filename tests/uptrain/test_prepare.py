@@ -15,6 +15,7 @@ import tiny
 from tiny_tokenizers import SENTENCES, make_tokenizer
 from transformers import AutoTokenizer
 
+from model.common.errors import InputError
 from uptrain.data.prepare import work_units
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer
@@ -278,7 +279,7 @@ def test_shards_of_several_machines_join(make, source, tmp_path, tokens):
 
 
 def run_share(make, source, tmp_path, tokens, share):
-    with pytest.raises(Exception, match="not a token cache"):
+    with pytest.raises(InputError, match="not a token cache"):
         make(source, tokens=tokens, options=("--shard", share))
     (root,) = tmp_path.glob(f".out.shard-{share.replace('/', '-of-')}.groupwise")
     return {"units": len(list((root / "folder").glob("tokens*")))}

@@ -105,6 +105,7 @@ def test_from_a_file_of_options(uptrain, tmp_path, model, texts):
     [
         ("speed = 3", ["sets 'speed'", "no option"]),
         ('config = "other.toml"', ["sets 'config'", "no option"]),
+        ('eval-data = "a"\neval_data = "b"', ["sets --eval-data twice"]),
         ("steps = = 3", ["run.toml cannot be read"]),
         ("steps = -3", ["steps"]),
     ],

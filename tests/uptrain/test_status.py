@@ -6,6 +6,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 
 import pytest
 from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, write_run
@@ -241,3 +242,15 @@ def test_status_starts_without_torch(tmp_path):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_clock_that_is_ahead(uptrain, tmp_path):
+    """Of a shared disk."""
+    run = write_run(tmp_path / "run", [step(1)], {"status": "finished", "step": 1, "reason": "", "pid": 1})
+    os.utime(run / "metrics.jsonl", (time.time() + 60,) * 2)
+    assert json.loads(uptrain("status", run, "--json").out)["seconds_since_last_line"] == 0
+
+
+def test_metrics_that_are_missing(uptrain, tmp_path):
+    run = write_run(tmp_path / "run", [], {"status": "finished", "step": 50, "reason": "", "pid": 1})
+    assert "metrics.jsonl is missing; restore it" in uptrain("status", run).err

@@ -29,7 +29,7 @@ def find_sources(data: tuple[str, ...], option: str = "--data") -> list[Source]:
     """Return the sources in the order given. Raises InputError for missing files and ambiguous names or weights."""
     split = [_split_weight(text, option) for text in data]
     for name, _ in split:
-        if (Path(name) / MANIFEST).is_file():
+        if name and (Path(name) / MANIFEST).is_file():
             raise InputError(
                 f"{option} {name} is a token cache, which stands alone; give the texts that it was made of."
             )
