@@ -72,22 +72,23 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     screen.print("all sizes. vLLM kernel: whether it has a fast one; its results were not verified.")
 
 
-def print_plan(planned: dict[str, Any]) -> None:
-    """Print a plan's summary."""
+def print_plan(planned: dict[str, Any], done: bool = False) -> None:
+    """Print a plan's summary, before the conversion or after it."""
     cache = planned["kv_cache_bytes_per_token"]
-    action = {"repeat": "repeat", "latent": "compute"}.get(planned["method"], "merge")
+    actions = {"repeat": ("to repeat", "repeated"), "latent": ("to compute", "computed")}
+    action = actions.get(planned["method"], ("to merge", "merged"))[done]
     steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
     method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
     print_key_values(
         f"{planned['source']} → {planned['out']}",
         [
             _attention(planned, method),
-            (f"to {action}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
-            ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
+            (action, f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
+            ("copied" if done else "to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
-            ("peak memory, estimate", size(planned["peak_memory_bytes"])),
-            *_calibration(planned),
+            *([] if done else [("peak memory, estimate", size(planned["peak_memory_bytes"]))]),
+            *_calibration(planned, done),
             *_remarks(planned),
         ],
     )
@@ -100,14 +101,14 @@ def _attention(planned: dict[str, Any], method: str) -> tuple[str, str]:
     return "attention", f"{planned['n_kv_heads_in']} K/V heads → latent of {sizes['latent']} and key of {sizes['rope']}"
 
 
-def _calibration(planned: dict[str, Any]) -> list[tuple[str, str]]:
+def _calibration(planned: dict[str, Any], done: bool) -> list[tuple[str, str]]:
     text = planned.get("calibration")
     if not text:
         return []
     n_tokens = text["windows"] * text["window"]
     time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
     work = f"{n_tokens:,} tokens on {planned['device']}"
-    return [("calibration", f"{work}, estimate {time}, with {room} of temporary disk space")]
+    return [("calibration", work if done else f"{work}, estimate {time}, with {room} of temporary disk space")]
 
 
 def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -53,8 +53,10 @@ def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, adva
     fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
 
     def candidates() -> Iterator[LatentMatrices]:
-        if conversion.recipe.solver != "fit":
-            yield solve_as(conversion.recipe.solver, before, moments, conversion.sizes, conversion.rope, positions)
+        if conversion.recipe.latent_method != "fit":
+            yield solve_as(
+                conversion.recipe.latent_method, before, moments, conversion.sizes, conversion.rope, positions
+            )
             return
         for key_weight in KEY_WEIGHTS:
             closed = solve(before, moments, conversion.sizes, conversion.rope, positions, key_weight)

@@ -85,7 +85,7 @@ def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:
 def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]) -> None:
     if plan.recipe.method not in (REPEAT, LATENT):
         tables.print_merge_report(record["merge_report"])
-    tables.print_plan(summary)
+    tables.print_plan(summary, done=True)
     console.echo(f"\nWrote {out}. Check it with: convert verify {shlex.quote(str(source))} {shlex.quote(str(out))}")
     text = plan.recipe.text
     if text and text.private:

@@ -33,7 +33,7 @@ def solve_as(
 ) -> LatentMatrices:
     """Return the latent attention of a layer by a published method."""
     half, n_kv_heads = sizes.head_dim // 2, sizes.n_kv_heads
-    heads_per_group = sizes.n_heads // n_kv_heads
+    queries_per_key = sizes.n_heads // n_kv_heads
     q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
     rest_KPX = k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
@@ -44,12 +44,12 @@ def solve_as(
         if method == "svd":
             weights_F = np.full(len(keys_FX), len(keys_FX) ** -0.5)
         else:
-            power_FF = (keys_FX @ moments.queries_XX @ keys_FX.conj().T).real
+            power_FF = (keys_FX @ moments.tokens_XX @ keys_FX.conj().T).real
             weights_F = np.linalg.eigh(power_FF)[1][:, -1]
         key_CX[channel] = weights_F @ keys_FX
         rest_KPX[:, planes] -= (weights_F[:, None] * key_CX[channel]).reshape(n_kv_heads, len(planes), -1)
         weights_KP = weights_F.reshape(n_kv_heads, len(planes))
-        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(heads_per_group, axis=0), q_HPX[:, planes])
+        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(queries_per_key, axis=0), q_HPX[:, planes])
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
     latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.usable)
     return join_parts(before, query_HCX, key_CX, latent, sizes, rope)
@@ -62,10 +62,10 @@ def _latent(
     keys_WX, values_WX = (heads.reshape(-1, heads.shape[2]) for heads in (rest_KDX, v_KDX))
     ratio = 1.0
     if method == "transmla":
-        key_power, value_power = (float(((rows @ moments.queries_XX) * rows).sum()) for rows in (keys_WX, values_WX))
+        key_power, value_power = (float(((rows @ moments.tokens_XX) * rows).sum()) for rows in (keys_WX, values_WX))
         ratio = np.sqrt(key_power / value_power) if key_power and value_power else 1.0
     rows_WX = np.concatenate([keys_WX / ratio, values_WX])
-    power_WW = rows_WX @ (rows_WX.T if method == "svd" else moments.queries_XX @ rows_WX.T)
+    power_WW = rows_WX @ (rows_WX.T if method == "svd" else moments.tokens_XX @ rows_WX.T)
     vectors_WL = np.linalg.eigh(power_WW)[1][:, ::-1][:, :size]
     keys_WL, values_WL = np.split(vectors_WL, 2)
     k_KDL, v_KDL = (part.reshape(*rest_KDX.shape[:2], -1) for part in (keys_WL * ratio, values_WL))

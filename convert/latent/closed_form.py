@@ -32,18 +32,18 @@ _NEGLIGIBLE = 1e-12
 class InputMoments:
     """Second moments of a layer's attention inputs."""
 
-    queries_XX: Real
+    tokens_XX: Real
     """Of all tokens, which queries are made of."""
-    keys_XX: Real
+    attended_XX: Real
     """Of the tokens that a query attends to, relative to their mean, weighted by attention: a change of logits that is
     equal for all keys changes nothing."""
-    values_XX: Real
+    mixed_XX: Real
     """Of what attention mixes."""
 
     @cached_property
     def roots(self) -> tuple[Real, Real]:
-        """The square root of `values_XX`, and that root's pseudo-inverse."""
-        return _roots(self.values_XX)
+        """The square root of `mixed_XX`, and that root's pseudo-inverse."""
+        return _roots(self.mixed_XX)
 
 
 def moments_from_norm(norm_X: Real) -> InputMoments:
@@ -90,7 +90,7 @@ def join_parts(
     `latent`: the latent [L, X], and its maps to the source's keys and values, [K, D, L] each.
     """
     latent_LX, k_KDL, v_KDL = latent
-    heads_per_group = before.heads_per_group
+    queries_per_key = before.queries_per_key
     padding = ((0, 0), (0, sizes.nope - sizes.head_dim), (0, 0))
     scale = rope.scale**2  # of logits; queries take it
     return LatentMatrices(
@@ -98,8 +98,8 @@ def join_parts(
         q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * scale,
         latent_LX=latent_LX,
         key_RX=np.concatenate([key_CX.real, key_CX.imag]),
-        k_HNL=np.pad(np.repeat(k_KDL, heads_per_group, axis=0), padding),
-        v_HDL=np.repeat(v_KDL, heads_per_group, axis=0),
+        k_HNL=np.pad(np.repeat(k_KDL, queries_per_key, axis=0), padding),
+        v_HDL=np.repeat(v_KDL, queries_per_key, axis=0),
         o_HMD=before.o_HMD,
     )
 
@@ -125,9 +125,9 @@ def _components(
     power_FF = np.zeros((len(keys_FX), len(keys_FX)), dtype=np.complex128)
     for head, q_GPX in enumerate(q_KGPX):
         own = slice(head * len(planes), (head + 1) * len(planes))
-        power_FF[own, own] = sum(q_PX @ moments.queries_XX @ q_PX.conj().T for q_PX in q_GPX)
+        power_FF[own, own] = sum(q_PX @ moments.tokens_XX @ q_PX.conj().T for q_PX in q_GPX)
     root_FF, inverse_FF = _roots(power_FF)
-    values_F, vectors_FF = _largest(root_FF @ (keys_FX @ moments.keys_XX @ keys_FX.conj().T) @ root_FF)
+    values_F, vectors_FF = _largest(root_FF @ (keys_FX @ moments.attended_XX @ keys_FX.conj().T) @ root_FF)
     return values_F, vectors_FF, root_FF, inverse_FF
 
 
@@ -165,15 +165,15 @@ def _latent(
     """Return the latent, [L, X], and what makes unrotated keys and values of it, [K, D, L] each.
 
     The latent minimises the squared errors of outputs plus those of logits, times `key_weight` and the head's output
-    power, for inputs with the second moment of `moments.values_XX`.
+    power, for inputs with the second moment of `moments.mixed_XX`.
     """
-    heads_per_group = before.heads_per_group
-    loss_XX = np.zeros_like(moments.values_XX)
+    queries_per_key = before.queries_per_key
+    loss_XX = np.zeros_like(moments.mixed_XX)
     for head, (q_DX, o_MD) in enumerate(zip(before.q_HDX, before.o_HMD, strict=True)):
-        key_DX, value_DX = rest_KDX[head // heads_per_group], before.v_KDX[head // heads_per_group]
+        key_DX, value_DX = rest_KDX[head // queries_per_key], before.v_KDX[head // queries_per_key]
         values_XX = value_DX.T @ (o_MD.T @ o_MD) @ value_DX
-        queries_DD = q_DX @ moments.queries_XX @ q_DX.T / len(q_DX)
-        power = float((values_XX * moments.values_XX).sum())  # what an error of the logits spoils
+        queries_DD = q_DX @ moments.tokens_XX @ q_DX.T / len(q_DX)
+        power = float((values_XX * moments.mixed_XX).sum())  # what an error of the logits spoils
         loss_XX += key_weight * power * key_DX.T @ queries_DD @ key_DX + values_XX
     root_XX, inverse_XX = moments.roots
     power_XX = root_XX @ loss_XX @ root_XX

@@ -24,7 +24,7 @@ class LatentRecipe(Recipe):
     rope: int = 0
     norm: LatentNorm = "eps"
     frequencies: Frequencies = "stock"
-    solver: LatentMethod = "fit"
+    latent_method: LatentMethod = "fit"
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
     positions: tuple[float, ...] | None = None
     """The channels of the rotated key (`convert.latent.rotation`); None until the calibration has chosen them."""
@@ -39,7 +39,7 @@ class LatentRecipe(Recipe):
             **super().record,
             "latent": {
                 "latent": self.latent, "rope": self.rope, "norm": self.norm, "frequencies": self.frequencies,
-                "method": self.solver,
+                "method": self.latent_method,
                 "positions": None if self.positions is None else list(self.positions),
             },
         }  # fmt: skip

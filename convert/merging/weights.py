@@ -79,7 +79,7 @@ class LayerAttention:
         return self.q_HDX / q_HD[:, :, None], self.k_KDX / k_KD[:, :, None]
 
     @property
-    def heads_per_group(self) -> int:
+    def queries_per_key(self) -> int:
         return len(self.q_HDX) // len(self.k_KDX)
 
     def groups(self, n_kv_heads: int) -> list["LayerAttention"]:

@@ -83,7 +83,7 @@ def _latent_facts(plan: LatentPlan) -> list[tuple[str, str]]:
 
 def _method(plan: Plan) -> str:
     recipe = plan.recipe
-    parts = [f"`{recipe.solver if isinstance(recipe, LatentRecipe) else recipe.method}`"]
+    parts = [f"`{recipe.latent_method if isinstance(recipe, LatentRecipe) else recipe.method}`"]
     if recipe.method in LAYER_METHODS:
         parts.append("queries scaled to the variance of the attention logits")
     if recipe.refit:

@@ -50,7 +50,12 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     sizes = choose_sizes(source.geometry, options.latent, options.rope, options.latent_norm)
     frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
-        LATENT, latent=sizes.latent, rope=sizes.rope, norm=sizes.norm, frequencies=frequencies, solver=options.method
+        LATENT,
+        latent=sizes.latent,
+        rope=sizes.rope,
+        norm=sizes.norm,
+        frequencies=frequencies,
+        latent_method=options.method,
     )
     if options.method != "fit":
         _check_baseline(options, sizes, frequencies)

@@ -230,9 +230,9 @@ def test_the_moments_are_those_of_the_definition(source, tmp_path, monkeypatch):
                 keys += ((x.T * a.sum(axis=0)) @ x - means.T @ means) / (8 * length)
                 mixed += means.T @ means / (8 * length)
         for actual, expected in (
-            (moments.queries_XX, tokens / (n_windows * length)),
-            (moments.keys_XX, keys / n_windows),
-            (moments.values_XX, mixed / n_windows),
+            (moments.tokens_XX, tokens / (n_windows * length)),
+            (moments.attended_XX, keys / n_windows),
+            (moments.mixed_XX, mixed / n_windows),
         ):
             assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max()
 

@@ -18,12 +18,12 @@ _GAIN = 1e-10
 def merge(moments: Moments) -> Maps:
     """Return the maps that align and average one group's heads."""
     keys_KDD, values_KDD = alignment(moments)
-    heads_per_group = len(moments.queries_HDD) // moments.n_keys
+    queries_per_key = len(moments.queries_HDD) // moments.n_keys
     return Maps(
         keys_DF=np.concatenate(list(keys_KDD), axis=1) / moments.n_keys,
-        queries_HDD=np.repeat(keys_KDD, heads_per_group, axis=0),
+        queries_HDD=np.repeat(keys_KDD, queries_per_key, axis=0),
         values_DF=np.concatenate(list(values_KDD), axis=1) / moments.n_keys,
-        outputs_HDD=np.repeat(values_KDD.transpose(0, 2, 1), heads_per_group, axis=0),
+        outputs_HDD=np.repeat(values_KDD.transpose(0, 2, 1), queries_per_key, axis=0),
     )
 
 

@@ -33,15 +33,15 @@ def merge(moments: Moments) -> Maps:
 def share_keys(moments: Moments) -> tuple[Real, Real]:
     """Return the map [D, F] of all keys to the shared one, and the maps [H, D, D] of the queries."""
     n_rotary_pairs, size = moments.n_rotary_pairs, moments.head_dim
-    heads_per_group = len(moments.queries_HDD) // moments.n_keys
+    queries_per_key = len(moments.queries_HDD) // moments.n_keys
     power_HD = np.diagonal(moments.queries_HDD, axis1=1, axis2=2)
     power_HP = power_HD[:, :n_rotary_pairs] + power_HD[:, n_rotary_pairs : 2 * n_rotary_pairs]
-    weights_KP = np.sqrt(power_HP.reshape(moments.n_keys, heads_per_group, -1).sum(axis=1))
+    weights_KP = np.sqrt(power_HP.reshape(moments.n_keys, queries_per_key, -1).sum(axis=1))
     mix_KP, factors_KP = _first_components(key_planes(moments), weights_KP)
     keys_DF = scaled_planes(mix_KP, size)
     # key k ≈ factor · shared, so its queries are multiplied by the factor's conjugate
     queries_KDD = scaled_planes(factors_KP.conj(), size).reshape(size, -1, size).transpose(1, 0, 2)
-    queries_HDD = np.repeat(queries_KDD, heads_per_group, axis=0)
+    queries_HDD = np.repeat(queries_KDD, queries_per_key, axis=0)
     _share_unrotated(moments, keys_DF, queries_HDD)
     return keys_DF, queries_HDD
 
@@ -97,9 +97,9 @@ def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
     The best head minimises Σ_h E|x_h − back_h · shared|² in each query head's metric. It has the heads' mean power.
     """
     n_heads, dim = metric_HDD.shape[:2]
-    heads_per_group = n_heads * dim // len(heads_FF)
+    queries_per_key = n_heads * dim // len(heads_FF)
     root_FF = _root(heads_FF)
-    metric_KDD = metric_HDD.reshape(-1, heads_per_group, dim, dim).sum(axis=1)
+    metric_KDD = metric_HDD.reshape(-1, queries_per_key, dim, dim).sum(axis=1)
     weighted_FF = (metric_KDD @ root_FF.reshape(-1, dim, len(root_FF))).reshape(root_FF.shape)
     _, vectors_FF = np.linalg.eigh(root_FF.T @ weighted_FF)  # eigenvalues in ascending order
     first_FS = np.array(vectors_FF[:, -size:])[:, ::-1]  # a copy, so that the other eigenvectors can be freed
@@ -107,9 +107,9 @@ def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
     first_FS = first_FS * np.where(np.take_along_axis(first_FS, np.abs(first_FS).argmax(0)[None], 0) < 0, -1.0, 1.0)
     back_FS = root_FF @ first_FS
     shared_SF = np.linalg.solve(root_FF.T, first_FS).T
-    length = np.sqrt(np.trace(heads_FF) / (len(heads_FF) * 1.0)) or 1.0
+    length = np.sqrt(np.trace(heads_FF) / len(heads_FF)) or 1.0
     backs_KDS = back_FS.reshape(-1, dim, size) / length
-    return shared_SF * length, np.repeat(backs_KDS, heads_per_group, axis=0)
+    return shared_SF * length, np.repeat(backs_KDS, queries_per_key, axis=0)
 
 
 def _root(heads_FF: Real) -> Real:
