@@ -52,7 +52,7 @@ def _reason(family: Family) -> str:
         return "its positions do not enter by rotating whole heads"
     if family.head_norms is not None:
         return f"it normalises queries and keys after their projections, and {_TARGET} does not"
-    return f"{_TARGET} computes Llama's decoder, and this model's decoder differs"
+    return f"{_TARGET} computes Llama's decoder, and its decoder differs"
 
 
 def _check_settings(config: LlamaConfig) -> None:

@@ -93,17 +93,22 @@ def load_llama(
 def build_meta(checkpoint: Checkpoint) -> tuple[LlamaForCausalLM, dict[str, str]]:
     """Return the native model on the meta device, and a table: parameter name → tensor name.
 
-    Raises CheckpointError as `load_model` does.
+    Raises CheckpointError as `load_model` does, except for shapes, which `check_shapes` checks.
     """
     checkpoint = without_latent_norm(checkpoint)
     if read_latent_norm(checkpoint.config) is None:
         read_geometry(checkpoint)
     with torch.device("meta"):
         model = LlamaForCausalLM(read_llama_config(checkpoint.config))
-    names = _match_names(checkpoint, model)
+    return model, _match_names(checkpoint, model)
+
+
+def check_shapes(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError unless the native model that config.json describes has the checkpoint's tensors."""
+    checkpoint = without_latent_norm(checkpoint)
+    model, names = build_meta(checkpoint)
     for name, parameter in model.named_parameters():
         _check_shape(checkpoint, names[name], checkpoint.tensors[names[name]].shape, parameter)
-    return model, names
 
 
 def check_runnable(checkpoint: Checkpoint) -> None:

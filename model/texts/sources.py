@@ -64,7 +64,8 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
         return TextFiles(str(folder), ARROW, files)
     formats: dict[str | None, list[str]] = {}
     for path in _visible_files(folder):
-        formats.setdefault(format_of(path.name), []).append(str(path))
+        is_special = path.exists() and not path.is_file()  # a pipe or a device
+        formats.setdefault(None if is_special else format_of(path.name), []).append(str(path))
     ignored = tuple(formats.pop(None, ()))
     if not formats:
         raise InputError(f"{option} {folder}: no file of a known format; known are {_known_suffixes()}.")

@@ -19,12 +19,14 @@ from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
 from model.common.read_files import CONVERSION_RECORD, UPTRAINING_RECORD
 from model.common.staging import Staging, check_out
+from model.decoder.loading import check_shapes
+from model.families import is_native
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.training.metrics_log import read_metrics
-from uptrain.training.models import build_meta, stored_names
+from uptrain.training.models import build_meta_from_config, stored_names
 from uptrain.training.module import STUDENT
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
@@ -61,7 +63,11 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
 def _check_fit(folder: Path, run_folder: Path) -> None:
     """Raise InputError if config.json does not describe the tensors of an exported folder."""
     try:
-        build_meta(folder)
+        with open_checkpoint(folder) as checkpoint:
+            if is_native(checkpoint.config):
+                check_shapes(checkpoint)
+            else:
+                build_meta_from_config(folder)
     except InputError as error:
         config = run_folder / MODEL / "config.json"
         raise InputError(f"{config} does not describe the checkpoint's model: {error}") from error
