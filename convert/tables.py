@@ -73,18 +73,17 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
 
 
 def print_plan(planned: dict[str, Any], done: bool = False) -> None:
-    """Print a plan's summary, before the conversion or after it."""
+    """Print a plan's summary, with estimates unless it is `done`."""
     cache = planned["kv_cache_bytes_per_token"]
-    actions = {"repeat": ("to repeat", "repeated"), "latent": ("to compute", "computed")}
-    action = actions.get(planned["method"], ("to merge", "merged"))[done]
+    action = {"repeat": "repeat", "latent": "compute"}.get(planned["method"], "merge")
     steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
     method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
     print_key_values(
         f"{planned['source']} → {planned['out']}",
         [
             _attention(planned, method),
-            (action, f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
-            ("copied" if done else "to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
+            (f"to {action}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
+            ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
             ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             *([] if done else [("peak memory, estimate", size(planned["peak_memory_bytes"]))]),
