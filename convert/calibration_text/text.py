@@ -29,7 +29,7 @@ class CalibrationText:
     read_NT: NDArray[np.int64] | None = None
     """The other windows, in order."""
     generation_bytes: int = 0
-    """Peak memory of writing, in bytes. Most of it are weights, which each step reads."""
+    """Peak memory of writing, in bytes. Most of it is weights, which each step reads."""
     generation_steps: int = 0
     """Number of times that writing runs the whole model."""
     generation_inputs: str = ""

@@ -6,6 +6,7 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiny_tokenizers import make_tokenizer
 
 from model.common.errors import InputError
 from uptrain.data.prepare import build, work_units
@@ -328,3 +329,30 @@ def test_source_that_changes_under_a_worker(tmp_path):
     path.unlink()
     with pytest.raises(InputError, match="changed while it was read"):
         work_units.check_unchanged(unit, before)
+
+
+def test_a_tokenizer_that_ends_no_text(uptrain, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    for eos, warned in ((True, False), (False, True)):
+        folder = make_tokenizer(tmp_path / f"tokenizer-{eos}", 290, eos=eos)
+        fixed = ("--tokenizer", folder, "--seq-len", 8, "--out", tmp_path / f"out-{eos}", "--workers", 1)
+        result = uptrain("prepare", "--data", tmp_path / "a.jsonl", *fixed)
+        assert (result.code, "has no end-of-text token" in result.err) == (0, warned)
+
+
+def test_a_tokenizer_without_tokens(uptrain, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    folder = make_tokenizer(tmp_path / "tokenizer", 290)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"] |= {"vocab": {}, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": [], "post_processor": None}))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    fixed = ("--tokenizer", folder, "--seq-len", 8, "--out", tmp_path / "out")
+    uptrain("prepare", "--data", tmp_path / "a.jsonl", *fixed).refused("has an empty vocabulary")
+
+
+def test_a_shard_of_very_many(prepare, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    for shard in ("1/" + "9" * 5000, "5/" + "9" * 21):
+        prepare(tmp_path / "a.jsonl", options=("--shard", shard)).refused("is not I/N with I from 1 to N")
+    assert not list(tmp_path.glob(".out*"))

@@ -268,3 +268,13 @@ def test_another_folder_at_out(uptrain, inputs, tmp_path):
     for out in (inputs["data"], inputs["model"]):
         refused = uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", out)
         refused.refused(f"{out} exists, and is no folder of teacher's logits", "choose another --out")
+
+
+@pytest.mark.parametrize("teacher", ["parent", "model"])
+def test_logits_of_the_model_itself(uptrain, inputs, tmp_path, teacher):
+    """Distillation from them trains nothing; so typed by mistake, they are worth a warning."""
+    logits = tmp_path / "logits"
+    assert uptrain(*teach_arguments({**inputs, "parent": inputs[teacher]}, logits)).code == 0
+    fixed = ("--data", inputs["data"], "--steps", 1, "--lr", 1e-4, "--global-batch-tokens", 256)
+    result = uptrain("run", inputs["model"], *fixed, "--teacher-logits", logits, "--out", tmp_path / "run")
+    assert (result.code, "are those of MODEL itself" in result.err) == (0, teacher == "model")
