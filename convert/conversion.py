@@ -17,7 +17,8 @@ from convert.output.groupwise_json import build_record, earlier_conversion
 from convert.output.model_card import model_card
 from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
-from convert.planning.plan import Plan, fingerprint, make_plan
+from convert.planning.merge_plan import MergePlan, make_merge_plan
+from convert.planning.plan import Plan, fingerprint
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDERS, is_of_training, json_text
 from model.checkpoint.hub import origin_of
@@ -146,21 +147,20 @@ def _with_generated_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, q
 
 def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
     """Return a plan of latent attention with the frequencies of its rotated key, which are chosen on a text."""
-    recipe = plan.recipe
-    if not isinstance(plan, LatentPlan) or not isinstance(recipe, LatentRecipe) or recipe.positions is not None:
+    if not isinstance(plan, LatentPlan) or plan.recipe.positions is not None:
         return plan
     from convert.calibration.latent_survey import choose_positions, survey_text  # imported here: it needs torch
 
     if POSITIONS not in staging.finished:
-        assert recipe.text is not None
-        text, folder = survey_text(recipe.text), staging.scratch / "survey"
+        assert plan.recipe.text is not None
+        text, folder = survey_text(plan.recipe.text), staging.scratch / "survey"
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
         total = len(plan.conversions) * text.n_tokens
         with console.progress_bar("Choosing frequencies", total, quiet, unit="tokens x layers") as progress:
-            positions = choose_positions(checkpoint, plan.latent_layers, text, folder, progress)
+            positions = choose_positions(checkpoint, plan.layers, text, folder, progress)
         shutil.rmtree(folder)
         staging.record(POSITIONS, positions)
-    recipe = replace(recipe, positions=tuple(staging.finished[POSITIONS]))
+    recipe = replace(plan.recipe, positions=tuple(staging.finished[POSITIONS]))
     return plan_recipe(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 
@@ -168,7 +168,7 @@ def plan_recipe(checkpoint: Checkpoint, n_kv_heads: int, recipe: Recipe, max_sha
     """Plan a conversion by a recipe of either kind. A latent recipe ignores `n_kv_heads`."""
     if isinstance(recipe, LatentRecipe):
         return make_latent_plan(checkpoint, recipe, max_shard_size)
-    return make_plan(checkpoint, n_kv_heads, recipe, max_shard_size)
+    return make_merge_plan(checkpoint, n_kv_heads, recipe, max_shard_size)
 
 
 def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:
@@ -182,8 +182,9 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
     total = len(plan.conversions) * (text.n_tokens + plan.recipe.refine)
     with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
         if isinstance(plan, LatentPlan):
-            calibrate_latent(checkpoint, plan.latent_layers, text, folder, progress)
+            calibrate_latent(checkpoint, plan.layers, text, folder, progress)
         else:
+            assert isinstance(plan, MergePlan)
             calibrate_layers(checkpoint, plan.layers, text, folder, progress)
 
 

@@ -13,7 +13,8 @@ from convert.commands.options import OutputOptions
 from convert.latent.recipe import LATENT
 from convert.merging.methods import REPEAT
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
-from convert.planning.plan import Plan, make_plan
+from convert.planning.merge_plan import MergePlan, make_merge_plan
+from convert.planning.plan import Plan
 from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_merge import MergeOptions, resolve_merge
 from model.checkpoint import Checkpoint, open_checkpoint
@@ -29,7 +30,7 @@ def convert_heads(source: Path, out: Path, n_kv_heads: int | None, merge: MergeO
     """Convert SOURCE to `n_kv_heads` K/V heads, and print the result. None keeps their number."""
 
     def planned(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
-        return make_plan(checkpoint, n_kv_heads, resolve_merge(checkpoint, n_kv_heads, merge), shard_size)
+        return make_merge_plan(checkpoint, n_kv_heads, resolve_merge(checkpoint, n_kv_heads, merge), shard_size)
 
     _convert(source, out, planned, output, merge.calibration)
 
@@ -105,6 +106,7 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     if isinstance(plan, LatentPlan):
         seconds, faster = round(latent_seconds(checkpoint, plan)), "--refine 0 takes less"
     else:
+        assert isinstance(plan, MergePlan)
         seconds, faster = round(calibration_seconds(checkpoint, plan)), "--method mean takes little longer than copying"
     if not quiet and seconds > SLOW_SECONDS:
         duration = console.duration(seconds)

@@ -20,6 +20,7 @@ from convert.calibration.layer_stream import HELD_OUT_EVERY, CalibrationWindows,
 from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
 from convert.calibration.refine import EVALUATIONS
 from convert.merging.methods import find_alternatives
+from convert.planning.merge_plan import MergePlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.decoder.devices import faster_products
@@ -52,7 +53,7 @@ class _Measured:
     solving_speed: float
 
 
-def calibration_seconds(checkpoint: Checkpoint, plan: Plan) -> float:
+def calibration_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
     """Return an estimate in seconds, correct within a factor of two. Measuring takes about a second."""
     if plan.recipe.text is None or not plan.layers:
         return 0.0
@@ -62,7 +63,7 @@ def calibration_seconds(checkpoint: Checkpoint, plan: Plan) -> float:
     return len(plan.layers) * _layer_seconds(plan, measured) + writing
 
 
-def _layer_seconds(plan: Plan, measured: _Measured) -> float:
+def _layer_seconds(plan: MergePlan, measured: _Measured) -> float:
     recipe, text = plan.recipe, plan.recipe.text
     assert text is not None
     held_out = text.n_windows / HELD_OUT_EVERY
@@ -94,7 +95,7 @@ def _bytes_per_second(device: str) -> float:
     return 2 * _COPIED_BYTES / fastest(lambda: float(copy.copy_(source)[0]))  # `float` waits for a GPU
 
 
-def _width(plan: Plan) -> int:
+def _width(plan: MergePlan) -> int:
     """Return the dimensions of a group's keys."""
     return plan.geometry.n_kv_heads // plan.n_kv_heads * plan.geometry.head_dim
 
@@ -104,7 +105,7 @@ def _layer_weights(plan: Plan) -> float:
     return sum(prod(t.shape) for name, t in plan.tensors.items() if plan.in_layer(name)) / len(plan.conversions)
 
 
-def _measure(checkpoint: Checkpoint, plan: Plan) -> _Measured:
+def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     """Run the first layer on random states, of a window or, for a large layer, of its beginning."""
     text, geometry = plan.recipe.text, plan.geometry
     assert text is not None
@@ -139,7 +140,7 @@ def solving_speed() -> float:
     return 2 * _MATRIX_SIZE**3 / fastest(lambda: square @ square)
 
 
-def _random_weights(plan: Plan) -> Weights:
+def _random_weights(plan: MergePlan) -> Weights:
     """Return weights of a merged layer's shapes."""
     geometry, generator = plan.geometry, torch.Generator().manual_seed(0)
     n_inputs = geometry.hidden_size + bool(plan.layers[0].biases)

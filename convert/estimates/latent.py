@@ -43,7 +43,7 @@ class _Measured:
 
 def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     """Return an estimate in seconds, correct within a factor of two."""
-    text, recipe = plan.recipe.text, plan.latent_recipe
+    text, recipe = plan.recipe.text, plan.recipe
     if text is None:
         return 0.0
     with torch.inference_mode(), faster_products(recipe.device):
@@ -63,7 +63,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
 
 def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     """Run the first layer, and a latent attention of zeros, on random states."""
-    text, conversion = plan.recipe.text, plan.latent_layers[0]
+    text, conversion = plan.recipe.text, plan.layers[0]
     assert text is not None
     sizes, layers = conversion.sizes, open_layers(checkpoint, text.window, plan.recipe.device)
     started = time.perf_counter()

@@ -27,7 +27,7 @@ from convert.merging.moments import (
 from convert.merging.norms import normalise
 from convert.merging.recipe import Recipe
 from convert.merging.weights import LayerAttention, Real
-from convert.planning.plan import make_plan
+from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.errors import CheckpointError
@@ -116,7 +116,7 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
             f"model_type {geometry.attention.family.model_type!r}; leave --heads out."
         )
     try:
-        return make_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
+        return make_merge_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
     except UnsupportedMethodError as error:
         raise CheckpointError(f"--heads maps heads as --method pca does: {error}") from error
 

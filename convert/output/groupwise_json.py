@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from convert.output.write_shards import checksum_key, merge_reports, merged_digests
-from convert.planning.latent_plan import LatentPlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
@@ -57,7 +56,7 @@ def planned_record(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
             "groupwise": earlier_conversion(checkpoint),
         },
         "geometry": {
-            "model_type": _model_type(plan),
+            "model_type": plan.model_type,
             "n_layers": plan.geometry.n_layers,
             "n_heads": plan.geometry.n_heads,
             "n_kv_heads": plan.n_kv_heads,
@@ -65,13 +64,6 @@ def planned_record(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
             "hidden_size": plan.geometry.hidden_size,
         },
     }
-
-
-def _model_type(plan: Plan) -> str:
-    """Return the output's `model_type`."""
-    if isinstance(plan, LatentPlan):
-        return str(plan.config["model_type"])
-    return str(plan.code.settings["model_type"]) if plan.code else plan.geometry.model_type
 
 
 def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:

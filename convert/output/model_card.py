@@ -8,6 +8,7 @@ from pathlib import Path
 from convert.latent.recipe import LatentRecipe, is_exact
 from convert.merging.methods import LAYER_METHODS, REPEAT
 from convert.planning.latent_plan import LatentPlan
+from convert.planning.merge_plan import MergePlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
@@ -60,8 +61,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         return _latent_facts(plan)
     if not plan.regrouped:
         return [("K/V heads", f"{geometry.n_kv_heads} (query heads: {geometry.n_heads})")]
-    before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
-    after = geometry.kv_cache_bytes_per_token(plan.n_kv_heads)
+    before, after = plan.kv_cache_bytes
     return [
         ("K/V heads", f"{geometry.n_kv_heads} → {plan.n_kv_heads} (query heads: {geometry.n_heads})"),
         ("Method", _method(plan)),
@@ -70,7 +70,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _latent_facts(plan: LatentPlan) -> list[tuple[str, str]]:
-    before, after = plan.cache_bytes
+    before, after = plan.kv_cache_bytes
     sizes = plan.sizes
     return [
         ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
@@ -107,6 +107,7 @@ def _what_was_done(plan: Plan) -> str:
             f"what the base model does. All other weights are the base model's, {exactly}."
         )
     if plan.recipe.by_layer:
+        assert isinstance(plan, MergePlan)
         norms = any(merge.norm_tensors for merge in plan.layers)
         changed = "queries, the norms of queries and keys," if norms else "queries"
         return (
@@ -122,7 +123,7 @@ def _what_was_done(plan: Plan) -> str:
 
 
 def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
-    exact = is_exact(plan.sizes, plan.latent_recipe.frequencies)
+    exact = is_exact(plan.sizes, plan.recipe.frequencies)
     quality = (
         "The model computes what the base model does."
         if exact

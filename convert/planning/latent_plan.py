@@ -24,27 +24,26 @@ from model.geometry import Geometry
 
 @dataclass(frozen=True)
 class LatentPlan(Plan):
-    """One conversion to latent attention. `n_kv_heads` is the number of query heads: each has keys of its own."""
+    """One conversion to latent attention."""
 
+    recipe: LatentRecipe
     sizes: LatentSizes
     config: dict[str, Any]
     """The output's `config.json`."""
 
     @property
-    def latent_recipe(self) -> LatentRecipe:
-        assert isinstance(self.recipe, LatentRecipe)
-        return self.recipe
+    def model_type(self) -> str:
+        return str(self.config["model_type"])
 
     @property
-    def latent_layers(self) -> list[LatentLayer]:
-        """The layers, in order."""
-        return [conversion for conversion in self.conversions if isinstance(conversion, LatentLayer)]
-
-    @property
-    def cache_bytes(self) -> tuple[int, int]:
-        """Bytes of one token in the KV cache of all layers at 16 bits a number, before and after."""
+    def kv_cache_bytes(self) -> tuple[int, int]:
         n_layers = self.geometry.n_layers
         return 2 * n_layers * self.sizes.source_cached, 2 * n_layers * self.sizes.cached
+
+    @property
+    def layers(self) -> list[LatentLayer]:
+        """The layers, in order."""
+        return [conversion for conversion in self.conversions if isinstance(conversion, LatentLayer)]
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its moments and its attention in float64."""
@@ -54,14 +53,6 @@ class LatentPlan(Plan):
         # Moments, their roots and decompositions; copies of the attention: original, candidates, gradients, Adam's.
         running = 2 * layer + 8 * square + reads + (8 if self.recipe.refine else 5) * (self.largest_group // 2)
         return TORCH_BYTES + self.reader_bytes + max(running, self._embedding_memory())
-
-    def summary(self, requested_workers: int) -> dict[str, Any]:
-        """Return the plan's numbers, for `--dry-run` and `--json`."""
-        summary = super().summary(requested_workers)
-        before, after = self.cache_bytes
-        summary["kv_cache_bytes_per_token"] = {"before": before, "after": after}
-        del summary["groups"]
-        return summary
 
 
 def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_size: int | None) -> LatentPlan:

@@ -8,7 +8,7 @@ from convert.calibration_text.text import CalibrationText, split_name
 from convert.errors import NO_TORCH, UnsupportedMethodError
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
 from convert.merging.recipe import Recipe
-from convert.planning.plan import check_n_kv_heads
+from convert.planning.merge_plan import check_n_kv_heads
 from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
 from model.common import checks, console

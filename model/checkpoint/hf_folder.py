@@ -16,6 +16,7 @@ from model.common.read_files import (
     CONFIG_BYTES,
     CONVERSION_RECORD,
     check_regular,
+    is_lfs_pointer,
     leads_outside,
     read_bytes_up_to,
     refuse_outside,
@@ -39,7 +40,6 @@ CALIBRATION_TOKENS = "groupwise_calibration.xz"
 # The converter writes these files itself instead of copying them.
 OWN_FILES = ("config.json", CONVERSION_RECORD, CALIBRATION_TOKENS)
 
-LFS_POINTER = b"version https://git-lfs"
 WEIGHTS = (
     "*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.distcp", "tf_model.h5", "flax_model.msgpack",
 )  # fmt: skip
@@ -115,9 +115,7 @@ def _look_elsewhere(folder: Path) -> str:
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise CheckpointError if a file is a git-lfs pointer instead of its content, or not a regular file."""
     check_regular(path)
-    with path.open("rb") as file:
-        start = file.read(len(LFS_POINTER))
-    if start == LFS_POINTER:
+    if is_lfs_pointer(path):
         raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder.")
 
 

@@ -16,6 +16,8 @@ CONFIG_BYTES = 100_000_000
 """Size limit of config.json, an index or another JSON file, which are read whole. Real ones have up to about 10 MB."""
 TOKENIZER_BYTES = 1_000_000_000
 """Size limit of tokenizer.json and vocabularies, which are read whole. Real ones have up to about 40 MB."""
+LFS_POINTER = b"version https://git-lfs"
+"""Start of the file that a clone without git-lfs has in the place of a large file."""
 
 
 def check_size(path: Path, limit: int) -> None:
@@ -40,8 +42,16 @@ def read_bytes_up_to(path: Path, limit: int) -> bytes:
 
 
 def starts_with_bom(path: Path) -> bool:
+    return _starts_with(path, codecs.BOM_UTF8)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    return _starts_with(path, LFS_POINTER)
+
+
+def _starts_with(path: Path, start: bytes) -> bool:
     with path.open("rb") as file:
-        return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+        return file.read(len(start)) == start
 
 
 def read_json(path: Path) -> Any:

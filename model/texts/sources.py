@@ -13,7 +13,7 @@ from typing import Any
 
 from model.common.errors import InputError
 from model.common.files import check_name, is_plain_name
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, is_lfs_pointer, read_bytes_up_to
 from model.texts import READERS, compressed, find_reader, format_of
 from model.texts.hub import HUB, hub_files
 
@@ -110,12 +110,14 @@ def _listed(path: Path, key: str) -> list[Any]:
 
 
 def _check_readable(files: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the files. Raises InputError for one that is unreadable, no regular file, or damaged compressed data."""
+    """Return the files. Raises InputError for one that cannot be read, is a pointer, or has damaged compression."""
     for file in files:
         if not os.access(file, os.R_OK):
             raise InputError(f"{file} cannot be read: {'no permission' if Path(file).exists() else 'it is missing'}.")
         if not Path(file).is_file():
             raise InputError(f"{file} is not a regular file (a pipe or a device); write the data to a file first.")
+        if is_lfs_pointer(Path(file)):
+            raise InputError(f"{file} is a git-lfs pointer, not the text itself; run `git lfs pull` in its folder.")
         if compressed.is_compressed(file):
             compressed.check(file)
     return files

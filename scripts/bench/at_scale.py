@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.merging.recipe import Recipe
-from convert.planning.plan import make_plan
+from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from scripts.bench.machine import facts
 from uptrain.budget.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
@@ -146,7 +146,7 @@ def communication(estimator: MemoryEstimator, part: str, devices: int) -> Commun
 def conversion(source: Path) -> dict[str, Any]:
     """Return the bytes and memory of a conversion by the mean."""
     with open_checkpoint(source) as checkpoint:
-        plan = make_plan(checkpoint, GROUPS, Recipe("mean"), None)
+        plan = make_merge_plan(checkpoint, GROUPS, Recipe("mean"), None)
         return {
             "source_bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
             "out_bytes": plan.output_bytes,

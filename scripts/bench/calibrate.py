@@ -25,7 +25,7 @@ from convert.calibration import calibrate_layers
 from convert.calibration.refine import refine as refine_layer
 from convert.calibration_text.choices import DEFAULT_TOKENS
 from convert.estimates import calibration as estimate
-from convert.planning.plan import Plan
+from convert.planning.merge_plan import MergePlan
 from model.checkpoint import Checkpoint
 from scripts.bench import convert as checkpoints
 from scripts.bench.machine import facts
@@ -85,7 +85,7 @@ def estimated(*arguments: object) -> float:
     estimates: list[float] = []
     original = estimate.calibration_seconds
 
-    def kept(checkpoint: Checkpoint, plan: Plan) -> float:
+    def kept(checkpoint: Checkpoint, plan: MergePlan) -> float:
         estimates.append(original(checkpoint, plan) / len(plan.layers))
         return estimates[-1]
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tiny_tokenizers import make_tokenizer
+from torch_files import LFS_POINTER
 
 from model.common.errors import InputError
 from uptrain.data.prepare import build, work_units
@@ -178,6 +179,7 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
         ("torn", ["state.json is damaged"]),
         ("missing", ["missing/data.arrow cannot be read: it is missing"]),
+        ("clone", ["clone/a.txt is a git-lfs pointer, not the text itself; run `git lfs pull`"]),
     ],
 )
 def test_ambiguous_sources(prepare, tmp_path, data, words):
@@ -189,6 +191,7 @@ def test_ambiguous_sources(prepare, tmp_path, data, words):
         "dict": {"dataset_dict.json": '{"splits": ["train", "test"]}'},
         "torn": {"state.json": "{"},
         "missing": {"state.json": '{"_data_files": [{"filename": "data.arrow"}]}'},
+        "clone": {"a.txt": LFS_POINTER},
     }.items():
         (tmp_path / name).mkdir()
         for file, content in files.items():

@@ -125,13 +125,14 @@ def test_side_files_removed_from_source_are_not_copied(convert, source, tmp_path
 def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path):
     """As sshfs, s3fs and the like may answer for one file."""
     from convert.merging.recipe import Recipe
-    from convert.planning.plan import fingerprint, make_plan
+    from convert.planning.merge_plan import make_merge_plan
+    from convert.planning.plan import fingerprint
     from model.checkpoint import open_checkpoint
 
     fingerprints = set()
     for _ in range(2):
         with open_checkpoint(source) as checkpoint:
-            fingerprints.add(fingerprint(checkpoint, make_plan(checkpoint, 2, Recipe("mean"), None)))
+            fingerprints.add(fingerprint(checkpoint, make_merge_plan(checkpoint, 2, Recipe("mean"), None)))
         for path in source.glob("*.safetensors"):
             before = path.stat().st_ino
             copy = shutil.copy2(path, tmp_path / "copy")

@@ -21,7 +21,7 @@ from convert.merging.moments import (
 )
 from convert.merging.recipe import Recipe
 from convert.merging.weights import LayerAttention
-from convert.planning.plan import make_plan
+from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 
 N_HEADS, HEAD_DIM, HIDDEN = 8, 6, 64
@@ -199,7 +199,7 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_each_method_loses_no_more_on_trained_weights(groups):
     with open_checkpoint(Path("assets/demo-mha")) as checkpoint:
-        for layer in make_plan(checkpoint, groups, Recipe("pca"), None).layers[::3]:
+        for layer in make_merge_plan(checkpoint, groups, Recipe("pca"), None).layers[::3]:
             assert isinstance(layer, LayerMerge)
             for group in read_attention(checkpoint, layer).groups(groups):
                 check_order(moments_from_weights(group))

@@ -20,7 +20,7 @@ from convert.calibration_text.read import read_calibration_text
 from convert.merging.layer import read_attention
 from convert.merging.layer_file import load_layer
 from convert.merging.recipe import Recipe
-from convert.planning.plan import make_plan
+from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
 from model.decoder import observed_attention
@@ -131,7 +131,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
     plain = Plain(model, family)
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = TransformersLayers(checkpoint, LENGTH)
-        plan = make_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
+        plan = make_merge_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
         states_BTM = layers.embed(IDS)
         for index in range(layers.n_layers):
             layer, seen = layers.load(index), []
@@ -163,7 +163,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
 def test_shares_of_rotated_dimensions_are_the_classes(tmp_path):
     for family in tiny.FITTED:
         with open_checkpoint(build(family, tmp_path / family)[1]) as checkpoint:
-            plan = make_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
+            plan = make_merge_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
             share = 2 * plan.layers[0].n_rotary_pairs / plan.geometry.head_dim
             assert share == SHARES.get(family, 1.0), family
 
@@ -175,7 +175,7 @@ def merged(tmp_path, monkeypatch, use_class):
     with open_checkpoint(folder) as checkpoint:
         text = read_calibration_text(checkpoint, "shipped", 1024)
         recipe = Recipe("fit", refit=True, refine=256, text=text)
-        plan = make_plan(checkpoint, 2, recipe, None)
+        plan = make_merge_plan(checkpoint, 2, recipe, None)
         calibrate_layers.calibrate_layers(checkpoint, plan.layers, text, place, lambda n: None)
         return [load_layer(layer, place).tensors for layer in plan.layers]
 

@@ -12,7 +12,7 @@ from convert.calibration.encoder_decoder_layers import EncoderDecoderLayers
 from convert.calibration.layer_output import weights_of
 from convert.merging.layer import read_attention
 from convert.merging.recipe import Recipe
-from convert.planning.plan import make_plan
+from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 
@@ -60,7 +60,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, changes):
     parts, outputs, all_weights = plain(folder)
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = EncoderDecoderLayers(checkpoint, LENGTH)
-        merges = make_plan(checkpoint, 2, Recipe("pca"), None).layers
+        merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).layers
         assert len(merges) == layers.n_layers == len(parts)
         states_BTM = layers.embed(IDS)
         for index in range(layers.n_layers):

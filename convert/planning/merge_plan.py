@@ -1,0 +1,162 @@
+"""Plan a merge of K/V heads completely, before anything is written."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import prod
+from typing import Any
+
+from convert.merging.layer import LayerMerge
+from convert.merging.methods import REPEAT
+from convert.merging.recipe import Recipe
+from convert.planning.notes import notes_of_checkpoint, notes_of_recipe
+from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
+from convert.planning.remote_code import find_code
+from convert.planning.tensors import OutputTensor, regroup
+from model.checkpoint import Checkpoint, Shard
+from model.common.errors import CheckpointError
+from model.families import NATIVE_FAMILIES
+from model.geometry import Geometry, read_geometry
+
+_TRANSFORMERS_BYTES = 200_000_000
+
+
+@dataclass(frozen=True)
+class MergePlan(Plan):
+    """One merge of K/V heads, or their repetition, or a copy if their number stays."""
+
+    @property
+    def model_type(self) -> str:
+        return str(self.code.settings["model_type"]) if self.code else self.geometry.model_type
+
+    @property
+    def kv_cache_bytes(self) -> tuple[int, int]:
+        cache = self.geometry.kv_cache_bytes_per_token
+        return cache(self.geometry.n_kv_heads), cache(self.n_kv_heads)
+
+    @property
+    def layers(self) -> list[LayerMerge]:
+        """The layers whose heads are merged as a whole, in order."""
+        return [conversion for conversion in self.conversions if isinstance(conversion, LayerMerge)]
+
+    def _calibration_memory(self) -> int:
+        """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""
+        layer = sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
+        width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
+        moments = 8 * self.n_kv_heads * width**2
+        # Of attention and moments: original and merged candidates, or sums for least squares. Refining holds the merged
+        # layer, and in float32 its gradients, Adam's moments and temporaries, and two versions of the weights.
+        copies = 8 if self.recipe.refine else 5
+        running = 2 * layer + copies * (self.largest_group // 2 + moments)
+        program = TORCH_BYTES
+        if self.geometry.model_type not in NATIVE_FAMILIES:
+            program += _TRANSFORMERS_BYTES
+            running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32
+        if self.geometry.alibi and self.recipe.text is not None:
+            running += 2 * 4 * self.geometry.n_heads * self.recipe.text.window**2  # masks and weights of all heads
+        if len(self.geometry.attention.family.attention) > 1:  # an encoder, in float32, reads the text as a whole
+            encoder = sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
+            running = max(running, encoder)
+        return program + self.reader_bytes + max(running, self._embedding_memory())
+
+    def summary(self, requested_workers: int) -> dict[str, Any]:
+        return {**super().summary(requested_workers), "groups": self.n_kv_heads}
+
+
+def make_merge_plan(
+    checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, max_shard_size: int | None
+) -> MergePlan:  # fmt: skip
+    """Plan a merge of `checkpoint` to `n_kv_heads` K/V heads; None keeps their number.
+
+    Raises CheckpointError if that is impossible.
+    """
+    geometry = read_geometry(checkpoint)
+    family = geometry.attention.family
+    n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
+    check_n_kv_heads(geometry, n_kv_heads, recipe.method)
+    _check_slices(checkpoint, geometry, n_kv_heads)
+    changes = n_kv_heads != geometry.n_kv_heads
+    regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads, recipe) if changes else {}
+    shards = _keep_shards(checkpoint, geometry, regrouped)
+    names = (name for shard in shards for name in shard.tensors)
+    tensors = {name: regrouped[name].tensor if name in regrouped else checkpoint.tensors[name] for name in names}
+    return MergePlan(
+        geometry=geometry,
+        n_kv_heads=n_kv_heads,
+        recipe=recipe,
+        max_shard_size=max_shard_size,
+        tensors=tensors,
+        shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
+        regrouped=regrouped,
+        code=find_code(checkpoint, family) if regrouped else None,
+        notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_recipe(recipe) if regrouped else ())),
+        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
+        reader_bytes=checkpoint.reader_bytes,
+        largest_group=max(map(_group_nbytes, regrouped.values()), default=0),
+    )
+
+
+def _group_nbytes(regrouped: OutputTensor) -> int:
+    """Return the bytes merged at a time."""
+    if regrouped.layer is not None:
+        return 2 * regrouped.layer.nbytes  # twice: as many bytes again in copies and products
+    return max((merge.group_nbytes(regrouped.tensor) for merge in regrouped.merges), default=0)
+
+
+def check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str | None) -> None:
+    """Raise CheckpointError if the model cannot have this number of K/V heads. REPEAT makes more, all others fewer."""
+    n = geometry.n_kv_heads
+    if method == REPEAT:
+        _check_repeats(geometry, n_kv_heads)
+    elif n_kv_heads not in geometry.legal_n_kv_heads:
+        legal = ", ".join(map(str, geometry.legal_n_kv_heads))
+        if n % max(n_kv_heads, 1) == 0 < n_kv_heads:
+            reason = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
+        else:
+            reason = f"the model has {n} K/V heads, and groups (the K/V heads to keep) must divide them"
+        raise CheckpointError(f"--groups {n_kv_heads} is not possible: {reason}; choose one of {legal}.")
+
+
+def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
+    legal = geometry.legal_repeats
+    if n_kv_heads in legal:
+        return
+    problem = f"--groups {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
+    if legal:
+        raise CheckpointError(
+            f"{problem}, and repeating makes a multiple of {geometry.n_kv_heads} that divides the {geometry.n_heads} "
+            f"query heads; choose one of {', '.join(map(str, legal))}."
+        )
+    if geometry.n_kv_heads == geometry.n_heads:
+        raise CheckpointError(f"{problem}, one for each query head already; there is nothing to repeat.")
+    raise CheckpointError(f"{problem}, and the class of {geometry.model_type} cannot hold another number of them.")
+
+
+def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -> None:
+    config = checkpoint.config if geometry.text_config is None else checkpoint.config[geometry.text_config]
+    slices = config.get("pretraining_tp") or 1
+    if type(slices) is not int or slices < 1 or n_kv_heads * geometry.head_dim % slices:
+        raise CheckpointError(
+            f"config.json has pretraining_tp = {slices!r}, which does not divide {n_kv_heads} x {geometry.head_dim} "
+            "rows; set it to 1 (it only changes how products are split)."
+        )
+
+
+def _keep_shards(
+    checkpoint: Checkpoint, geometry: Geometry, regrouped: dict[str, OutputTensor]
+) -> tuple[Shard, ...]:  # fmt: skip
+    """Return the source's shards with the output's tensors.
+
+    The names are the source's, except where each head has its own tensor: then tensors are dropped or added.
+    """
+    with_heads = {name for heads in geometry.attention.heads(geometry.n_kv_heads) for name in heads.tensors}
+    dropped = with_heads - regrouped.keys() if regrouped else set()
+    added = defaultdict(list)
+    for name, output in regrouped.items():
+        if name not in checkpoint.tensors:
+            added[output.copies[0].source].append(name)
+    shards = []
+    for shard in checkpoint.shards:
+        names = chain.from_iterable((name, *added[name]) for name in shard.tensors)
+        shards.append(replace(shard, tensors=tuple(name for name in names if name not in dropped)))
+    return tuple(shard for shard in shards if shard.tensors)
