@@ -2,23 +2,17 @@
 
     python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, updates tables and figures
 
-Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, `weak`, `better`,
-`savings_weak`, `savings_better`, `parents`, `results`, `results_former`, `refined_text_kinds`, `distilled_text_kinds`,
-`calibration`, `refine`, `refine_longer`, `refine_orders`, `smollm2_repeated`, `demo_model`, `families`,
-`families_text_kinds`, `parts`, `smollm2_tokens`, `smollm2_kinds`, `smollm2_tasks`, `smollm2_extrapolated`,
-`smollm2_mixed`, `smollm2_mixed_curve`, `smollm2_mixed_kinds`, `smollm2_mixed_rates`, `qwen2_text_kinds`,
-`qwen2_rates`, `latent`, `latent_smollm2` or `field`.
+Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, or one of the
+tables in `renewed`.
 """
 
-import json
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
 
-from scripts.study.arms import key_of_line
 from scripts.study.cells import kv_heads, markdown, show
 from scripts.study.figures import draw
 from scripts.study.page_tables import (
@@ -38,6 +32,7 @@ from scripts.study.page_tables import (
     text_kinds_by_parent,
 )
 from scripts.study.plan import PLANS, PlanError
+from scripts.study.record import add_distilled, add_lines, record_parents
 from scripts.study.results import (
     BETTER,
     TODAY,
@@ -62,11 +57,7 @@ from scripts.study.table import tables
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "more.md", RESULTS / "tables.md")
 PARENTS, DISTILLED = "parents.jsonl", "text_kinds_distilled.jsonl"
-MEASURES = {"behaviour", "text_kinds", "tasks", "curve"}
-"""Keys of measures that not all lines have."""
-SAME_PARENT = 1e-3
-"""Tolerance for the loss of one model on different machines, in nats."""
-PARENTS_OF = {"merges": "weak parents", "longer": "better-trained parents"}
+PARENTS_OF = {"merges": "weak parents", "longer": "better-trained parents", "twenty": "20 tokens a parameter"}
 """Plan → how the page calls the parents that it trains."""
 FORMER_DEFAULT = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -85,80 +76,6 @@ def main(work: Path) -> None:
     draw(RESULTS)
     for page in PAGES:
         page.write_text(renewed(page.read_text(), RESULTS))
-
-
-def add_lines(results: Path, record: Path) -> None:
-    """Add results to the record. A figure that was measured again replaces the earlier one.
-
-    Raises PlanError if they are from other parents than those in the record, or a measure would be lost.
-    """
-    new, old = read(results), read(record)
-    losses_then = {(line["parent"], line["seed"]): line["parent_loss"] for line in old}
-    for line in new:
-        loss = losses_then.get((line["parent"], line["seed"]), line["parent_loss"])
-        if abs(loss - line["parent_loss"]) > SAME_PARENT:
-            raise PlanError(
-                f"{results} is of another {line['parent']} {line['seed']} than {record}: its loss is "
-                f"{line['parent_loss']:.4f}, not {loss:.4f}. Move one of the two away."
-            )
-    newest = {key_of_line(line): line for line in new}
-    for line in old:
-        lost = MEASURES & line.keys() - newest.get(key_of_line(line), line).keys()
-        if lost:
-            raise PlanError(f"{results} has no {min(lost)} of {line['arm']}, but {record} has; measure it too.")
-    kept = [line for line in old if key_of_line(line) not in newest]
-    record.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in [*kept, *newest.values()]))
-
-
-def add_distilled(results: Path, record: Path) -> None:
-    """Add results of `distil_on_text_kinds` to the record."""
-    if results.exists():
-        new = {(line["start"], line["distilled_on"], line["lr"]): line for line in read_lines(results)}
-        kept = [line for line in read_lines(record) if (line["start"], line["distilled_on"], line.get("lr")) not in new]
-        record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *new.values()]))
-
-
-def record_parents(work: Path, record: Path) -> None:
-    """Replace the lines of the parents that are in the work folder; keep the lines of others.
-
-    Raises PlanError if a parent's loss is not the recorded one.
-    """
-    new, old = list(parents(work)), read_lines(record) if record.exists() else []
-
-    def at_share(line: Result) -> tuple[object, ...]:
-        return line["plan"], line.get("groups"), line["seed"], line["share"]
-
-    losses_now = {at_share(line): line["held_out_loss"] for line in new}
-    for line in old:
-        loss = losses_now.get(at_share(line), line["held_out_loss"])
-        if line["share"] == 1 and abs(loss - line["held_out_loss"]) > SAME_PARENT:
-            raise PlanError(
-                f"{work}/{line['plan']} has another parent {line['seed']} than {record}: its loss is {loss:.4f}, not "
-                f"{line['held_out_loss']:.4f}. Move one of the two away."
-            )
-    kept = [line for line in old if at_share(line) not in losses_now]
-    record.write_text("".join(f"{json.dumps(line)}\n" for line in [*kept, *new]))
-
-
-def parents(work: Path) -> Iterator[Result]:
-    """Yield the held-out losses of parents and of models with fewer K/V heads, from finished trainings."""
-    for metrics in sorted(work.glob("*/parent-*/metrics.jsonl")):
-        trained = re.fullmatch(r"parent-\d+(?:-g(\d+))?", metrics.parent.name)
-        if trained is None:  # of a family, whose loss is in the plan's own record
-            continue
-        run = json.loads((metrics.parent / "run.json").read_text())
-        settings = run["settings"]
-        losses_by_step = {
-            line["step"]: line["evaluation"]["loss"] for line in read_lines(metrics) if "evaluation" in line
-        }
-        if settings["steps"] in losses_by_step:
-            tenths = {round(step / settings["steps"], 1): loss for step, loss in losses_by_step.items()}
-            for share, loss in tenths.items():
-                yield {
-                    "plan": metrics.parts[-3], "groups": int(trained[1]) if trained[1] else None,
-                    "seed": settings["seed"], "steps": settings["steps"], "share": share, "held_out_loss": loss,
-                    "cache": run["cache_sha256"],
-                }  # fmt: skip
 
 
 def training_of_parents(results: Path) -> str:
@@ -189,6 +106,8 @@ def renewed(page: str, results: Path) -> str:
             "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
             "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
             "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
+            "twenty": lambda folder: by_heads(read(folder / "twenty.jsonl")),
+            "tokens_per_parameter": tokens_per_parameter,
             "smollm2_repeated": lambda folder: by_heads(read(folder / "smollm2_repeated.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
             "families_text_kinds": lambda folder: text_kinds_by_parent(read(folder / "families_text_kinds.jsonl")),
@@ -217,6 +136,25 @@ def renewed(page: str, results: Path) -> str:
         return f"{match[1]}{match[2]}{text}\n"
 
     return PLACE.sub(fill, page)
+
+
+BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
+"""Tokens a parameter that parents of one shape are trained on, and the plan that merges them."""
+
+
+def tokens_per_parameter(results: Path) -> str:
+    """Return the table of the default merge right after conversion, by the length of the parents' training."""
+    rows = []
+    for tokens, plan in BY_TOKENS_PER_PARAMETER:
+        lines = [line for line in read(results / f"{plan}.jsonl") if not line["alpha"]]
+        cells = []
+        for groups in (4, 2, 1):
+            heads = [line for line in lines if line["groups"] == groups]
+            own = [line for line in heads if line["arm"] == TODAY[plan]]
+            cells.append(f"{show(gaps(own), '{:.3f}')}, {show(shares(own, heads), '{:.1%}')}")
+        loss = of_seeds(lines, "parent_loss")
+        rows.append([tokens, str(len(loss)), show(loss, "{:.3f}"), *cells])
+    return markdown(["tokens a parameter", "parents", "their loss", "8 → 4 heads", "8 → 2 heads", "8 → 1 heads"], rows)
 
 
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"

@@ -36,7 +36,7 @@ WEAK = ("paper", "recipe", "short")
 """The plans that uptrain the three weak parents. The first has the arms that are uptrained at every length."""
 TODAY = {
     "refine": "refined 65536", "refine_longer": "refined 65536", "text_kinds": "shipped 65536, refined 65536",
-    "qwen2": "default",
+    "qwen2": "default", "twenty": "refined 65536",
 }  # fmt: skip
 """Plan → the arm with the default merge as it is now."""
 BETTER = ("longer", "recipe_longer", "from_nothing")

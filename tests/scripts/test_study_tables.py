@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from scripts.study import arms, page, page_tables, table
 from scripts.study import figures as drawing
 from scripts.study import results as results_of
+from scripts.study.record import add_distilled, add_lines, record_parents
 from scripts.study.results import forward_passes
 
 
@@ -22,17 +23,17 @@ def test_results_are_added_to_those_on_record(tmp_path):
     record, results = tmp_path / "record.jsonl", tmp_path / "results.jsonl"
     write(record, line("mean", 0, 5.0), line("mean", 0, 4.5, stage=(0.01, "distill", 1e-3)))
     write(results, line("mean", 0, 5.1), line("first", 0, 6.0))
-    page.add_lines(results, record)
+    add_lines(results, record)
     assert [(each["arm"], each["held_out_loss"]) for each in arms.read(record)] == [
         ("mean", 4.5), ("mean", 5.1), ("first", 6.0),
     ]  # fmt: skip
     write(results, line("mean", 0, 5.1) | {"parent_loss": 4.01})
     with pytest.raises(click.ClickException, match=r"another parent 0 than .*: its loss is 4.0100, not 4.0000"):
-        page.add_lines(results, record)
+        add_lines(results, record)
     write(record, line("first", 0, 6.0) | {"tasks": {}})
     write(results, line("first", 0, 6.0))
     with pytest.raises(click.ClickException, match=r"has no tasks of first, but .* has; measure it too"):
-        page.add_lines(results, record)
+        add_lines(results, record)
     assert "tasks" in arms.read(record)[0]
 
 
@@ -393,14 +394,14 @@ def test_table_of_parents(tmp_path):
     ]
     record.write_text("".join(json.dumps(line) + "\n" for line in earlier))
     for _ in range(2):
-        page.record_parents(tmp_path, record)
+        record_parents(tmp_path, record)
         assert page.training_of_parents(tmp_path).splitlines() == [
             "| of its training | p | q | p, 2 K/V heads |", "| --- | --- | --- | --- |",
             "| 50% | 6.500 ± 0.707 | – | 13.000 |", "| 100% | 6.000 ± 1.000 | 9.000 | 12.000 |",
         ]  # fmt: skip
     record.write_text(record.read_text().replace("5.0", "5.1"))
     with pytest.raises(click.ClickException, match=r"p has another parent 0 than .*: its loss is 5.0000, not 5.1000"):
-        page.record_parents(tmp_path, record)
+        record_parents(tmp_path, record)
 
 
 def test_results_of_distil_on_text_kinds_are_added(tmp_path):
@@ -408,10 +409,29 @@ def test_results_of_distil_on_text_kinds_are_added(tmp_path):
     old = {"start": "default", "distilled_on": "chat", "lr": 2e-4, "tokens": 1}
     record.write_text(json.dumps(old) + "\n" + json.dumps(old | {"distilled_on": None, "lr": None}) + "\n")
     results.write_text(json.dumps(old | {"tokens": 2}) + "\n")
-    page.add_distilled(results, record)
+    add_distilled(results, record)
     assert [(each["distilled_on"], each["tokens"]) for each in results_of.read_lines(record)] == [
         (None, 1),
         ("chat", 2),
+    ]
+
+
+def test_table_by_tokens_per_parameter(tmp_path):
+    """The default's gap and its share of the mean's, of each plan's own parents."""
+    for plan, parent_loss, seeds in (("refine", 4.0, (0, 1)), ("refine_longer", 3.5, (0,)), ("twenty", 3.0, (0,))):
+        lines = [line("parent", seed, parent_loss, groups=8, convert=None) for seed in seeds]
+        for groups in (4, 2, 1):
+            own = ((arm, parent_loss + beyond) for arm, beyond in (("mean", 2.0), ("refined 65536", 0.4 / groups)))
+            lines += [line(arm, seed, loss, groups=groups) for arm, loss in own for seed in seeds]
+            lines.append(line("refined 65536", 0, 0.0, groups=groups, stage=(0.01, "distill", 1e-3)))
+        for each in lines:
+            each["parent_loss"] = parent_loss
+        (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert page.tokens_per_parameter(tmp_path).splitlines()[2:] == [
+        "| 1 | 2 | 4.000 ± 0.000 | 0.100 ± 0.000, 5.0% ± 0.0% | 0.200 ± 0.000, 10.0% ± 0.0% "
+        "| 0.400 ± 0.000, 20.0% ± 0.0% |",
+        "| 7 | 1 | 3.500 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
+        "| 20 | 1 | 3.000 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
     ]
 
 
