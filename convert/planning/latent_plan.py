@@ -66,7 +66,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     if recipe.positions is not None and max(recipe.positions) > source.rope.n_rotary_pairs:
         raise CheckpointError(
             f"{CONVERSION_RECORD} records a channel at position {max(recipe.positions):g}, but the source's heads have "
-            f"{source.rope.n_rotary_pairs} planes; the record is damaged, or that of another model."
+            f"{source.rope.n_rotary_pairs} rotary pairs; the record is damaged, or that of another model."
         )
     scale = math.sqrt(EPSILON / source.rms_norm_eps)
     layers = [
