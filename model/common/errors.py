@@ -38,5 +38,6 @@ class RankError(RunError):
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Return whether numpy, or torch on any device, could not allocate memory. Needs no torch."""
-    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    text = str(error)  # CUDA and NCCL say "out of memory", in errors of several types
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text or "out of memory" in text
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_torchs)

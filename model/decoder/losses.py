@@ -32,12 +32,13 @@ def chunked_cross_entropy(hidden_NM: Tensor, weight_VM: Tensor, labels_N: Tensor
     Labels of −100 (IGNORED) do not count.
     """
     has_target_N = labels_N != IGNORED
+    return chunked_loss(hidden_NM, weight_VM, has_target_N, cross_entropy_of_chunks(labels_N)), has_target_N.sum()
+
+
+def cross_entropy_of_chunks(labels_N: Tensor) -> LossAndGradient:
+    """Return the cross-entropy for `chunked_loss`. What it computes for labels of −100 must not be used."""
     labels_N1 = labels_N.clamp(min=0)[:, None]
-
-    def loss_and_gradient(chunk: slice, logits_CV: Tensor) -> Tensor:
-        return _cross_entropy(labels_N1[chunk], logits_CV)
-
-    return chunked_loss(hidden_NM, weight_VM, has_target_N, loss_and_gradient), has_target_N.sum()
+    return lambda chunk, logits_CV: _cross_entropy(labels_N1[chunk], logits_CV)
 
 
 def _cross_entropy(labels_C1: Tensor, logits_CV: Tensor) -> Tensor:

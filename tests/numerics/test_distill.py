@@ -1,11 +1,14 @@
 """The chunked KL divergence against the plain formula in float64."""
 
 import pytest
+import tiny
 import torch
 
+from model import load_model
 from model.decoder import losses
+from uptrain.data.batch import Batch
 from uptrain.training import kl
-from uptrain.training.losses import LOSSES, find_loss
+from uptrain.training.losses import LOSSES, distill, find_loss
 
 N, V, M, TEACHER_M = 50, 67, 16, 24
 
@@ -65,6 +68,24 @@ def test_half_precision_accumulates_in_float32():
     assert (weight.grad - exact[1].grad).norm() <= 0.02 * exact[1].grad.norm()
 
 
+@pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_is_found(name):
-    assert callable(find_loss(name))
+def test_losses_of_the_projects_models(tmp_path, monkeypatch, name, chunk):
+    """In chunks, against the formula for all logits in float64, with gradients by autograd."""
+    for module in (losses, distill):
+        monkeypatch.setattr(module, "chunk_size", lambda hidden, weight: chunk)
+    folders = [tiny.save(tiny.build("llama", seed, initializer_range=0.2), tmp_path / str(seed)) for seed in (0, 1)]
+    student, teacher = (load_model(folder, torch.float32) for folder in folders)
+    ids = torch.randint(0, 64, (2, 12))
+    batch = Batch(ids, ids.clone(), torch.zeros_like(ids))
+    batch.labels_BT[0, 5:] = losses.IGNORED
+    counts, labels = batch.has_target_N, batch.targets_N[batch.has_target_N]
+    log_q, log_p = (model(ids)[:, :-1].flatten(0, 1)[counts].double().log_softmax(1) for model in (student, teacher))
+    next_token = torch.nn.functional.nll_loss(log_q, labels, reduction="sum")
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    wanted = {"next-token": next_token, "distill": kl, "mix": (next_token + kl) / 2}[name]
+    expected = torch.autograd.grad(wanted, list(student.parameters()))
+    loss = find_loss(name)(student, teacher, batch)
+    assert loss.item() == pytest.approx(wanted.item(), rel=2e-6)
+    for actual, reference in zip(torch.autograd.grad(loss, list(student.parameters())), expected, strict=True):
+        assert (actual - reference).norm() <= 1e-5 * reference.norm()

@@ -1,10 +1,14 @@
 """Which devices are trained on."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from model.common.errors import InputError
+from model.common.errors import InputError, is_lack_of_memory
 from uptrain.distributed.accelerator import choose_device, has_accelerator, make_accelerator
+from uptrain.runs import device_memory
 
 
 @pytest.mark.parametrize(("available", "kind", "expected"), [
@@ -37,3 +41,37 @@ def test_a_device_against_the_environment(monkeypatch):
     with pytest.raises(InputError, match="--device cuda:0 is not possible with ACCELERATE_USE_CPU; unset"):
         make_accelerator("fp32", (), device=torch.device("cuda:0"))
     assert choose_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize(("name", "value", "problem"), [
+    ("OFFLOAD_PARAMS", "true", "fsdp_offload_params: true is not supported: parameters stay on the device"),
+    ("ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing: true .*the option --activation-checkpointing"),
+    ("RESHARD_AFTER_FORWARD", "false", "fsdp_reshard_after_forward: false is not supported"),
+])  # fmt: skip
+def test_settings_of_fsdp_that_would_not_be_obeyed(monkeypatch, name, value, problem):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv(f"FSDP_{name}", value)
+    with pytest.raises(InputError, match=problem):
+        make_accelerator("fp32", ())
+
+
+def test_a_process_that_sees_one_of_many_devices(monkeypatch):
+    """As with `srun --gpus-per-task=1`."""
+    asked = []
+    monkeypatch.setattr(device_memory, "has_accelerator", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    device = SimpleNamespace(mem_get_info=lambda index: asked.append(index) or (1000, 2000))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (device_memory.usable_memory(), asked) == (920, [0])
+
+
+@pytest.mark.parametrize(("error", "expected"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+    (dist.DistBackendError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
+    (dist.DistBackendError("NCCL error: remote process exited"), False), (MemoryError(), True),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True), (ValueError("out of memory"), False),
+])  # fmt: skip
+def test_lack_of_memory(error, expected):
+    assert is_lack_of_memory(error) == expected

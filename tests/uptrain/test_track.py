@@ -1,5 +1,6 @@
 """`--track`: numbers go to a tracker too, or it is said that they cannot."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate.tracking
@@ -99,15 +100,46 @@ def test_a_tracker_starts_where_another_cannot():
     class Accelerator:
         log_with, trackers = ["wandb", "tensorboard"], []
 
-        def init_trackers(self, name, config):
+        def init_trackers(self, name, config, init_kwargs):
             if self.log_with == ["wandb"]:
                 raise RuntimeError("not logged in")
             self.trackers = [f"{self.log_with[0]} of {name}"]
 
     accelerator = Accelerator()
-    assert start_trackers(accelerator, "run", {}) == ["wandb: not logged in"]
+    assert start_trackers(accelerator, Path("runs/run"), "1", {}) == ["wandb: not logged in"]
     assert accelerator.trackers == ["tensorboard of run"]
     assert accelerator.log_with == ["wandb", "tensorboard"]
+
+
+def test_a_resumed_run_stays_one_run_of_wandb(uptrain, inputs, tmp_path, failing, monkeypatch):
+    """All runs are in one project, under the names of their folders."""
+    started = []
+
+    class Wandb(Failing):
+        full_from, name, requires_logging_directory = 99, "wandb", False
+
+        def __init__(self, project, **options):
+            started.append((project, options))
+
+        def log(self, values, step, **options):
+            pass
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.WANDB])
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", Wandb)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    run, other = tmp_path / "run", tmp_path / "other"
+    wandb = ("--track", "wandb", "--max-minutes")
+    assert uptrain(*real_runs.arguments(inputs, run, *wandb, 1e-9)).code == 0
+    assert uptrain("resume", run).code == 0
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert uptrain(*real_runs.arguments(inputs, other, *wandb, 1)).code == 0
+    assert [project for project, _ in started] == ["groupwise", "groupwise", "mine"]
+    first, again, last = (options for _, options in started)
+    assert first == again == {"name": "run", "id": first["id"], "resume": "allow", "dir": str(run)}
+    assert (last["name"], last["id"] == first["id"]) == ("other", False)
 
 
 def test_one_of_two_trackers_fails(monkeypatch):

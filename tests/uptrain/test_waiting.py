@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from uptrain.data import batch
 from uptrain.training import loop
+from uptrain.training.learning_rate import Schedule
 from uptrain.training.loop import RunState, train
 from uptrain.training.optimizer import can_skip_on_device, make_optimizer, step_unless
 
@@ -106,6 +107,27 @@ def test_a_skipped_update_is_none(sizes):
     assert not can_skip_on_device(make_optimizer("adafactor", model, 0.0))
 
 
+def test_a_run_is_saved_by_time_too(tmp_path, monkeypatch):
+    """However many steps lie between checkpoints. The clock starts anew with each."""
+    saved, now = [], itertools.count(0.0, 500.0)  # read once in a step, and once more where it is saved
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 3600.0)
+    training = make_training(tmp_path, 20, lambda record: None)
+    training.checkpoints.save = lambda module, optimizer, state, keep: saved.append(state["step"])
+    training.saved_at = 0.0
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(now))
+    train(training, RunState())
+    assert saved == [9, 17, 20]
+
+
+def test_the_learning_rate_of_adafactor_is_the_one_applied(tmp_path):
+    rates = []
+    training = make_training(tmp_path, STEPS, lambda record: None, "adafactor")
+    training.show = lambda record: rates.append(record["learning_rate"])
+    training.schedule = Schedule("constant", 0.5, STEPS, 0)
+    train(training, RunState())
+    assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 5**-0.5])
+
+
 def test_an_item_is_prepared_while_the_last_is_used():
     prepared = [threading.Event() for _ in range(4)]
 
@@ -143,7 +165,10 @@ def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch, device, pinned):
 
 
 def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):
-    """All micro-batches accumulate into DDP's buckets, once the first step has made these."""
+    """All micro-batches accumulate into DDP's buckets, those of the first step too. Joining these changes no result."""
+    (tmp_path / "plain").mkdir()
+    plain = make_training(tmp_path / "plain", 4, lambda record: None)
+    train(plain, RunState())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         training, places = make_training(tmp_path, 4, lambda record: None), []
@@ -155,5 +180,6 @@ def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):
         assert parameter.grad.abs().max() == 0
     finally:
         dist.destroy_process_group()
-    assert len(places) == 4 * 3
-    assert len(set(places[3:])) == 1
+    assert len(places) == 1 + 4 * 3
+    assert len(set(places[1:])) == 1
+    assert torch.equal(parameter, plain.loss_module.table.weight)

@@ -35,6 +35,12 @@ class TopK:
         values, ids = logits.read(windows)
         return cls(_copy(torch.from_numpy(values), device), _copy(torch.from_numpy(ids), device))
 
+    @classmethod
+    def ignored(cls, seq_len: int, device: torch.device | str, k: int) -> "TopK":
+        """Return values for a row without targets."""
+        values = torch.zeros((1, seq_len - 1, k + 1), device=device)
+        return cls(values, torch.zeros((1, seq_len - 1, k), dtype=torch.long, device=device))
+
     def as_inputs(self) -> tuple[Tensor, Tensor]:
         """Return the tensors as a module's arguments. FSDP2 rounds floats to bfloat16, so values go as integers."""
         return self.values_BTL.view(torch.int32), self.ids_BTK
@@ -68,6 +74,15 @@ class Batch:
             labels_BT[row, 1 : len(ids)] = ids[1:].masked_fill(documents[1:] != documents[:-1], IGNORED)
         return cls(_copy(ids_BT, device), _copy(labels_BT, device), _copy(documents_BT, device))
 
+    @property
+    def targets_N(self) -> Tensor:
+        """The label that each token predicts, of each row's tokens except the last; −100 for none."""
+        return self.labels_BT[:, 1:].flatten()
+
+    @property
+    def has_target_N(self) -> Tensor:
+        return self.targets_N != IGNORED
+
     def without_padding(self) -> "Batch":
         """Return the batch without the tokens after its longest row. Attention over them would take long."""
         n_tokens = int((self.documents_BT >= 0).any(dim=0).sum())
@@ -79,10 +94,11 @@ class Batch:
         )
 
     @classmethod
-    def ignored(cls, seq_len: int, device: torch.device | str) -> "Batch":
-        """Return one row without targets, for a process that has no window left."""
+    def ignored(cls, seq_len: int, device: torch.device | str, top_k: int = 0) -> "Batch":
+        """Return one row without targets, with as many of a teacher's logits as a token has."""
         zeros = torch.zeros((1, seq_len), dtype=torch.long, device=device)
-        return cls(zeros, torch.full_like(zeros, IGNORED), zeros)
+        top = TopK.ignored(seq_len, device, top_k) if top_k else None
+        return cls(zeros, torch.full_like(zeros, IGNORED), zeros, top)
 
 
 def _copy(tensor: Tensor, device: torch.device | str) -> Tensor:

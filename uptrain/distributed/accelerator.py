@@ -82,6 +82,8 @@ def make_accelerator(
         raise InputError(
             "DeepSpeed is not supported by this version; use scripts/launch/accelerate/fsdp2.yaml or ddp.yaml."
         )
+    if sharded:
+        _refuse_fsdp_settings()
     accelerator = Accelerator(
         cpu=not has_accelerator() if device is None else device.type == "cpu",
         mixed_precision="bf16" if precision == "bf16" else "no",
@@ -111,6 +113,21 @@ def make_accelerator(
             f"{accelerator.distributed_type.value}; use scripts/launch/accelerate/ddp.yaml here."
         )
     return accelerator
+
+
+def _refuse_fsdp_settings() -> None:
+    """Raise InputError for settings of FSDP in the launcher's file that `fsdp_plugin` would not obey."""
+    for name, advice in (
+        ("OFFLOAD_PARAMS", "parameters stay on the device; `uptrain plan --memory` shows what takes less"),
+        ("ACTIVATION_CHECKPOINTING", "give `uptrain run` the option --activation-checkpointing in its place"),
+    ):
+        if _is_set(f"FSDP_{name}"):
+            raise InputError(f"fsdp_{name.lower()}: true is not supported: {advice}.")
+    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
+        raise InputError(
+            "fsdp_reshard_after_forward: false is not supported: layers are sharded again after their forward pass; "
+            "leave it true, or keep a replica on each GPU (scripts/launch/accelerate/ddp.yaml)."
+        )
 
 
 def check_launcher() -> None:

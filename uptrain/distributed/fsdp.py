@@ -25,6 +25,8 @@ def fsdp_plugin(precision: str, block_names: Sequence[str]) -> FullyShardedDataP
         transformer_cls_names_to_wrap=list(block_names),
         state_dict_type="SHARDED_STATE_DICT",
         cpu_ram_efficient_loading=False,
+        cpu_offload=False,
+        activation_checkpointing=False,
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, output_dtype=None),
     )
 

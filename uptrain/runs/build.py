@@ -11,7 +11,7 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
-from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabulary
+from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabularies
 from uptrain.runs.folder import CHECKPOINTS, METRICS
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.settings import Settings
@@ -64,12 +64,14 @@ def build(
     """
     cache = TokenCache.open(Path(settings.data))
     eval_cache = TokenCache.open(Path(settings.eval_data)) if settings.eval_data else None
-    for opened in filter(None, (cache, eval_cache)):
-        check_vocabulary(opened, student.head_weight.shape[0], str(opened.folder))
+    caches = [opened for opened in (cache, eval_cache) if opened]
+    vocab_size = student.head_weight.shape[0]
+    on_main(accelerator, lambda: check_vocabularies(caches, vocab_size))
+    for opened in caches:
         check_packing(student, opened.seq_len)
     logits = TeacherLogits.open(Path(settings.teacher_logits), cache) if settings.teacher_logits else None
     if logits is not None:
-        check_teacher_logits(logits, student.head_weight.shape[0])
+        check_teacher_logits(logits, vocab_size)
     layers = blocks(student)
     if settings.compile:
         compile_layers(layers)
@@ -78,7 +80,7 @@ def build(
     teacher, shared_bytes = None, 0
     if settings.teacher:
         teacher, shared_bytes = _build_teacher(settings, student, accelerator)
-        for opened in filter(None, (cache, eval_cache)):
+        for opened in caches:
             check_packing(teacher, opened.seq_len)
     loss_module = LossModule(student, settings.loss, teacher)
     optimizer = make_optimizer(settings.optimizer, loss_module, settings.weight_decay)

@@ -65,6 +65,12 @@ def check_vocabulary(cache: TokenCache, vocab_size: int, name: str) -> None:
         )
 
 
+def check_vocabularies(caches: Iterable[TokenCache], vocab_size: int) -> None:
+    """Check several caches by `check_vocabulary`, which may read all their tokens."""
+    for cache in caches:
+        check_vocabulary(cache, vocab_size, str(cache.folder))
+
+
 def check_packing(model: LanguageModel, seq_len: int) -> None:
     """Raise InputError if the model cannot mask attention between documents of a row."""
     if isinstance(model, TransformersModel):

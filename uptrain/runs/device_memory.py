@@ -63,7 +63,9 @@ def usable_memory() -> int:
     """
     if has_accelerator():
         gpu = torch.accelerator.current_accelerator()
-        free, _ = torch.get_device_module(gpu).mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
+        # A process may see its own device only.
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+        free, _ = torch.get_device_module(gpu).mem_get_info(index)
     else:
         free = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return int((1 - RESERVE) * free)

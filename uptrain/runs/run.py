@@ -7,6 +7,7 @@ RUN/metrics.jsonl         see `uptrain.training.metrics_log`
 RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "halted" | "failed", "step": …}
 """
 
+import hashlib
 import math
 import os
 import shlex
@@ -36,7 +37,7 @@ from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
-from uptrain.runs.folder import CHECKPOINTS, MODEL, STATE, Run, locked, process_start
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked, process_start
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink
 from uptrain.runs.resolve_settings import find_data
@@ -134,9 +135,9 @@ def train_run(
         if problem := _lack_of_room(folder, settings, training):
             warn(problem)
         _write_state(folder, "running", state.step)
-    if settings.track:
+    if settings.track and accelerator.is_main_process:
         config = {name: value for name, value in asdict(settings).items() if name != "track"}
-        log_tracker_failures(training, state.step, start_trackers(accelerator, folder.name, config))
+        log_tracker_failures(training, state.step, start_trackers(accelerator, folder, _run_id(folder), config))
     try:
         with faster_products(accelerator.device.type):
             reason = train(training, state)
@@ -158,6 +159,12 @@ def train_run(
     for problem in finish_trackers(accelerator):
         warn(f"the tracker did not finish, but the run did: {problem}")
     return status
+
+
+def _run_id(folder: Path) -> str:
+    """Return an id that the run keeps when it is resumed, and no other run has."""
+    made = (folder / RUN).stat().st_mtime_ns
+    return hashlib.sha256(f"{folder.resolve()} {made}".encode()).hexdigest()[:16]
 
 
 def _lack_of_room(folder: Path, settings: Settings, training: Training) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.llama import LlamaForCausalLM
-from model.decoder.losses import IGNORED, ChunkLogits
+from model.decoder.losses import ChunkLogits
 from uptrain.data.batch import Batch
 from uptrain.training.kl import hidden_states, whole_logits
 from uptrain.training.language_model import LanguageModel
@@ -57,9 +57,8 @@ class EvalResult:
 
 def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
     """Return the sums [targets, loss, teacher's loss, KL, agreements] of a batch, in float64."""
-    targets_N = batch.labels_BT[:, 1:].flatten()
-    has_target_N = targets_N != IGNORED
-    targets_N = targets_N[has_target_N]
+    has_target_N = batch.has_target_N
+    targets_N = batch.targets_N[has_target_N]
     sums = torch.zeros(N_SUMS, dtype=torch.float64, device=float64_device(targets_N.device))
     sums[0] = len(targets_N)
     step = max(1, CHUNK_LOGITS // len(student.head_weight))

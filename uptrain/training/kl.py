@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.losses import ChunkLogits, chunk_size, chunked_loss
+from model.decoder.losses import ChunkLogits, LossAndGradient, chunk_size, chunked_loss
 from uptrain.data.batch import Batch
 from uptrain.training.language_model import LanguageModel
 
@@ -23,13 +23,14 @@ def chunked_kl(
 
     p = softmax(hidden · weightᵀ). Gradients flow to the student only.
     """
-    teacher_logits = ChunkLogits(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
-    return chunked_loss(
-        student_NM,
-        weight_VM,
-        has_target_N,
-        lambda chunk, logits_CV: _loss_and_grad(teacher_logits.of(chunk), logits_CV),
-    )  # fmt: skip
+    kl = kl_of_chunks(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
+    return chunked_loss(student_NM, weight_VM, has_target_N, kl)
+
+
+def kl_of_chunks(teacher_NM: Tensor, teacher_weight_VM: Tensor, size: int) -> LossAndGradient:
+    """Return the divergence for `chunked_loss`, of chunks of `size` tokens."""
+    teacher_logits = ChunkLogits(teacher_NM, teacher_weight_VM, size)
+    return lambda chunk, logits_CV: _loss_and_grad(teacher_logits.of(chunk), logits_CV)
 
 
 def hidden_states(model: LanguageModel, batch: Batch) -> Tensor:

@@ -3,8 +3,8 @@
 Learning rate, windows and loss scale are pure functions of the step and the global batch. A run can therefore stop
 anywhere and resume with another world size without changing its result.
 
-A step waits for the device once: it fetches loss and gradient norm after it has queued the update. Meanwhile the next
-batch is read and copied.
+The loop waits for the device once in a step: it fetches loss and gradient norm after it has queued the update.
+Meanwhile the next batch is read and copied. (The models wait too, where they find the documents of a micro-batch.)
 """
 
 import time
@@ -36,12 +36,14 @@ from uptrain.training.evaluate import EvaluationStopped, evaluate
 from uptrain.training.learning_rate import Schedule, decay_start, learning_rate
 from uptrain.training.metrics_log import Metrics
 from uptrain.training.module import has_finite_weights
-from uptrain.training.optimizer import can_skip_on_device, set_learning_rate, step_unless
+from uptrain.training.optimizer import applied_rate, can_skip_on_device, set_learning_rate, step_unless
 from uptrain.training.trackers import log_to_trackers
 
 CLIP = 1.0
 HALT_COUNT, HALT_WINDOW = 3, 100
 SPIKE_WINDOW = 128
+SAVE_SECONDS = 3600.0
+"""A run is saved after this time at the latest, however many steps lie between checkpoints: it may end at any time."""
 
 STOP_CHECKS = 8
 """How often a long step, of at least twice as many micro-batches, looks for signals. Each time waits for the device."""
@@ -92,12 +94,22 @@ class Training:
     """Bytes of frozen parameters that the student shares with the teacher."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
+    saved_at: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` when the newest checkpoint was written, or the loop began."""
     rotation_is_due: bool = False
     """Whether to remove older checkpoints once a finite gradient confirms the weights of the newest one."""
 
 
 class _StepAbandonedError(Exception):
     """A process was asked to stop between two micro-batches of a long step. Nothing has been updated yet."""
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What any process wants after a step. All processes agree on it."""
+
+    stop: bool = False
+    save: bool = False
 
 
 class NonFiniteGradientsError(RunError):
@@ -111,25 +123,40 @@ def train(training: Training, state: RunState) -> str:
     those 3 were consecutive, or if weights are not finite, nothing is saved. Raises SaveError if the last save failed.
     """
     training.loss_module.train()
+    _join_buckets(training)
     steps = range(state.step, training.schedule.total_steps)
     with closing(_batches(training, steps)) as batches:
         for step in steps:
             if (reason := _evaluate_if_due(training, step)) is not None:
                 return _stop(training, state, reason)
             try:
-                asked_to_stop = _train_step(training, state, step, batches)
+                wish = _train_step(training, state, step, batches)
             except _StepAbandonedError:
                 _zero_gradients(training)
-                asked_to_stop = True
-            if asked_to_stop:
+                wish = _Wish(stop=True)
+            if wish.stop:
                 return _stop(training, state, _reason(training))
-            if state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
+            if wish.save or state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
                 _try_to_save(training, state)
     if (reason := _evaluate_if_due(training, training.schedule.total_steps)) is not None:
         return _stop(training, state, reason)
     _save(training, state)
     _rotate_if_due(training)
     return "finished"
+
+
+def _join_buckets(training: Training) -> None:
+    """Make gradients views of DDP's buckets, by the backward pass of a batch without targets: they are 0.
+
+    DDP does so at the first pass that it reduces, the last of a step. The other passes of the first step would
+    accumulate beside the buckets, and need the memory of all gradients once more.
+    """
+    if isinstance(training.loss_module, DistributedDataParallel):
+        top_k = training.logits.manifest.top_k if training.logits else 0
+        batch = Batch.ignored(training.cache.seq_len, training.accelerator.device, top_k)
+        top = batch.top and batch.top.as_inputs()
+        loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, top=top)
+        training.accelerator.backward(loss)
 
 
 def _own_part(training: Training) -> slice:
@@ -153,8 +180,8 @@ def _batches(training: Training, steps: range) -> Generator[Batch]:
     return one_ahead(batches)
 
 
-def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> bool:
-    """Make and record one step; return whether a process was asked to stop."""
+def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> _Wish:
+    """Make and record one step; return what is wanted after it."""
     started = time.perf_counter()
     # For a class of transformers that draws random numbers in training. CPython's hash of a tuple of integers is not
     # randomised.
@@ -163,6 +190,7 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     n_targets = max(1, training.cache.n_targets(windows))  # without targets, loss and gradient are 0
     rate = learning_rate(training.schedule, step)
     set_learning_rate(training.optimizer, rate)
+    rate = applied_rate(training.optimizer, rate, step + 1 - len(state.skipped))
     n_batches = -(-len(windows[_own_part(training)]) // training.micro_batch)
     device_loss = _backward(training, islice(batches, n_batches), n_batches, n_targets)
     device_norm = _clip(training)
@@ -170,7 +198,7 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     queued = can_skip_on_device(training.optimizer)
     if queued:
         step_unless(training.optimizer, ~device_norm.isfinite() | (device_norm > limit))
-    loss_sum, grad_norm, stop = _fetch(training, device_loss, device_norm)
+    loss_sum, grad_norm, wish = _fetch(training, device_loss, device_norm)
     skip = _record_norm(training, state, grad_norm, limit)
     if np.isfinite(grad_norm):
         _rotate_if_due(training)
@@ -193,7 +221,7 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     }
     _log_step(training, record)
     _halt_on_non_finite(training, state)
-    return stop
+    return wish
 
 
 def _backward(training: Training, batches: Iterator[Batch], n_batches: int, n_targets: int) -> Tensor:
@@ -221,8 +249,7 @@ def _backward(training: Training, batches: Iterator[Batch], n_batches: int, n_ta
 def _zero_gradients(training: Training) -> None:
     """Zero the gradients, or free them unless DDP reduces them.
 
-    DDP's gradients are views of its buckets. If they were freed, a step of several micro-batches would allocate them
-    anew beside the buckets, until the last one.
+    DDP's gradients are views of its buckets (`_join_buckets`), and must stay so.
     """
     training.optimizer.zero_grad(set_to_none=not isinstance(training.loss_module, DistributedDataParallel))
 
@@ -239,15 +266,17 @@ def _clip(training: Training) -> Tensor:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
 
 
-def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, bool]:
-    """Return the loss sum of all processes, the gradient norm, and whether any process was asked to stop.
+def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, _Wish]:
+    """Return the loss sum of all processes, the gradient norm, and what any process wants.
 
     This takes one all-reduce, and one copy to the host, which waits for the device.
     """
-    wants_stop = bool(training.stop_request.reason) or time.monotonic() >= training.deadline
-    sums = torch.stack([loss_sum, torch.full_like(loss_sum, float(wants_stop))])
-    total, stops, norm = torch.cat([all_reduce_sum(training.accelerator, sums), grad_norm[None]]).tolist()
-    return total, norm, stops > 0
+    now = time.monotonic()
+    wants_stop = bool(training.stop_request.reason) or now >= training.deadline
+    wants_save = now >= training.saved_at + SAVE_SECONDS
+    sums = torch.stack([loss_sum, *(torch.full_like(loss_sum, float(wish)) for wish in (wants_stop, wants_save))])
+    total, stops, saves, norm = torch.cat([all_reduce_sum(training.accelerator, sums), grad_norm[None]]).tolist()
+    return total, norm, _Wish(stops > 0, saves > 0)
 
 
 def _spike_limit(training: Training, state: RunState) -> float:
@@ -364,6 +393,7 @@ def _save(training: Training, state: RunState) -> None:
         keep = state.step == decay_start(training.schedule)
         training.checkpoints.save(training.loss_module, training.optimizer, asdict(state), keep)
         training.saved_step, training.rotation_is_due = state.step, True
+        training.saved_at = time.monotonic()
 
 
 def _rotate_if_due(training: Training) -> None:

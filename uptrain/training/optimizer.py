@@ -35,6 +35,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
+def applied_rate(optimizer: torch.optim.Optimizer, rate: float, update: int) -> float:
+    """Return the learning rate of an update, counted from 1, for which `rate` is set: Adafactor's is ≤ 1 / √update."""
+    return min(rate, update**-0.5) if isinstance(optimizer, Adafactor) else rate
+
+
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `step_unless` works: torch's fused optimizers skip updates on the device, for gradient scalers."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

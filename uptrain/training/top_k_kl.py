@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.decoder.losses import LossAndGradient, chunked_loss
+from model.decoder.losses import LossAndGradient
 from uptrain.data.batch import Batch, TopK
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -50,10 +50,10 @@ class _Target:
         return of_top_C1 + torch.where(rest_C1 > 0, of_rest_C1, 0.0)
 
 
-def chunked_top_k_kl(student_NM: Tensor, weight_VM: Tensor, batch: Batch, has_target_N: Tensor) -> Tensor:
-    """Return the divergence of a student with logits hidden · weightᵀ, computed in chunks of tokens."""
+def top_k_kl_of_chunks(batch: Batch) -> LossAndGradient:
+    """Return the divergence for `model.decoder.losses.chunked_loss`."""
     assert batch.top is not None
-    return chunked_loss(student_NM, weight_VM, has_target_N, _Target.of(batch.top).loss_and_gradient)
+    return _Target.of(batch.top).loss_and_gradient
 
 
 def whole_top_k_kl(student_NV: Tensor, batch: Batch, has_target_N: Tensor) -> Tensor:

@@ -4,25 +4,39 @@ What fails there, as on a full disk or without a login, must not end the trainin
 and leaves the tracker out from then on.
 """
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+WANDB_PROJECT = "groupwise"
+"""The project of Weights & Biases, unless the variable of this name says another."""
 
-def start_trackers(accelerator: Accelerator, name: str, config: dict[str, Any]) -> list[str]:
-    """Start the trackers that the accelerator was made with, for a run of this name."""
+
+def start_trackers(accelerator: Accelerator, folder: Path, run_id: str, config: dict[str, Any]) -> list[str]:
+    """Start the trackers that the accelerator was made with, for the run in a folder; `run_id` outlives a resume."""
     wanted, started, failures = accelerator.log_with, list[Any](), list[str]()
     for kind in wanted:
         accelerator.log_with, accelerator.trackers = [kind], []
         try:
-            accelerator.init_trackers(name, config=config)
+            project, options = _project(str(kind), folder, run_id)
+            accelerator.init_trackers(project, config=config, init_kwargs=options)
         except Exception as error:  # each tracker's package has its own
             failures.append(f"{kind}: {_one_line(error)}")
         else:
             started += accelerator.trackers
     accelerator.log_with, accelerator.trackers = wanted, started
     return failures
+
+
+def _project(kind: str, folder: Path, run_id: str) -> tuple[str, dict[str, Any]]:
+    """Return the project of a tracker, and the options that its run is started with."""
+    if kind != "wandb":
+        return folder.name, {}
+    options = {"name": folder.name, "id": run_id, "resume": "allow", "dir": str(folder)}
+    return os.environ.get("WANDB_PROJECT", WANDB_PROJECT), {kind: options}
 
 
 def log_to_trackers(accelerator: Accelerator, values: dict[str, Any], step: int) -> list[str]:

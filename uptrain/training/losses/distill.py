@@ -3,24 +3,41 @@
 import torch
 from torch import Tensor
 
-from model.decoder.losses import IGNORED
+from model.decoder.losses import LossAndGradient, chunk_size, chunked_loss
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
-from uptrain.training.kl import chunked_kl, hidden_states, whole_kl, whole_logits
+from uptrain.training.kl import hidden_states, kl_of_chunks, whole_kl, whole_logits
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.top_k_kl import chunked_top_k_kl, whole_top_k_kl
+from uptrain.training.top_k_kl import top_k_kl_of_chunks, whole_top_k_kl
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
     """Return Σ KL(teacher ‖ student) over the targets, in nats. Without a teacher, `batch.top` holds its logits."""
-    has_target_N = batch.labels_BT[:, 1:].flatten() != IGNORED
-    if isinstance(student, TransformersModel) or isinstance(teacher, TransformersModel):
-        logits_NV = whole_logits(student, batch)
-        if teacher is None:
-            return whole_top_k_kl(logits_NV, batch, has_target_N)
-        return whole_kl(logits_NV, teacher, batch, has_target_N)
+    if needs_whole_logits(student, teacher):
+        return kl_of_logits(whole_logits(student, batch), teacher, batch)
+    student_NM, kl = run_models(student, teacher, batch)
+    return chunked_loss(student_NM, student.head_weight, batch.has_target_N, kl)
+
+
+def needs_whole_logits(student: LanguageModel, teacher: LanguageModel | None) -> bool:
+    """Return whether logits are there for all tokens at once, since a class of transformers computes them."""
+    return isinstance(student, TransformersModel) or isinstance(teacher, TransformersModel)
+
+
+def kl_of_logits(student_NV: Tensor, teacher: LanguageModel | None, batch: Batch) -> Tensor:
+    """Return the divergence of computed student logits, [N, V]."""
     if teacher is None:
-        return chunked_top_k_kl(hidden_states(student, batch), student.head_weight, batch, has_target_N)
+        return whole_top_k_kl(student_NV, batch, batch.has_target_N)
+    return whole_kl(student_NV, teacher, batch, batch.has_target_N)
+
+
+def run_models(
+    student: LanguageModel, teacher: LanguageModel | None, batch: Batch
+) -> tuple[Tensor, LossAndGradient]:  # fmt: skip
+    """Run both models; return the student's hidden states, [N, M], and the divergence of a chunk of its logits."""
+    if teacher is None:
+        return hidden_states(student, batch), top_k_kl_of_chunks(batch)
     with torch.no_grad():
         teacher_NM = hidden_states(teacher, batch)
-    return chunked_kl(hidden_states(student, batch), student.head_weight, teacher_NM, teacher.head_weight, has_target_N)
+    student_NM = hidden_states(student, batch)
+    return student_NM, kl_of_chunks(teacher_NM, teacher.head_weight, chunk_size(student_NM, student.head_weight))

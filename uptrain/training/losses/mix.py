@@ -1,35 +1,33 @@
 """Compute the mean of next-token cross-entropy and distillation loss."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.losses import IGNORED, chunked_cross_entropy
-from model.decoder.transformers_model import TransformersModel
+from model.decoder.losses import IGNORED, LossAndGradient, chunked_loss, cross_entropy_of_chunks
 from uptrain.data.batch import Batch
-from uptrain.training.kl import chunked_kl, hidden_states, whole_kl, whole_logits
+from uptrain.training.kl import whole_logits
 from uptrain.training.language_model import LanguageModel
-from uptrain.training.top_k_kl import chunked_top_k_kl, whole_top_k_kl
+from uptrain.training.losses.distill import kl_of_logits, needs_whole_logits, run_models
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:
     """Return Σ (−log p(next token) + KL(teacher ‖ student)) / 2, in nats, from one forward pass of the student."""
-    targets_N = batch.labels_BT[:, 1:].flatten()
-    has_target_N = targets_N != IGNORED
-    if isinstance(student, TransformersModel) or isinstance(teacher, TransformersModel):
+    if needs_whole_logits(student, teacher):
         logits_NV = whole_logits(student, batch)
-        next_token = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
-        if teacher is None:
-            return (next_token + whole_top_k_kl(logits_NV, batch, has_target_N)) / 2
-        return (next_token + whole_kl(logits_NV, teacher, batch, has_target_N)) / 2
-    teacher_NM = None
-    if teacher is not None:
-        with torch.no_grad():
-            teacher_NM = hidden_states(teacher, batch)
-    student_NM = hidden_states(student, batch)
-    next_token, _ = chunked_cross_entropy(student_NM, student.head_weight, targets_N)
-    if teacher is None or teacher_NM is None:
-        kl = chunked_top_k_kl(student_NM, student.head_weight, batch, has_target_N)
-    else:
-        kl = chunked_kl(student_NM, student.head_weight, teacher_NM, teacher.head_weight, has_target_N)
-    return (next_token + kl) / 2
+        next_token = F.cross_entropy(logits_NV, batch.targets_N, ignore_index=IGNORED, reduction="sum")
+        return (next_token + kl_of_logits(logits_NV, teacher, batch)) / 2
+    student_NM, kl = run_models(student, teacher, batch)
+    both = _mean(cross_entropy_of_chunks(batch.targets_N), kl)
+    return chunked_loss(student_NM, student.head_weight, batch.has_target_N, both)
+
+
+def _mean(first: LossAndGradient, second: LossAndGradient) -> LossAndGradient:
+    """Return the mean of two losses of the same logits. One gradient of the logits leads to one of head and states."""
+
+    def loss_and_gradient(chunk: slice, logits_CV: Tensor) -> Tensor:
+        copy_CV = logits_CV.clone()
+        losses_C1 = first(chunk, copy_CV) + second(chunk, logits_CV)
+        logits_CV.add_(copy_CV).mul_(0.5)
+        return losses_C1 / 2
+
+    return loss_and_gradient
