@@ -37,6 +37,7 @@ from uptrain.data.teacher_logits import (
     LogitsManifest,
     LogitsShard,
     window_bytes,
+    window_crcs,
     windows_per_shard,
 )
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
@@ -103,7 +104,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
 
 
 def _publish(manifest: LogitsManifest, staging: Staging) -> None:
-    staging.keep_only(name for shard in manifest.shards for name in (shard.values, shard.ids))
+    staging.keep_only(name for shard in manifest.shards for name in shard.files)
     write_file(staging.folder / MANIFEST, manifest.text())
     sync_file(staging.folder / MANIFEST)
     staging.publish()
@@ -178,13 +179,13 @@ def _name(number: int) -> str:
 
 def _is_complete(staging: Staging, number: int) -> bool:
     record = staging.finished.get(_name(number))
-    return record is not None and all((staging.folder / record[kind]).is_file() for kind in ("values", "ids"))
+    return record is not None and all((staging.folder / name).is_file() for name in LogitsShard(**record).files)
 
 
 def _move(machine_shard: Staging, staging: Staging) -> None:
     """Move the finished shards of another machine into a staging folder."""
     for name, record in machine_shard.finished.items():
-        paths = [machine_shard.folder / record[kind] for kind in ("values", "ids")]
+        paths = [machine_shard.folder / file for file in LogitsShard(**record).files]
         if all(path.is_file() for path in paths):
             for path in paths:
                 path.rename(staging.folder / path.name)
@@ -218,10 +219,12 @@ def _write_shards(
                 raise InputError(
                     f"{folder} computes NaN for {cache.folder}: its weights are damaged, or too large for its dtype."
                 )
-            names = f"values-{number:05}.bin", f"ids-{number:05}.bin"
+            parts = zip(zip(*batches, strict=True), dtypes, strict=True)
+            values, ids = (np.concatenate(arrays).astype(dtype) for arrays, dtype in parts)
+            names = f"values-{number:05}.bin", f"ids-{number:05}.bin", f"crc-{number:05}.bin"
             sums = []
-            for name, arrays, dtype in zip(names, zip(*batches, strict=True), dtypes, strict=True):
-                content = np.concatenate(arrays).astype(dtype).tobytes()
+            for name, array in zip(names, (values, ids, window_crcs(values, ids)), strict=True):
+                content = array.tobytes()
                 write_file(staging.folder / name, content)
                 sync_file(staging.folder / name)
                 sums.append(hashlib.sha256(content).hexdigest())

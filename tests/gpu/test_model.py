@@ -8,7 +8,7 @@ import torch
 
 from model import generate, load_model
 from model.decoder.attention import has_packed_attention
-from model.decoder.losses import chunked_cross_entropy
+from model.decoder.losses import ChunkLogits, chunked_cross_entropy
 from uptrain.training.kl import chunked_kl
 
 VOCAB = 67
@@ -58,6 +58,21 @@ def test_loss_and_gradients_of_packed_documents(folder, device, precision, allow
     assert loss.item() == pytest.approx(expected.item(), rel=allowed)
     for (name, ours), theirs in zip(on_device.named_parameters(), on_cpu.parameters(), strict=True):
         assert (ours.grad.cpu() - theirs.grad).norm() <= allowed * theirs.grad.norm(), name
+
+
+def test_logits_of_half_precision_are_not_rounded(device):
+    """Two models that are nearly the same differ by less than the spacing of large logits in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(shape, generator=generator).bfloat16().to(device) for shape in ((40, 64), (VOCAB, 64))
+    )
+    logits = ChunkLogits(hidden, weight, 16)
+    assert logits._widens
+    for start in range(0, 40, 16):
+        chunk = slice(start, start + 16)
+        exact = hidden[chunk].double() @ weight.double().T
+        assert exact.abs().max() > 16
+        assert (logits.of(chunk) - exact).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

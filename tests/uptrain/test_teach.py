@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -200,7 +201,7 @@ def test_foreign_logits_are_refused_by_name(uptrain, inputs, teach, refused, tmp
     refused(logits, "--loss next-token does not use --teacher-logits", more=("--loss", "next-token"))
 
 
-@pytest.mark.parametrize("name", ["values-00001.bin", "ids-00001.bin"])
+@pytest.mark.parametrize("name", ["values-00001.bin", "ids-00001.bin", "crc-00001.bin"])
 def test_damaged_logits_are_refused_by_name(inputs, teach, refused, tmp_path, uptrain, monkeypatch, name):
     monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 20_000)
     logits = teach(tmp_path / "logits")
@@ -210,7 +211,8 @@ def test_damaged_logits_are_refused_by_name(inputs, teach, refused, tmp_path, up
     refused(logits, f"{path} has {len(content) - 1} bytes where the manifest says {len(content)}")
     path.unlink()
     refused(logits, f"the logits lack {path}")
-    path.write_bytes(content[:77] + bytes([content[77] ^ 1]) + content[78:])
+    place = min(77, len(content) - 1)
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     result = uptrain(*arguments(inputs, tmp_path / "run", "--teacher-logits", logits))
     assert result.code == 2
     assert f"{path} is damaged: its checksum" in result.err
@@ -235,7 +237,14 @@ def test_ids_beyond_the_vocabulary_are_refused(inputs, teach, tmp_path, uptrain)
     ids = np.fromfile(path, "<u2")
     ids[:] = 300
     path.write_bytes(ids.tobytes())
-    shard = replace(manifest.shards[0], ids_sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    crcs = np.fromfile(logits / manifest.shards[0].crc, "<u4").reshape(-1, 2)
+    crcs[:, 1] = zlib.crc32(ids[: len(ids) // len(crcs)].tobytes())
+    (logits / manifest.shards[0].crc).write_bytes(crcs.tobytes())
+    sums = {
+        f"{kind}_sha256": hashlib.sha256((logits / getattr(manifest.shards[0], kind)).read_bytes()).hexdigest()
+        for kind in ("ids", "crc")
+    }
+    shard = replace(manifest.shards[0], **sums)
     (logits / "manifest.json").write_bytes(replace(manifest, shards=(shard,)).text())
     result = uptrain(*arguments(inputs, tmp_path / "run", "--teacher-logits", logits))
     assert result.code == 2

@@ -4,12 +4,14 @@
     LOGITS/values-00000.bin       [windows, seq_len − 1, k + 1], little-endian float32: the k highest log-probabilities
                                   in descending order, then the log of the mass of all other tokens
     LOGITS/ids-00000.bin          [windows, seq_len − 1, k], little-endian uint16 or uint32: their token ids
+    LOGITS/crc-00000.bin          [windows, 2], little-endian uint32: the CRC-32 of each window's values and ids
 
 Row t of a window predicts its token t + 1. The rows of a short last window are followed by zeros. Needs no torch.
 """
 
 import hashlib
 import json
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +26,7 @@ from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import make, parse_object
 from uptrain.data.token_cache import DTYPES, Integers, TokenCache
 
-MANIFEST, FORMAT, VALUES = "manifest.json", 1, "<f4"
+MANIFEST, FORMAT, VALUES, CRC = "manifest.json", 2, "<f4", "<u4"
 SHARD_BYTES = 64 << 20
 """Size of a shard, which survives a kill."""
 MAX_SHARDS = 4096
@@ -38,9 +40,15 @@ class LogitsShard:
 
     values: str
     ids: str
+    crc: str
     n_windows: int
     values_sha256: str
     ids_sha256: str
+    crc_sha256: str
+
+    @property
+    def files(self) -> tuple[str, str, str]:
+        return self.values, self.ids, self.crc
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class LogitsManifest:
         if self.dtype not in DTYPES:
             raise InputError(f"dtype = {checks.show(self.dtype)}; it must be one of {', '.join(DTYPES)}")
         for i, shard in enumerate(self.shards):
-            for name in (shard.values, shard.ids):
+            for name in shard.files:
                 if not is_plain_name(name):
                     raise InputError(f"shards[{i}] names {checks.show(name)}, which is no file of the folder")
         if sum(shard.n_windows for shard in self.shards) != self.n_windows:
@@ -123,6 +131,12 @@ def windows_per_shard(seq_len: int, n_windows: int, top_k: int, dtype: str) -> i
     return max(1, SHARD_BYTES // window_bytes(seq_len, top_k, dtype), -(-n_windows // MAX_SHARDS))
 
 
+def window_crcs(values: Floats, ids: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    """Return the CRC-32 of each window's values and ids, [B, 2]. They check a window without the rest of its shard."""
+    pairs = zip(values, ids, strict=True)
+    return np.array([[zlib.crc32(np.ascontiguousarray(part).data) for part in pair] for pair in pairs], CRC)
+
+
 def window_bytes(seq_len: int, top_k: int, dtype: str) -> int:
     return (seq_len - 1) * ((top_k + 1) * np.dtype(VALUES).itemsize + top_k * np.dtype(dtype).itemsize)
 
@@ -135,9 +149,11 @@ class TeacherLogits:
     manifest: LogitsManifest
     _values: list[npt.NDArray[Any]] = field(repr=False)
     _ids: list[npt.NDArray[Any]] = field(repr=False)
+    _crcs: list[npt.NDArray[np.uint32]] = field(repr=False)
     _ends: Integers = field(repr=False)
     """The window after each shard's last."""
     _verified: set[int] = field(default_factory=set, repr=False)
+    """The shards whose CRCs have been compared with their checksum."""
 
     @classmethod
     def open(cls, folder: Path, cache: TokenCache) -> Self:
@@ -146,24 +162,24 @@ class TeacherLogits:
         manifest.check_cache(cache, folder)
         rows, k = manifest.seq_len - 1, manifest.top_k
         shards = manifest.shards
-        allow_open_files(2 * len(shards))
+        allow_open_files(3 * len(shards))
         values = [_map(folder / shard.values, VALUES, (shard.n_windows, rows, k + 1)) for shard in shards]
         ids = [_map(folder / shard.ids, manifest.dtype, (shard.n_windows, rows, k)) for shard in shards]
-        return cls(folder, manifest, values, ids, np.cumsum([shard.n_windows for shard in shards]))
+        crcs = [_map(folder / shard.crc, CRC, (shard.n_windows, 2)) for shard in shards]
+        return cls(folder, manifest, values, ids, crcs, np.cumsum([shard.n_windows for shard in shards]))
 
     def read(self, windows: Integers) -> tuple[Floats, Integers]:
         """Return values [B, T − 1, k + 1] and token ids [B, T − 1, k] of windows.
 
-        Raises InputError if a shard differs from its checksum, which is compared when the shard is first read, and for
-        ids that exceed the vocabulary.
+        Raises InputError if a window differs from its checksum, and for ids that exceed the vocabulary.
         """
         values, ids = [], []
         for window in windows.tolist():
             shard = int(np.searchsorted(self._ends, window, side="right"))
-            self._verify(shard)
             row = window - (int(self._ends[shard - 1]) if shard else 0)
             values.append(self._values[shard][row])
             ids.append(self._ids[shard][row])
+            self._verify(shard, row)
         all_ids = np.stack(ids).astype(np.int64)
         if all_ids.max() >= self.manifest.vocab_size:
             raise InputError(
@@ -172,20 +188,21 @@ class TeacherLogits:
             )
         return np.stack(values), all_ids
 
-    def _verify(self, number: int) -> None:
-        if number in self._verified:
-            return
-        shard = self.manifest.shards[number]
-        for name, array, sha256 in (
-            (shard.values, self._values[number], shard.values_sha256),
-            (shard.ids, self._ids[number], shard.ids_sha256),
-        ):
-            if hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() != sha256:
-                raise InputError(
-                    f"{self.folder / name} is damaged: its checksum is not the one in {MANIFEST}; remove "
-                    f"{self.folder}, and run `uptrain teach` again."
-                )
+    def _verify(self, number: int, row: int) -> None:
+        shard, crcs = self.manifest.shards[number], self._crcs[number]
+        if number not in self._verified and hashlib.sha256(crcs.data).hexdigest() != shard.crc_sha256:
+            raise self._damaged(shard.crc, MANIFEST)
         self._verified.add(number)
+        window = slice(row, row + 1)
+        different = window_crcs(self._values[number][window], self._ids[number][window])[0] != crcs[row]
+        if different.any():
+            raise self._damaged(shard.values if different[0] else shard.ids, shard.crc)
+
+    def _damaged(self, name: str, sums: str) -> InputError:
+        return InputError(
+            f"{self.folder / name} is damaged: its checksum is not the one in {sums}; remove {self.folder}, and run "
+            "`uptrain teach` again."
+        )
 
 
 def _map(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
