@@ -135,7 +135,8 @@ def test_a_lack_of_memory_is_one_line(uptrain, inputs, tmp_path, monkeypatch, er
     result = uptrain(*real_runs.arguments(inputs, tmp_path / "run"))
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith("Error: after step 0, memory ran out (")
-    assert "--micro-batch" in result.err and "Traceback" not in result.err
+    assert "`uptrain resume" in result.err and "Traceback" not in result.err
+    assert "also with a smaller --micro-batch" in result.err
     monkeypatch.setattr("uptrain.evaluate_folder.evaluate", lacking)
     result = uptrain("evaluate", inputs["model"], "--data", inputs["data"])
     assert (result.code, result.err.splitlines()[-1][:26]) == (1, "Error: not enough memory (")

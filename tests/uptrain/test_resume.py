@@ -1,5 +1,7 @@
 """A run that was stopped and resumed is the run uninterrupted."""
 
+import json
+
 import pytest
 import tiny
 from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, make_inputs, steps
@@ -64,6 +66,21 @@ def test_any_number_of_processes_sees_the_same_samples(inputs, tmp_path, sharded
     drive([{**resume, "stop_in": 8}], 4, sharded)
     drive([resume], 2, sharded)
     assert steps(pieces, "windows", "learning_rate", "tokens") == steps(whole, "windows", "learning_rate", "tokens")
+    for (step, loss), (_, expected) in zip(steps(pieces, "loss"), steps(whole, "loss"), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5), step
+
+
+def test_resumed_with_less_memory(inputs, tmp_path, uptrain):
+    """Micro-batch and checkpointing change from then on, and losses by rounding only."""
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    drive([{"arguments": arguments(inputs, whole, "--micro-batch", 4)}])
+    more = ["resume", str(pieces), "--micro-batch", "1", "--activation-checkpointing"]
+    began = {"arguments": arguments(inputs, pieces, "--micro-batch", 4), "stop_in": 2}
+    drive([began, {"arguments": more, "stop_in": 6}, {"arguments": ["resume", str(pieces)]}])
+    settings = json.loads((pieces / "run.json").read_text())["settings"]
+    assert (settings["micro_batch"], settings["activation_checkpointing"]) == (1, True)
+    assert steps(pieces, "windows", "learning_rate", "tokens") == steps(whole, "windows", "learning_rate", "tokens")
+    assert steps(pieces, "loss") != steps(whole, "loss")
     for (step, loss), (_, expected) in zip(steps(pieces, "loss"), steps(whole, "loss"), strict=True):
         assert loss == pytest.approx(expected, rel=1e-5), step
 

@@ -11,14 +11,21 @@ from uptrain.distributed.signals import stop_request
 
 @click.command("resume")
 @click.argument("run", type=PathType())
+@click.option(
+    "--micro-batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Windows that a process computes at a time from now on. Fewer take less memory.",
+)
+@click.option("--activation-checkpointing", is_flag=True, help="Use less memory from now on, and a third more time.")
 @max_minutes_option("Save and stop again after M minutes.")
-def command(run: Path, max_minutes: float | None) -> None:
+def command(run: Path, micro_batch: int | None, activation_checkpointing: bool, max_minutes: float | None) -> None:
     """Resume RUN, and train it to its end.
 
     Training continues from the newest checkpoint whose checksums match. The settings are those with which the run
-    began. The number of processes may differ.
+    began. The number of processes may differ. Options that save memory change losses by rounding only.
     """
     stop_request.install()
     from uptrain.runs.launch import launch_resumed
 
-    launch_resumed(run, max_minutes)
+    launch_resumed(run, micro_batch, activation_checkpointing, max_minutes)

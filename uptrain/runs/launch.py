@@ -82,9 +82,14 @@ def launch_new(options: RunOptions) -> None:
     _end(out, status)
 
 
-def launch_resumed(run: Path, max_minutes: float | None) -> None:
-    """Resume a run."""
-    _resume(_with_name(run), max_minutes, [])
+def launch_resumed(
+    run: Path, micro_batch: int | None, activation_checkpointing: bool, max_minutes: float | None
+) -> None:  # fmt: skip
+    """Resume a run, with another micro-batch or activation checkpointing from now on if these are given."""
+    changes: dict[str, Any] = {} if micro_batch is None else {"micro_batch": micro_batch}
+    if activation_checkpointing:
+        changes["activation_checkpointing"] = True
+    _resume(_with_name(run), max_minutes, [], changes)
 
 
 def launch_extended(
@@ -95,7 +100,7 @@ def launch_extended(
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
     main_process_first(lambda: extend(run, out, total), out / RUN)
-    _resume(out, max_minutes, warnings_of(find_data(Run.read(out).settings, out)))
+    _resume(out, max_minutes, warnings_of(find_data(Run.read(out).settings, out)), {})
 
 
 def _with_name(run: Path) -> Path:
@@ -103,13 +108,13 @@ def _with_name(run: Path) -> Path:
     return run.resolve() if run.name in ("", "..") else run
 
 
-def _resume(run: Path, max_minutes: float | None, warnings: list[str]) -> None:
+def _resume(run: Path, max_minutes: float | None, warnings: list[str], changes: dict[str, Any]) -> None:
     settings, deadline = Run.read(run).settings, _deadline(max_minutes)
     check_optimizer(settings.optimizer)
     if settings.compile:
         check_compiler("--compile", "set CXX to its path")
     with training_bar(settings.steps) as show:
-        status = resume(run, deadline, _warn_at_start(warnings, show))
+        status = resume(run, changes, deadline, _warn_at_start(warnings, show))
     _end(run, status)
 
 

@@ -71,14 +71,20 @@ def start(
         return train_run(out, settings, training, RunState(), None)
 
 
-def resume(folder: Path, deadline: float, show: ProgressSink) -> str:
-    """Resume at the newest intact checkpoint, with any world size; restart at step 0 if there is none."""
+def resume(folder: Path, changes: dict[str, Any], deadline: float, show: ProgressSink) -> str:
+    """Resume at the newest intact checkpoint, with any world size; restart at step 0 if there is none.
+
+    `changes`: settings that differ from now on, which run.json then has.
+    """
     run = Run.read(folder)
+    run = replace(run, settings=replace(run.settings, **changes))
     settings = find_data(run.settings, folder)
     accelerator = make_accelerator(settings.precision, block_names(folder / MODEL), settings.track, folder)
     check_batch(settings.global_batch, accelerator.num_processes)
     check_same_data(settings.data, run.cache_sha256)
     with _locked_on_main(accelerator, folder):
+        if changes:
+            on_main(accelerator, lambda: replace_file(folder / RUN, json_text(asdict(run))))
         checkpoints = Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last)
         checkpoint = checkpoints.newest()
         reads_model = checkpoint is None or settings.trainable != "all"
@@ -163,7 +169,7 @@ def train_run(
 
 def _run_id(folder: Path) -> str:
     """Return an id that the run keeps when it is resumed, and no other run has."""
-    made = (folder / RUN).stat().st_mtime_ns
+    made = (folder / MODEL).stat().st_mtime_ns
     return hashlib.sha256(f"{folder.resolve()} {made}".encode()).hexdigest()[:16]
 
 
@@ -193,8 +199,8 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
     if is_lack_of_memory(error):
         text = (
-            f"after step {step}, memory ran out ({_first_sentence(error)}). Start a new run with a smaller "
-            "--micro-batch, or with --activation-checkpointing; `uptrain plan --memory` shows what fits."
+            f"after step {step}, memory ran out ({_first_sentence(error)}). {hint}, also with a smaller --micro-batch "
+            "or --activation-checkpointing; `uptrain plan --memory` shows what fits."
         )
         return _own_error(text, accelerator)
     if is_lost_process(error):
