@@ -18,7 +18,7 @@ from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
-from convert.latent.closed_form import solve
+from convert.latent.closed_form import solve_each
 from convert.latent.layer import LatentLayer
 from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import frequencies_at
@@ -58,8 +58,7 @@ def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, adva
                 conversion.recipe.latent_method, before, moments, conversion.sizes, conversion.rope, positions
             )
             return
-        for key_weight in KEY_WEIGHTS:
-            closed = solve(before, moments, conversion.sizes, conversion.rope, positions, key_weight)
+        for closed in solve_each(before, moments, conversion.sizes, conversion.rope, positions, KEY_WEIGHTS):
             yield closed
             both = np.array(conversion.rope.frequencies), frequencies_F
             yield solve_queries(layer, before, closed, conversion.sizes, both, fitted)

@@ -9,6 +9,7 @@ Letters: H query heads, K key/value heads, D head_dim, P planes (D/2), F complex
 K/V heads), C channels of a fold, L latent, N unrotated dimensions, R rotated ones, X inputs, M outputs.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,29 +53,54 @@ def moments_from_norm(norm_X: Real) -> InputMoments:
     return InputMoments(diagonal_XX, diagonal_XX, diagonal_XX)
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """Queries and keys with a plane as a complex number, and their products with the moments of what they are made of.
+
+    A product with a moment of all inputs is the largest part of the work, so it is computed once, of real numbers.
+    """
+
+    q_HPX: Complex
+    k_KPX: Complex
+    q_moment_HPX: Complex
+    """Queries times `tokens_XX`."""
+    k_moment_KPX: Complex
+    """Keys times `attended_XX`."""
+
+    @classmethod
+    def of(cls, before: LayerAttention, moments: InputMoments) -> "_Heads":
+        products = (before.q_HDX @ moments.tokens_XX, before.k_KDX @ moments.attended_XX)
+        half = before.q_HDX.shape[1] // 2
+        return cls(*(heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX, *products)))
+
+
 def solve(
+    before: LayerAttention, moments: InputMoments, sizes: LatentSizes, rope: SourceRope, positions: tuple[float, ...]
+) -> LatentMatrices:
+    """Return the latent attention of a layer. `positions`: the channels of the rotated key (`rotation`)."""
+    return next(solve_each(before, moments, sizes, rope, positions, (1.0,)))
+
+
+def solve_each(
     before: LayerAttention,
     moments: InputMoments,
     sizes: LatentSizes,
     rope: SourceRope,
     positions: tuple[float, ...],
-    key_weight: float = 1.0,
-) -> LatentMatrices:
-    """Return the latent attention of a layer. `key_weight`: the weight of keys against values in the latent.
-
-    `positions`: the channels of the rotated key (`rotation`).
-    """
-    half = sizes.head_dim // 2
-    q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
-    rest_KPX = k_KPX.copy()
+    key_weights: Sequence[float],
+) -> Iterator[LatentMatrices]:
+    """Yield the latent attention of a layer for each weight of keys against values in the latent."""
+    heads = _Heads.of(before, moments)
+    rest_KPX = heads.k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
     key_CX = np.zeros((sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
-    for fold in folds(positions, half):
-        _share(fold, q_HPX, k_KPX, moments, query_HCX, key_CX, rest_KPX)
+    for fold in folds(positions, sizes.head_dim // 2):
+        _share(fold, heads, query_HCX, key_CX, rest_KPX)
     rest_KPX *= coherence(rope.frequencies, rope.context)[:, None]
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
-    latent = _latent(before, rest_KDX, moments, sizes.usable, key_weight)
-    return join_parts(before, query_HCX, key_CX, latent, sizes, rope)
+    for key_weight in key_weights:
+        latent = _latent(before, rest_KDX, moments, sizes.usable, key_weight)
+        yield join_parts(before, query_HCX, key_CX, latent, sizes, rope)
 
 
 def join_parts(
@@ -106,44 +132,37 @@ def join_parts(
 
 def plane_powers(before: LayerAttention, moments: InputMoments) -> Real:
     """Return the power of the logits from each plane's principal components, [P, K], the largest first."""
-    half = before.q_HDX.shape[1] // 2
-    q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
-    return np.array([_components((plane,), q_HPX, k_KPX, moments)[0] for plane in range(half)])
+    heads = _Heads.of(before, moments)
+    return np.array([_components((plane,), heads)[0] for plane in range(before.q_HDX.shape[1] // 2)])
 
 
-def _components(
-    planes: tuple[int, ...], q_HPX: Complex, k_KPX: Complex, moments: InputMoments
-) -> tuple[Real, Complex, Complex, Complex]:  # fmt: skip
+def _components(planes: tuple[int, ...], heads: _Heads) -> tuple[Real, Complex, Complex, Complex]:
     """Return the principal components of some planes of the keys, weighted by the queries.
 
     The error of a logit is the real part of q* e, for the error e of the planes' keys, so its power is e* W e with W =
     E[q q*]. The components that lose least of it are those of W^½ k. Returns their powers and vectors, the largest
     first, W^½ and its inverse.
     """
-    keys_FX = k_KPX[:, list(planes)].reshape(-1, k_KPX.shape[2])
-    q_KGPX = q_HPX[:, list(planes)].reshape(len(k_KPX), -1, len(planes), q_HPX.shape[2])
+    chosen = list(planes)
+    keys_FX, k_moment_FX = (
+        of_keys[:, chosen].reshape(-1, of_keys.shape[2]) for of_keys in (heads.k_KPX, heads.k_moment_KPX)
+    )
+    q_HPX = heads.q_HPX[:, chosen]
+    powers_HPP = heads.q_moment_HPX[:, chosen] @ q_HPX.conj().swapaxes(1, 2)
     power_FF = np.zeros((len(keys_FX), len(keys_FX)), dtype=np.complex128)
-    for head, q_GPX in enumerate(q_KGPX):
+    for head, powers_GPP in enumerate(np.split(powers_HPP, len(heads.k_KPX))):
         own = slice(head * len(planes), (head + 1) * len(planes))
-        power_FF[own, own] = sum(q_PX @ moments.tokens_XX @ q_PX.conj().T for q_PX in q_GPX)
+        power_FF[own, own] = powers_GPP.sum(axis=0)
     root_FF, inverse_FF = _roots(power_FF)
-    values_F, vectors_FF = _largest(root_FF @ (keys_FX @ moments.attended_XX @ keys_FX.conj().T) @ root_FF)
+    values_F, vectors_FF = _largest(root_FF @ (k_moment_FX @ keys_FX.conj().T) @ root_FF)
     return values_F, vectors_FF, root_FF, inverse_FF
 
 
-def _share(
-    fold: Fold,
-    q_HPX: Complex,
-    k_KPX: Complex,
-    moments: InputMoments,
-    query_HCX: Complex,
-    key_CX: Complex,
-    rest_KPX: Complex,
-) -> None:
+def _share(fold: Fold, heads: _Heads, query_HCX: Complex, key_CX: Complex, rest_KPX: Complex) -> None:
     """Fill the channels of a fold with the principal components of its planes; subtract them from `rest_KPX`."""
-    planes, n_kv_heads = list(fold.planes), len(k_KPX)
-    keys_FX = k_KPX[:, planes].reshape(-1, k_KPX.shape[2])
-    _, vectors_FF, root_FF, inverse_FF = _components(fold.planes, q_HPX, k_KPX, moments)
+    planes, n_kv_heads = list(fold.planes), len(heads.k_KPX)
+    keys_FX = heads.k_KPX[:, planes].reshape(-1, heads.k_KPX.shape[2])
+    _, vectors_FF, root_FF, inverse_FF = _components(fold.planes, heads)
     largest_FC = vectors_FF[:, : len(fold.channels)]
     shared_CX = largest_FC.conj().T @ root_FF @ keys_FX
     decoded_FC = inverse_FF @ largest_FC
@@ -154,8 +173,8 @@ def _share(
     key_CX[channels] = shared_CX / scales_C[:, None]
     rest_KPX[:, planes] = (keys_FX - decoded_FC @ shared_CX).reshape(n_kv_heads, len(planes), -1)
     decoded_KPC = decoded_FC.reshape(n_kv_heads, len(planes), -1)
-    for head, q_PX in enumerate(q_HPX[:, planes]):
-        decode_PC = decoded_KPC[head * n_kv_heads // len(q_HPX)] * scales_C
+    for head, q_PX in enumerate(heads.q_HPX[:, planes]):
+        decode_PC = decoded_KPC[head * n_kv_heads // len(heads.q_HPX)] * scales_C
         query_HCX[head, channels] = decode_PC.conj().T @ q_PX
 
 
