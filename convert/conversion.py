@@ -24,7 +24,7 @@ from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDER
 from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
-from model.common.errors import CheckpointError, InputError, naming
+from model.common.errors import CheckpointError, InputError, RunError, naming
 from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes
 from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
@@ -123,9 +123,10 @@ def _resumable(staging: Staging, facts_sha256: str) -> Iterator[None]:
         try:
             staging.open(facts_sha256)
             yield
-        except OSError as error:
+        except (OSError, RunError) as error:
             advice = f"finished work is kept in {staging.root}, and the same command continues from there"
-            raise OSError(f"{error}; {advice}.") from error
+            kind = OSError if isinstance(error, OSError) else RunError
+            raise kind(f"{error}; {advice}.") from error
         except InputError:
             staging.discard()
             raise

@@ -171,6 +171,11 @@ def _layer_types(config: Mapping[str, Any], n_layers: int) -> list[str]:
     kinds, every = config.get("layer_types"), config.get("sliding_window_pattern", 4)
     if kinds is None and checks.is_whole_number(every):
         return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(n_layers)]
+    if kinds is None:
+        raise CheckpointError(
+            f"config.json has sliding_window_pattern = {checks.show(every)}; it must be a whole number: every so many "
+            "layers, one attends to the whole text."
+        )
     if not isinstance(kinds, list) or len(kinds) != n_layers or not all(isinstance(kind, str) for kind in kinds):
         raise CheckpointError(
             f"config.json has layer_types = {checks.show(kinds)}; it must name the attention of each of {n_layers} "

@@ -23,7 +23,7 @@ from model.checkpoint import Checkpoint
 from model.decoder.devices import faster_products
 
 _DECOMPOSITIONS = 40
-"""FLOPs of a closed form, in cubes of the hidden size: measured 30 to 60 for 256 to 2048, where several weights are tried."""
+"""FLOPs of a closed form, in cubes of the hidden size: measured 30 to 60 for 256 to 2048, with several weights."""
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,11 @@ def _check_settings(config: LlamaConfig) -> None:
         )
     if config.mlp_bias:
         raise CheckpointError(f"config.json has mlp_bias = true, but {_TARGET} has no such biases.")
-    if any(window is not None for window in config.windows):
+    window = next((window for window in config.windows if window is not None), None)
+    if window is not None:
         raise CheckpointError(
-            f"config.json has a sliding window of {config.windows[0]} tokens, but {_TARGET} has none. If the window "
-            "may go (the model was trained on longer texts without it), set sliding_window to null."
+            f"config.json has a sliding window of {window} tokens, but {_TARGET} has none. If the window may go (the "
+            "model was trained on longer texts without it), set sliding_window to null, and remove layer_types."
         )
     if config.rope.needs_lengths:
         raise CheckpointError(

@@ -24,14 +24,19 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     source = checkpoint.side_files.get("README.md")
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
-    card = source or _front_matter(origin, "mla" if isinstance(plan, LatentPlan) else "gqa").encode()
+    card = source or _front_matter(origin, _tags(plan)).encode()
     return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
 
 
-def _front_matter(origin: Origin, tag: str) -> str:
+def _tags(plan: Plan) -> list[str]:
+    kind = ["mla"] if isinstance(plan, LatentPlan) else ["gqa"] * (plan.n_kv_heads < plan.geometry.n_heads)
+    return ["groupwise", *kind]
+
+
+def _front_matter(origin: Origin, tags: list[str]) -> str:
     name, revision = origin
     lines = [f"base_model: {name}"] if revision else []
-    return "\n".join(["---", *lines, "library_name: transformers", f"tags: [groupwise, {tag}]", "---"])
+    return "\n".join(["---", *lines, "library_name: transformers", f"tags: [{', '.join(tags)}]", "---"])
 
 
 def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:
@@ -148,7 +153,6 @@ def _how_to_open(plan: Plan) -> str:
     if plan.code is None:
         return ""
     return (
-        f"\nThe stock class of `{plan.geometry.model_type}` cannot hold fewer K/V heads than query heads. Code that\n"
-        f"can is in {' and '.join(f'`{name}`' for name in plan.code.files)}; open the model with\n"
-        "`trust_remote_code=True`.\n"
+        "\ntransformers has no class for this model with fewer K/V heads than query heads. One is in\n"
+        f"{' and '.join(f'`{name}`' for name in plan.code.files)}; open the model with `trust_remote_code=True`.\n"
     )

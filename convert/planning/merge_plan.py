@@ -9,7 +9,7 @@ from typing import Any
 from convert.merging.layer import LayerMerge
 from convert.merging.methods import REPEAT
 from convert.merging.recipe import Recipe
-from convert.planning.notes import notes_of_checkpoint, notes_of_recipe
+from convert.planning.notes import notes_of_checkpoint, notes_of_merge
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.remote_code import find_code
 from convert.planning.tensors import OutputTensor, regroup
@@ -89,7 +89,7 @@ def make_merge_plan(
         shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
         regrouped=regrouped,
         code=find_code(checkpoint, family) if regrouped else None,
-        notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_recipe(recipe) if regrouped else ())),
+        notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_merge(recipe, family) if regrouped else ())),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
         reader_bytes=checkpoint.reader_bytes,
         largest_group=max(map(_group_nbytes, regrouped.values()), default=0),

@@ -18,14 +18,18 @@ PHI3_ROPE = {
 """Keys of `rope_parameters` that the Phi-3 of transformers 4 has a place for."""
 
 
-def notes_of_recipe(recipe: Recipe) -> tuple[str, ...]:
-    """Return the notes on a recipe."""
-    if not recipe.by_layer or recipe.text:
-        return ()
-    return (
-        f"--method {recipe.method} uses the weights alone, without any text. The result may be better or worse than "
-        "with mean, so compare their losses before you train.",
-    )
+def notes_of_merge(recipe: Recipe, family: Family) -> Iterator[str]:
+    """Yield notes on merged heads."""
+    if recipe.by_layer and not recipe.text:
+        yield (
+            f"--method {recipe.method} uses the weights alone, without any text. The result may be better or worse "
+            "than with mean, so compare their losses before you train."
+        )
+    if not family.vllm_reads_kv_heads:
+        yield (
+            f"vLLM's own class of {family.model_type} creates a K/V head for each query head, and cannot load the "
+            "result; start vLLM with --model-impl transformers (read in its source, not tried)."
+        )
 
 
 def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from model.common.errors import CheckpointError
+
 Array = NDArray[Any]
 
 ROPE_BUFFER = "rotary_emb.inv_freq"
@@ -45,7 +47,12 @@ def is_rope_buffer(name: str) -> bool:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a tensor's numbers: unsigned integers of its size if computations do not support it."""
+    """Return the numpy dtype of a tensor's numbers: unsigned integers of its size if computations do not support it.
+
+    Raises CheckpointError for numbers of less than a byte.
+    """
+    if BITS[dtype] % 8:
+        raise CheckpointError(f"numbers of dtype {dtype} are packed in bytes, and cannot be read one by one.")
     return FLOAT_DTYPES.get(dtype) or np.dtype(f"u{BITS[dtype] // 8}")
 
 

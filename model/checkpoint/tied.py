@@ -25,7 +25,8 @@ EMBEDDINGS = tuple(dict.fromkeys(embedding for embedding, _ in NAMES))
 def without_tied_head(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return a checkpoint's tensors without the head, if the config ties it and its bytes equal the embedding's.
 
-    A head that differs is kept: the model may have been trained so, and transformers then does not tie it either.
+    A head that differs is kept: the model may have been trained so. transformers 5 then uses both, and version 4 the
+    embedding.
     """
     if checkpoint.config.get("tie_word_embeddings") is not True:
         return checkpoint.tensors

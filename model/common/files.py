@@ -22,6 +22,8 @@ _SPARE_FILES = 64
 """Files that a process may open besides those that it counts."""
 MAX_NAME = 255
 """Largest number of bytes in a file name on Linux and macOS file systems."""
+_BLOCK = 512
+"""Bytes of a block of `st_blocks` (POSIX)."""
 
 
 def file_sha256(path: Path) -> str:
@@ -87,12 +89,17 @@ def allow_open_files(n: int) -> None:
 
 
 def tree_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder, which another process may be removing; 0 if there is none."""
+    """Return the bytes that all files below a folder take on the disk, less where they have holes; 0 if there is none.
+
+    Another process may be removing the files.
+    """
     total = 0
     for parent, _, names in os.walk(folder):  # unlike rglob, skips folders that disappear
         for name in names:
             with suppress(FileNotFoundError):
-                total += Path(parent, name).lstat().st_size
+                stat = Path(parent, name).lstat()
+                # Some network file systems do not count blocks.
+                total += min(stat.st_size, _BLOCK * stat.st_blocks) if stat.st_blocks else stat.st_size
     return total
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.hf_folder import read_config
 from model.common import checks
-from model.common.errors import CheckpointError, InputError, is_lack_of_memory, naming
+from model.common.errors import CheckpointError, InputError, RunError, is_failure_of_device, is_lack_of_memory, naming
 from model.decoder.config import MAX_LAYERS
 from model.families import FAMILIES, Family
 from model.geometry import check_class_settings
@@ -232,7 +232,7 @@ def refusing(problem: str, running: bool = False) -> Iterator[None]:
 
     Many classes of errors are caught, because a value of a wrong type or size can raise any of them inside
     transformers. The only inputs are config.json and the weights. While a model is `running`, a lack of memory and an
-    error of the disk are not the checkpoint's fault, and pass.
+    error of the disk are not the checkpoint's fault, and pass; nor is a failure of the device, a RunError.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -248,6 +248,8 @@ def refusing(problem: str, running: bool = False) -> Iterator[None]:
         if running and (is_lack_of_memory(error) or (isinstance(error, OSError) and error.errno is not None)):
             raise
         message = " ".join(f"{type(error).__name__}: {error}".split())
+        if running and is_failure_of_device(error):
+            raise RunError(f"the device failed ({message[:400]})") from error
         raise CheckpointError(f"{problem}: {message[:400]}") from error
 
 

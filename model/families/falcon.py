@@ -21,6 +21,9 @@ FAMILY = Family(
     only_multi_query=True,
     alibi="alibi",
     refused={
-        "new_decoder_architecture": (True, "that is falcon-40b or 180b, which is grouped already; use it as it is.")
+        "new_decoder_architecture": (
+            True,
+            "that is falcon-40b, 180b or Falcon 2, which is grouped already; use it as it is.",
+        )
     },
 )

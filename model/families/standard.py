@@ -143,7 +143,7 @@ STANDARD = (
         partial_rotary=True,
     ),
     # OLMo: Llama's layout, norms without weights; `clip_qkv` clips merged heads too.
-    Family("olmo", attention_norm=None),
+    Family("olmo", attention_norm=None, vllm_reads_kv_heads=False),
     # OLMo 2: queries and keys are normalised over all heads together.
     Family("olmo2", attention_norm=None, head_norms=FLAT_NORMS),
     # OLMo 3: as OLMo 2, with sliding windows.
@@ -158,6 +158,7 @@ STANDARD = (
         head_norms=HeadNorms("q_layernorm", "k_layernorm", "shared", kind="layer"),
         rotary_fraction=0.5,
         partial_rotary=True,
+        vllm_reads_kv_heads=False,
     ),
     # Phi 3: queries, keys and values in one projection.
     Family("phi3", fused="qkv_proj", partial_rotary=True),

@@ -27,8 +27,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "tensors of its attention beside K and V depend on the number of K/V heads, and no method merges them; "
     f"{_PARENT}": ("doge",),
     "it is multi-query already: it has one K/V head; use it as it is.": (
-        "deepseek_v4", "gpt_bigcode",
+        "deepseek_v4",
     ),
+    "its class holds one K/V head, or one for each query head (multi_query = false), and no number between; "
+    f"{_PARENT}": ("gpt_bigcode",),
     "its heads come in pairs whose attentions are subtracted, so that merging neighbours would mix the two; "
     f"{_PARENT}": ("diffllama",),
     "its experts share the K/V heads, and the number of query heads follows from theirs, so it cannot have fewer; "

@@ -38,6 +38,16 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
     assert (report["ok"], report["differences"]) == (True, [])
 
 
+@pytest.mark.parametrize("family", ["phi", "olmo"])
+def test_a_note_on_classes_of_vllm_without_grouped_heads(convert, tmp_path, family):
+    source, out = tiny.save(tiny.build(family), tmp_path / "source"), tmp_path / "out"
+    note = f"vLLM's own class of {family} creates a K/V head for each query head"
+    notes = json.loads(convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean", "--json").out)["notes"]
+    assert [note in each for each in notes] == [True]
+    assert note in (out / "README.md").read_text()
+    assert not json.loads(convert("to-hf", source, tmp_path / "same", "--json").out)["notes"]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_written_and_what_is_not(convert, tmp_path, method):
     source = tiny.save(tiny.build("qwen2"), tmp_path / "source", "bfloat16", max_shard_size="20KB")

@@ -14,6 +14,8 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from convert.calibration.generated_text import GeneratedText
+from convert.calibration.transformers_layer import TransformersLayer
+from convert.merging.layer_file import save_layer
 from model.checkpoint import open_checkpoint
 from model.common import console
 from model.common.errors import CheckpointError
@@ -259,6 +261,33 @@ def test_too_little_memory_to_join_experts(convert, tmp_path, monkeypatch):
     assert "lacks the tensor" not in result.err
     result = convert(*arguments)
     assert result.code == 0, result.err
+
+
+def test_a_device_that_fails(convert, tmp_path, monkeypatch):
+    """That is not the checkpoint's fault, and the layers that are finished are kept."""
+    folder = make_tokenizer(tiny.save(tiny.build("qwen3", vocab_size=302), tmp_path / "model"), 300)
+    arguments = ("mha-to-gqa", folder, tmp_path / "out", *CALIBRATE)
+    real = TransformersLayer.__init__
+
+    def fail_at_the_second(self, layer, index, *others):
+        if index == 1:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        real(self, layer, index, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersLayer, "__init__", fail_at_the_second)
+        result = convert(*arguments)
+    kept = tmp_path / ".out.groupwise"
+    assert result.code == 1
+    assert "Error: the device failed (RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED" in result.err
+    assert f"finished work is kept in {kept}, and the same command continues from there.\n" in result.err
+    assert len(list(kept.rglob("*.npz"))) == 1
+    saves = []
+    monkeypatch.setattr(
+        "convert.calibration.calibrate_layers.save_layer", lambda *given: saves.append(save_layer(*given))
+    )
+    assert convert(*arguments).code == 0
+    assert len(saves) == tiny.N_LAYERS - 1
 
 
 def test_a_prompt_of_another_tokenizer(tmp_path):

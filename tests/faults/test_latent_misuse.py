@@ -92,6 +92,11 @@ def test_values_that_no_model_can_have(convert, source, tmp_path, options, words
         ("llama", {"attention_bias": True}, ("attention_bias = true", "no bias for queries")),
         ("llama", {"mlp_bias": True}, ("mlp_bias = true",)),
         ("mistral", {"sliding_window": 16}, ("sliding window of 16",)),
+        (
+            "mistral",
+            {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+            ("sliding window of 8 tokens", "to null, and remove layer_types"),
+        ),
         ("llama", {"rope_parameters": ROPES["dynamic"]}, ("RoPE of type dynamic", "fixed")),
     ],
 )
@@ -197,7 +202,7 @@ def test_overwriting_and_a_dry_run(convert, source, tmp_path):
         ({"latent": {"latent": 12}}, ("damaged",)),
         ({"positions": [0.0]}, ("latent.positions does not fit",)),
         ({"positions": [0.0, 1.0, 2.0, "x"]}, ("latent.positions",)),
-        ({"positions": [0.0, 1.0, 2.0, 300.0]}, ("position 300", "4 planes")),
+        ({"positions": [0.0, 1.0, 2.0, 300.0]}, ("position 300", "4 rotary pairs")),
         ({"norm": "none"}, ("latent.norm",)),
         ({"refine_tokens": 100}, ("refine need a calibration",)),
         ({"rope": 9}, ("--rope 9 is odd",)),

@@ -350,5 +350,5 @@ def _card(fields: dict[str, Any]) -> bytes:
     """Return a model card with the name and the licence in the file."""
     name = fields.get("general.name", "A GGUF model")
     licence = [f"license: {json.dumps(fields['general.license'])}"] if "general.license" in fields else []
-    header = ["---", *licence, "library_name: transformers", "tags: [groupwise, gqa]", "---"]
+    header = ["---", *licence, "library_name: transformers", "tags: [groupwise]", "---"]
     return "\n".join([*header, "", f"# {markdown(name)}", ""]).encode()
