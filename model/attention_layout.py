@@ -17,7 +17,7 @@ from model.families.family import HeadNorms
 
 LOOKS_LIKE_ATTENTION = re.compile(r"(?i)attn\.|attention\.|[._](k|v|kv|qkv)_proj\.|query_key_value")
 # What DDP, torch.compile, FSDP, DeepSpeed and PEFT put before the names of the model that they wrap.
-WRAPPERS = re.compile(r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module|base_model\.model)\.)+")
+TRAINING_PREFIXES = re.compile(r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module|base_model\.model)\.)+")
 Kind = Literal["q", "k", "v"]
 Layers = Mapping[int, Mapping[str, Tensor]]
 """Layer → part → tensor. A part is the tensor's name after `layers.0.`."""
@@ -201,7 +201,7 @@ def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int
                 )
             parts[match["part"]] = tensor
         elif match or LOOKS_LIKE_ATTENTION.search(name):
-            if wrapper := WRAPPERS.match(name):
+            if wrapper := TRAINING_PREFIXES.match(name):
                 raise CheckpointError(
                     f"the name of the tensor {name} begins with {wrapper[0]!r}, which a wrapper of the model added "
                     "(DDP, FSDP, DeepSpeed, torch.compile or PEFT); save the model without the wrapper."

@@ -20,7 +20,7 @@ from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
 from convert.latent.layer import FittedLatent
-from convert.merging.layer import LayerConversion, LayerMerge, MergedLayer, apply_maps, finish_layer, read_attention
+from convert.merging.layer import ConvertedLayer, LayerConversion, LayerMerge, apply_maps, finish_layer, read_attention
 from convert.merging.layer_file import save_layer
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
@@ -46,7 +46,7 @@ def calibrate_layers(
 @torch.no_grad()
 def write_layers(
     checkpoint: Checkpoint, conversions: Sequence[LayerConversion], text: CalibrationText, folder: Path,
-    advance: Advance, convert: Callable[[Layer], MergedLayer],
+    advance: Advance, convert: Callable[[Layer], ConvertedLayer],
 ) -> None:  # fmt: skip
     """Run the text through the source's layers, and write what `convert` returns for each into `folder`.
 
@@ -95,7 +95,7 @@ def _error(layer: Layer, attention: LayerAttention | FittedLatent, windows: list
     return squared_error(layer, weights_of(attention), windows)
 
 
-def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> MergedLayer:
+def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
     if merge.recipe.refit:

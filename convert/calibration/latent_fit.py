@@ -22,7 +22,7 @@ from convert.latent.closed_form import solve_each
 from convert.latent.layer import LatentLayer
 from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import frequencies_at
-from convert.merging.layer import MergedLayer
+from convert.merging.layer import ConvertedLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 
@@ -35,7 +35,7 @@ def calibrate_latent(
 ) -> None:  # fmt: skip
     """Write every converted layer into `folder`. See `write_layers`."""
 
-    def convert(layer: Layer) -> MergedLayer:
+    def convert(layer: Layer) -> ConvertedLayer:
         conversion = conversions[layer.index]
         return conversion.finish(checkpoint, _convert(checkpoint, conversion, layer, advance))
 

@@ -3,8 +3,8 @@
 from typing import Literal
 
 # Read by the command line for its help, without the time to import numpy.
-LatentNorm = Literal["eps", "bias"]
-LATENT_NORMS: tuple[LatentNorm, ...] = ("eps", "bias")
+LatentNormKind = Literal["eps", "bias"]
+LATENT_NORMS: tuple[LatentNormKind, ...] = ("eps", "bias")
 Frequencies = Literal["stock", "longrope"]
 FREQUENCIES: tuple[Frequencies, ...] = ("stock", "longrope")
 LatentMethod = Literal["fit", "transmla", "care", "svd"]

@@ -9,7 +9,7 @@ from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import SourceRope, frequencies_at
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
-from convert.merging.layer import MergedLayer, read_finite, rounded
+from convert.merging.layer import ConvertedLayer, read_finite, rounded
 from convert.merging.weights import LayerAttention, Real, split_heads
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class LatentLayer:
         before = 2 * (sizes.n_heads + sizes.n_kv_heads) * sizes.head_dim * sizes.hidden_size
         return 8 * (before + sum(prod(shape) for shape in self.names.shapes(sizes).values()))
 
-    def compute(self, checkpoint: "Checkpoint") -> MergedLayer:
+    def compute(self, checkpoint: "Checkpoint") -> ConvertedLayer:
         """Convert the layer by its weights alone."""
         norm_X = read_finite(checkpoint, self.attention_norm)
         before = self.read(checkpoint)
@@ -101,11 +101,11 @@ class LatentLayer:
         o_HMD = split_heads(o, self.sizes.n_heads)
         return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
 
-    def finish(self, checkpoint: "Checkpoint", latent: LatentMatrices) -> MergedLayer:
+    def finish(self, checkpoint: "Checkpoint", latent: LatentMatrices) -> ConvertedLayer:
         """Return the layer's tensors in the dtype of the source's queries. Raises CheckpointError if one overflows."""
         dtype = checkpoint.rows(self.source[0], 0, 1).dtype
         exact = to_stock_tensors(latent, self.sizes, self.names, self.scale)
-        return MergedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
+        return ConvertedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
 
     def fitted(self, tensors: dict[str, Real]) -> FittedLatent:
         """Return the latent attention in the output's tensors, given in float64."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.latent import FREQUENCIES, LATENT_METHODS, LATENT_NORMS, Frequencies, LatentMethod, LatentNorm
+from convert.latent import FREQUENCIES, LATENT_METHODS, LATENT_NORMS, Frequencies, LatentMethod, LatentNormKind
 from convert.latent.rotation import SourceRope, evenly, stock_positions
 from convert.latent.sizes import LatentSizes
 from convert.merging.recipe import Recipe
@@ -22,7 +22,7 @@ class LatentRecipe(Recipe):
 
     latent: int = 0
     rope: int = 0
-    norm: LatentNorm = "eps"
+    norm: LatentNormKind = "eps"
     frequencies: Frequencies = "stock"
     latent_method: LatentMethod = "fit"
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
-from convert.latent import LatentNorm
+from convert.latent import LatentNormKind
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
@@ -28,7 +28,7 @@ class LatentSizes:
     """`kv_lora_rank`: numbers of the latent, which keys without rotation and values are made of."""
     rope: int
     """`qk_rope_head_dim`: numbers of the rotated key that all heads share."""
-    norm: LatentNorm
+    norm: LatentNormKind
 
     @property
     def has_fast_kernel(self) -> bool:
@@ -76,7 +76,7 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     return sorted(useful.values(), key=lambda sizes: -sizes.cached)
 
 
-def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNorm) -> LatentSizes:
+def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNormKind) -> LatentSizes:
     """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
     keys = geometry.n_kv_heads * geometry.head_dim
     if rope % 2:

@@ -44,7 +44,7 @@ class LayerConversion(Protocol):
         """Bytes of the layer's attention in float64."""
         ...
 
-    def compute(self, checkpoint: Checkpoint) -> "MergedLayer":
+    def compute(self, checkpoint: Checkpoint) -> "ConvertedLayer":
         """Compute the layer by its weights alone."""
         ...
 
@@ -120,7 +120,7 @@ class LayerMerge:
         rows = 2 * (self.sizes.n_heads + self.sizes.n_kv_heads) * self.sizes.head_dim
         return 8 * rows * self.sizes.hidden_size
 
-    def compute(self, checkpoint: Checkpoint) -> "MergedLayer":
+    def compute(self, checkpoint: Checkpoint) -> "ConvertedLayer":
         """Merge the layer by its weights alone.
 
         Raises CheckpointError for NaN or infinity, before or after rounding.
@@ -132,7 +132,7 @@ class LayerMerge:
 
 
 @dataclass(frozen=True)
-class MergedLayer:
+class ConvertedLayer:
     """The layer's tensors by name, in their own dtypes, and a report for each group of K and V heads."""
 
     tensors: dict[str, Array]
@@ -161,7 +161,7 @@ def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
 
 def finish_layer(
     checkpoint: Checkpoint, merge: LayerMerge, before: LayerAttention, after: LayerAttention
-) -> MergedLayer:  # fmt: skip
+) -> ConvertedLayer:  # fmt: skip
     """Return a merged layer's tensors in the checkpoint's dtypes, and the reports on its heads."""
     exact = _tensors(after, merge)
     dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in exact}
@@ -171,7 +171,7 @@ def finish_layer(
         keys.label: _reports(keys.label, before.k_KDX, after.k_KDX),
         values.label: _reports(values.label, before.v_KDX, after.v_KDX),
     }
-    return MergedLayer(tensors, reports)
+    return ConvertedLayer(tensors, reports)
 
 
 def read_finite(checkpoint: Checkpoint, name: str) -> Real:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from convert.merging.heads import merge_groups
-from convert.merging.layer import MergedLayer
+from convert.merging.layer import ConvertedLayer
 from convert.merging.rounding import round_once, widen
-from convert.output.merged_layers import MergedLayerCache
+from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Array, Checkpoint, Shard, Span
@@ -44,7 +44,7 @@ def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: 
     The first error stops all workers and is raised. The journal keeps the shards and checksums finished by then.
     """
     calibrated = staging.scratch if plan.recipe.text else None
-    layers = MergedLayerCache(checkpoint, plan.workers(workers), calibrated)
+    layers = ConvertedLayerCache(checkpoint, plan.workers(workers), calibrated)
     # If source and output do not fit into memory together, written shards would displace what is still to be read.
     keep_cached = total_bytes(checkpoint, plan) <= available_memory()
     jobs = [_ShardJob(checkpoint, plan, staging, shard, layers, keep_cached) for shard in plan.shards]
@@ -92,7 +92,7 @@ class _ShardJob:
     """One output shard. The worker that finishes the last task syncs the file, renames it and records it."""
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: MergedLayerCache,
+        self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: ConvertedLayerCache,
         keep_cached: bool,
     ) -> None:  # fmt: skip
         self._checkpoint, self._plan, self._staging, self._shard = checkpoint, plan, staging, shard
@@ -143,10 +143,10 @@ class _ShardJob:
             self._file.close()
 
     def _regroup(self, regrouped: OutputTensor) -> int:
-        """Write a tensor with K/V heads: copy rows, and merge rows or take them from a merged layer."""
+        """Write a tensor with K/V heads: copy rows, and merge rows or take them from a converted layer."""
         plan, name = self._plan, regrouped.tensor.name
         if regrouped.layer is not None:
-            return self._write_merged(name, self._layers.get(regrouped.layer))
+            return self._write_of_layer(name, self._layers.get(regrouped.layer))
         if regrouped.scaled is not None:
             for row, values in scaled_rows(self._checkpoint, regrouped.scaled):
                 self._output().write_rows(name, row, values)
@@ -165,7 +165,7 @@ class _ShardJob:
         assert n_rows == regrouped.tensor.shape[0]
         return regrouped.tensor.nbytes
 
-    def _write_merged(self, name: str, layer: MergedLayer) -> int:
+    def _write_of_layer(self, name: str, layer: ConvertedLayer) -> int:
         values = layer.tensors[name]
         self._output().write_rows(name, 0, values)
         self._digests[name] = digest(values)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
-from convert.latent import Frequencies, LatentMethod, LatentNorm
+from convert.latent import Frequencies, LatentMethod, LatentNormKind
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
 from convert.latent.rotation import SourceRope
 from convert.latent.sizes import LatentSizes, choose_sizes
@@ -22,7 +22,7 @@ class LatentOptions:
 
     latent: int
     rope: int
-    latent_norm: LatentNorm
+    latent_norm: LatentNormKind
     frequencies: Frequencies | None
     method: LatentMethod
     refine: int | None

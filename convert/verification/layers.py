@@ -13,7 +13,7 @@ from convert.merging.layer import LayerConversion, LayerMerge, attention_of
 from convert.merging.recipe import Recipe
 from convert.merging.rounding import BFLOAT16, widen
 from convert.merging.weights import LayerAttention
-from convert.output.merged_layers import MergedLayerCache
+from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
 from model.checkpoint import Array, Checkpoint
@@ -35,7 +35,7 @@ between processors, so the weights themselves cannot be compared."""
 
 def recompute_layers(
     source: Checkpoint, plan: Plan, scratch: Path, findings: Findings, workers: int, quiet: bool
-) -> MergedLayerCache | None:  # fmt: skip
+) -> ConvertedLayerCache | None:  # fmt: skip
     """Return the merged layers; None if they cannot be recomputed."""
     if findings.unchecked:
         return None
@@ -46,11 +46,11 @@ def recompute_layers(
             "calibration again; set TMPDIR to a folder with more free space."
         )
     calibrate(source, plan, scratch, quiet)
-    return MergedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
+    return ConvertedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
 
 
 def compare_layer_tensor(
-    out: Checkpoint, layer: LayerConversion, layers: MergedLayerCache, findings: Findings, name: str
+    out: Checkpoint, layer: LayerConversion, layers: ConvertedLayerCache, findings: Findings, name: str
 ) -> list[str]:
     """Compare a tensor of a merged layer within a tolerance, because its last digits depend on the order of sums.
 
@@ -81,7 +81,7 @@ def is_compared_by_errors(recipe: Recipe) -> bool:
 
 
 def compare_by_errors(
-    source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache, scratch: Path, findings: Findings
+    source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache, scratch: Path, findings: Findings
 ) -> None:  # fmt: skip
     """Compare layers that were refined or have a latent, and differ from the recomputed ones, by held-out errors."""
     from convert.calibration.calibrate_layers import held_out_errors

@@ -15,8 +15,8 @@ import numpy as np
 
 from convert.conversion import plan_recipe
 from convert.merging.heads import merge_groups
+from convert.output.converted_layers import ConvertedLayerCache
 from convert.output.groupwise_json import read_record
-from convert.output.merged_layers import MergedLayerCache
 from convert.output.write_shards import digest, scaled_rows
 from convert.planning.plan import Plan
 from convert.verification.files import compare_files
@@ -116,7 +116,7 @@ def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]
 
 
 def _compare_tensor(
-    source: Checkpoint, out: Checkpoint, plan: Plan, layers: MergedLayerCache | None, findings: Findings, name: str
+    source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache | None, findings: Findings, name: str
 ) -> list[str]:
     if name in plan.regrouped:
         layer = plan.regrouped[name].layer
