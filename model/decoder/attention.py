@@ -49,9 +49,12 @@ def attend(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Tensor
 
 
 def has_packed_attention(x: Tensor, head_dim: int) -> bool:
-    """Return whether heads computed from x can use flash attention on packed documents (it needs a recent torch)."""
-    if not has_flash_attention(x, head_dim):
-        return False
+    """Return whether heads computed from x can use flash attention on packed documents."""
+    return has_flash_attention(x, head_dim) and torch_has_packed_attention()
+
+
+def torch_has_packed_attention() -> bool:
+    """Return whether torch is recent enough for flash attention on packed documents with grouped heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
 from uptrain.budget.conversion_record import default_trainable
+from uptrain.runs import launch
 from uptrain.runs import run as runs
 from uptrain.training.metrics_log import Metrics
 
@@ -245,3 +246,13 @@ def test_held_out_windows_beyond_the_context_are_warned_of(uptrain, inputs, tmp_
     for result in (run, uptrain("evaluate", inputs["model"], "--data", longer)):
         assert result.code == 0, result
         assert "Warning: windows of 128 tokens are longer than the model's context of 64" in result.err
+
+
+@pytest.mark.parametrize(("device", "recent", "native", "warns"), [
+    (True, False, True, True), (True, True, True, False), (False, False, True, False), (True, False, False, False),
+])  # fmt: skip
+def test_a_torch_without_packed_attention(monkeypatch, device, recent, native, warns):
+    monkeypatch.setattr(launch, "has_accelerator", lambda: device)
+    monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: recent)
+    warning = launch._packing_warning({"model_type": "llama" if native else "phi"})
+    assert (warning is not None and "install a newer torch" in warning) == warns

@@ -31,6 +31,13 @@ def all_reduce_sum(accelerator: Accelerator, values: Tensor) -> Tensor:
     return values
 
 
+def all_reduce_max(accelerator: Accelerator, value: Tensor) -> Tensor:
+    """Return the largest of all ranks' values; `value` is overwritten."""
+    if accelerator.num_processes > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value
+
+
 def gather(accelerator: Accelerator, value: T) -> list[T]:
     """Return the values of all ranks, in their order."""
     if accelerator.num_processes == 1:

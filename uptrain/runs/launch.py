@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import PartialState
 
 from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, is_first_process, warn
 from model.common.errors import InputError
 from model.common.machine import world_size
+from model.decoder.attention import torch_has_packed_attention
+from model.families import is_native
 from uptrain.budget.budget import repetition_warning
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_cache, run_cache_folder, seq_len_of, surplus_warning
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
-from uptrain.distributed.accelerator import check_launcher, check_trackers
+from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import (
     check_batch,
@@ -76,7 +79,8 @@ def launch_new(options: RunOptions) -> None:
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
-    warnings = [context_warning(read_config(folder)[1], max(seq_lens)), *warnings_of(settings)]
+    config = read_config(folder)[1]
+    warnings = [context_warning(config, max(seq_lens)), _packing_warning(config), *warnings_of(settings)]
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(list(filter(None, warnings)), show))
     _end(out, status)
@@ -144,6 +148,16 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
     check_tokenizer(cache, path, folder)
     if not cache.n_targets(np.arange(cache.n_windows)):
         raise InputError(f"{option} {path} has nothing to predict: no document in it has two tokens.")
+
+
+def _packing_warning(config: dict[str, Any]) -> str | None:
+    """Return a warning if attention runs document by document on a GPU, since torch is too old for anything faster."""
+    if not is_native(config) or not has_accelerator() or torch_has_packed_attention():
+        return None
+    return (
+        f"torch {torch.__version__} has no attention for packed documents with grouped heads, so each document of a "
+        "window is computed by itself, which is slow on a GPU; install a newer torch."
+    )
 
 
 def warnings_of(settings: Settings) -> list[str]:

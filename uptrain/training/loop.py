@@ -29,7 +29,7 @@ from uptrain.data.batch import Batch, batches_of_steps, one_ahead
 from uptrain.data.order import windows_of_step
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Integers, TokenCache
-from uptrain.distributed.collectives import all_reduce_sum, gather
+from uptrain.distributed.collectives import all_reduce_max, all_reduce_sum, gather
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.distributed.signals import StopRequest
 from uptrain.training.evaluate import EvaluationStopped, evaluate
@@ -263,7 +263,11 @@ def _is_asked_to_stop(training: Training) -> bool:
 def _clip(training: Training) -> Tensor:
     """Clip the gradient; return its norm over all processes before that, in float64."""
     norm = training.accelerator.clip_grad_norm_(training.loss_module.parameters(), CLIP)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
+    if isinstance(norm, DTensor):
+        return norm.full_tensor().double()
+    # Each rank has computed it from the same gradient, but perhaps on another kind of device, and all must take the
+    # same decision by it.
+    return all_reduce_max(training.accelerator, norm.double())
 
 
 def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, _Wish]:
