@@ -13,7 +13,7 @@ from model.common.command_options import Command, SizeType, add_options, device_
 WORKERS = 4
 _calibration_tokens_option = click.option(
     "--calibration-tokens", type=click.IntRange(min=1), metavar="N",
-    help=f"Tokens of the text to use.  [default: {DEFAULT_TOKENS}]",
+    help=f"Tokens of the text to use, at least four windows.  [default: {DEFAULT_TOKENS}]",
 )  # fmt: skip
 
 
