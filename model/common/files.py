@@ -164,6 +164,10 @@ class FileLock:
         self._is_held = self._owns_file = False
         self._identity = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)})
 
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
+
     def __enter__(self) -> Self:
         """Acquire the lock. Raises LockedError if another process holds it, and OSError if no file can be created."""
         while not self._is_held:

@@ -87,7 +87,9 @@ class Staging:
         self._release()
 
     def _release(self) -> None:
-        """Release the lock; remove the staging area if it holds nothing else."""
+        """Release the lock; remove the staging area if it holds nothing else. Another process may use it otherwise."""
+        if not self._lock.is_held:  # given back with the area
+            return
         if self.root.is_dir() and not {path.name for path in self.root.iterdir()} - {"lock", "lock.owner"}:
             self._remove_root()
         self._lock.release()

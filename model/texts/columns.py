@@ -14,10 +14,12 @@ from model.texts.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem,
 
 @contextmanager
 def refusing_damage(path: str) -> Iterator[None]:
-    """Raise InputError in place of Arrow's errors about a file."""
+    """Raise InputError in place of Arrow's errors about a file. Lack of memory and errors of the disk pass."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
         raise InputError(
             f"{path} is damaged or cut off ({str(error).splitlines()[0]}); fetch the file anew."
         ) from error

@@ -23,7 +23,8 @@ def hub_files(text: str) -> tuple[str, ...]:
     config, split = (None, *rest)[-2:] if rest else (None, None)
     try:
         # By default version 3 prompts on the terminal to run a dataset's script. Versions 4 and later run none.
-        loaded: Any = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
+        # In memory, which a variable of the environment may ask for, a dataset has no files.
+        loaded: Any = datasets.load_dataset(name, config, split=split, trust_remote_code=False, keep_in_memory=False)
     except Exception as error:  # the library's readers of a dozen formats raise any kind of error
         path = Path(name)
         if path.suffix == ".py" or (path / f"{path.resolve().name}.py").is_file():

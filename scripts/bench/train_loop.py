@@ -146,6 +146,8 @@ class Clock(TrainerCallback):
         self._turns.begin("theirs")
 
     def on_step_end(self, *arguments: Any, **options: Any) -> None:
+        if torch.cuda.is_available():  # ours has waited by then
+            torch.cuda.synchronize()
         self._turns.step_ended("theirs", self.n_tokens)
 
 

@@ -122,6 +122,29 @@ def test_more_than_a_thousandth_is_too_many(prepare, tmp_path, monkeypatch, unit
     )
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_a_file_of_nothing_but_bad_records(prepare, tmp_path, monkeypatch, names):
+    """Its place among the files does not matter, though a unit at the end without tokens adds nothing to the cache."""
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
+    good, bad = (tmp_path / f"texts/{name}.jsonl" for name in names)
+    good.parent.mkdir()
+    good.write_bytes(line() * 80)
+    bad.write_bytes(b"{\n" * 80)
+    prepare(good.parent, options=SKIP).refused("80 of 160 records are bad, more than the 0.1%")
+
+
+def test_a_file_without_documents_is_listed(prepare, tmp_path, monkeypatch):
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.jsonl").write_bytes(line() * 80)
+    (tmp_path / "texts/b.jsonl").write_bytes(b'{"text": null}\n' * 200)
+    result = prepare(tmp_path / "texts")
+    assert result.code == 0
+    assert "200 null" in result.out
+    (source,) = TokenCache.open(tmp_path / "out").manifest.sources
+    assert (source["files"], source["documents"]) == (2, 80)
+
+
 def test_too_many_bad_records_stop_before_the_end(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
     monkeypatch.setattr(build, "SKIPPED_RECORDS", 200)

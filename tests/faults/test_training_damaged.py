@@ -1,5 +1,6 @@
 """The newest checkpoint that is as it was written is taken, and what was wrong with newer ones is said."""
 
+import errno
 import json
 import shutil
 
@@ -68,6 +69,26 @@ def test_falls_back(runs, killed, tmp_path, name, kind):
     (event,) = events(out, "resumed")
     assert event["step"] == 4
     assert event["rejected"] == [rejected.removeprefix("Not used: ")]
+    assert_same_run(out, runs.expected())
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage(runs, killed, tmp_path, monkeypatch, uptrain):
+    """The newest checkpoint may be whole. It is neither left out nor removed."""
+    out = shutil.copytree(killed, tmp_path / "run")
+
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("uptrain.checkpoints.files.checksum", stale)
+        result = uptrain("resume", out)
+        verified = uptrain("status", out, "--verify", "--json")
+    assert result.code == 1
+    assert f"a file of {out}/checkpoints/step-00000008 cannot be read ([Errno 116] Stale file handle" in result.err
+    damages = [each["damage"] for each in json.loads(verified.out)["checkpoints"]]
+    assert (verified.code, [damage[:27] for damage in damages]) == (1, ["cannot be read: [Errno 116]"] * 2)
+    assert checkpoints(out) == ["step-00000004", "step-00000008"]
+    assert uptrain("resume", out).code == 0
     assert_same_run(out, runs.expected())
 
 

@@ -6,16 +6,11 @@ from calibrated import FIT
 from safetensors.torch import load_file
 from tiny_tokenizers import make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("gpu_only")
+
 ALLOWED = 1e-2
 """Largest difference of a merged tensor, as a share of its norm. It is what `convert verify` allows: sums in another
 order change some of the drawn keys."""
-
-
-@pytest.fixture(autouse=True)
-def gpu_only(device):
-    """Skip without a GPU."""
-    if device.type == "cpu":
-        pytest.skip("needs a GPU")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma", "mixtral"])

@@ -11,6 +11,8 @@ from model.decoder.attention import has_packed_attention
 from model.decoder.losses import ChunkLogits, chunked_cross_entropy
 from uptrain.training.kl import chunked_kl
 
+pytestmark = pytest.mark.usefixtures("gpu_only")
+
 VOCAB = 67
 
 

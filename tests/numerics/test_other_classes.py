@@ -83,15 +83,15 @@ def test_every_other_class(tmp_path, name):
     before = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(SECONDS)
     try:
-        folder = save(name, tmp_path / "model")
+        try:
+            folder = save(name, tmp_path / "model")
+        except Exception as error:
+            pytest.skip(f"not built: {error!r}")
         model = load_model(folder, torch.float32)
         model.check_packing(16)
-        separate = is_separate(model)
-    except CheckpointError:
-        return
-    except Exception as error:
-        pytest.skip(f"not built: {error!r}")
+        assert is_separate(model)
+    except (CheckpointError, TimeoutError) as error:
+        pytest.skip(f"refused: {error}")
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    assert separate

@@ -51,7 +51,8 @@ def shell(tmp_path):
     stand_in("accelerate", f'echo "accelerate {variables}"; printf "%s\\n" "$@"')
     stand_in(
         "srun",
-        'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; exit 1',
+        'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; '
+        "exit ${CODE:-1}",
     )
     stand_in("scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi')
     stand_in("python", 'case $2 in *device_count*) echo 3;; *) printf "%s\\n" python "$@";; esac')
@@ -127,15 +128,18 @@ JOB = {
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "after"), [("preempted", 0, ["scontrol requeue 42"]), ("finished", 1, []), ("failed", 1, [])]
+    ("status", "ends", "code", "after"),
+    [("preempted", 1, 0, ["scontrol requeue 42"]), ("finished", 0, 0, []), ("failed", 1, 1, [])],
 )
-def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, code, after):
+def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, ends, code, after):
     run = tmp_path / "a run"
     run.mkdir()
     (run / "run_state.json").write_text('{"status": "preempted", "step": 2}')
     (run / "run.json").write_text("{}")
     writes = {"STATE": str(run / "run_state.json"), "WRITES": f'{{"status": "{status}", "step": 3}}'}
-    result, lines = shell("launch/slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB, **writes)
+    result, lines = shell(
+        "launch/slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB, **writes, CODE=str(ends)
+    )
     assert result == code
     assert lines[:5] == ["srun true", "--cpus-per-task=32", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
     assert "--rdzv-endpoint=node7:29500" in lines

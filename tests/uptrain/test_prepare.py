@@ -278,6 +278,18 @@ def test_shards_of_several_machines_join(make, source, tmp_path, tokens):
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_shards_of_other_files_do_not_join(make, source, tmp_path):
+    """They would be tokenised again here, and the work of the other machine removed."""
+    run_share(make, source, tmp_path, "all", "2/3")
+    file = next(source.glob("*.jsonl")) if source.is_dir() else source
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(
+        AssertionError, match=r"\.out\.shard-2-of-3\.groupwise are of other files than now: path, size or"
+    ):
+        make(source)
+    assert list(tmp_path.glob(".out.shard-2-of-3.groupwise/folder/tokens*"))
+
+
 def run_share(make, source, tmp_path, tokens, share):
     with pytest.raises(InputError, match="not a token cache"):
         make(source, tokens=tokens, options=("--shard", share))

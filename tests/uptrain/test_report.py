@@ -234,6 +234,8 @@ def test_thinning_keeps_ends_and_extremes(n):
     np.testing.assert_array_equal(thinned.y, y[thinned.x.astype(int)])
     if n > 1:
         assert (np.nanmin(thinned.y), np.nanmax(thinned.y)) == (np.nanmin(y), np.nanmax(y))
+    gap = thin(Curve(np.arange(n) * 1.0, np.where(np.arange(n) // (n // 3 + 1) == 1, np.nan, y)))
+    assert n < 3 or np.isnan(gap.y).any()  # a gap stays one
     if n <= 1200:
         assert len(thinned.x) == n
 

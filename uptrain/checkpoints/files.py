@@ -78,7 +78,10 @@ def is_kept(checkpoint: Path) -> bool | None:
 
 
 def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
-    """Compare every `world_size`-th file of a checkpoint, from `rank` on, with its manifest; return an error or ""."""
+    """Compare every `world_size`-th file of a checkpoint, from `rank` on, with its manifest; return an error or "".
+
+    Raises OSError if a file is there, but cannot be read: the disk may be away for a moment, and the file whole.
+    """
     path = checkpoint / MANIFEST
     try:
         for name, expected in sorted(read_manifest(checkpoint).items())[rank::world_size]:
@@ -88,7 +91,7 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
                 return f"{path} has {size} bytes instead of {expected['size']}"
             if checksum(path) != expected:
                 return f"{path} has changed since it was written"
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"{path}: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{path} is damaged ({error!r})"

@@ -53,7 +53,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from model.checkpoint.formats.dcp.metadata import METADATA, Place, read_metadata
-from model.common.errors import InputError
+from model.common.errors import InputError, RunError
 from model.common.files import sync_file, sync_folder
 from uptrain.checkpoints.files import (
     MANIFEST,
@@ -116,7 +116,7 @@ class Checkpoints:
         for path in self.folder.iterdir():
             prefix, name = path.name[: path.name.find("step-")], path.name[path.name.find("step-") :]
             if prefix in (UNFINISHED, REMOVED) and step_of(name) is not None:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # what is being read on a network disk goes at a later start
 
     def save(self, loss_module: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> None:
         """Write the checkpoint of `state["step"]`; `keep` exempts it from rotation.
@@ -241,10 +241,19 @@ class Checkpoints:
         return None
 
     def verify(self, folder: Path) -> str:
-        """Return the damage of a checkpoint, or "". Each rank verifies a part of the files."""
-        rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
-        damages = [damage for damage in gather(self._accelerator, find_damage(folder, rank, world_size)) if damage]
-        return damages[0] if damages else ""
+        """Return the damage of a checkpoint, or "". Each rank verifies a part of the files.
+
+        Raises RunError on all ranks if one of them cannot read a file that is there.
+        """
+        damage = unreadable = ""
+        try:
+            damage = find_damage(folder, self._accelerator.process_index, self._accelerator.num_processes)
+        except OSError as error:
+            unreadable = str(error)
+        found = gather(self._accelerator, (damage, unreadable))
+        if problem := next((problem for _, problem in found if problem), ""):
+            raise RunError(f"a file of {folder} cannot be read ({problem}); try again when its disk can be read.")
+        return next((damage for damage, _ in found if damage), "")
 
 
 def _appears(folder: Path) -> bool:
@@ -260,6 +269,7 @@ def _appears(folder: Path) -> bool:
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint atomically: rename it first."""
     removed = checkpoint.with_name(REMOVED + checkpoint.name)
+    shutil.rmtree(removed, ignore_errors=True)  # of an earlier attempt
     checkpoint.rename(removed)
     shutil.rmtree(removed)
 

@@ -8,11 +8,15 @@ import click
 from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, json_option
+from model.common.errors import InputError
 from uptrain.commands.options import TokenizerFolder, parse_machine_shard
 from uptrain.distributed.signals import interruptible
 
 if TYPE_CHECKING:
     from uptrain.data.prepare.prepare import PrepareOptions
+
+SHOWN = 10
+"""Ignored files that are shown."""
 
 
 @click.command("prepare")
@@ -91,8 +95,12 @@ def _prepare_options(
     from uptrain.budget.counts import parse_count
     from uptrain.data.prepare.prepare import PrepareOptions
 
+    try:
+        n_tokens = None if tokens == "all" else parse_count(tokens)
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint="--tokens") from error
     return PrepareOptions(
-        n_tokens=None if tokens == "all" else parse_count(tokens),
+        n_tokens=n_tokens,
         skip_bad=on_bad_record == "skip",
         workers=workers or n_cores(),
         machine_shard=None if shard is None else parse_machine_shard(shard),
@@ -117,9 +125,14 @@ def _show(result: dict[str, Any]) -> None:
         ("windows", f"{result['windows']:,} of {result['seq_len']:,} tokens"),
         ("dropped", ", ".join(dropped) or "none"),
         *((source["path"], _described(source)) for source in result["sources"]),
-        *(("ignored", f"{file}: not a known format") for file in result["ignored"]),
+        *(("ignored", text) for text in _ignored(result["ignored"])),
     ]
     console.print_key_values(f"Token cache {result['out']}", rows)
+
+
+def _ignored(files: list[str]) -> list[str]:
+    more = [f"and {len(files) - SHOWN:,} more"] * (len(files) > SHOWN)
+    return [*(f"{file}: not a known format" for file in files[:SHOWN]), *more]
 
 
 def _described(source: dict[str, Any]) -> str:

@@ -144,7 +144,7 @@ class TokenCache:
         """Map a cache into memory. Raises InputError if a file is missing or its size differs from the manifest."""
         manifest = Manifest.parse(folder)
         tokens, starts, borders = [], [], [0]
-        allow_open_files(2 * len(manifest.shards))
+        allow_open_files(len(manifest.shards))  # those of documents are read at once
         for shard in manifest.shards:
             tokens.append(_map(folder / shard.tokens, manifest.dtype, shard.n_tokens))
             starts.append(_map(folder / shard.documents, "int64", shard.n_documents) + borders[-1])

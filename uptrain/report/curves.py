@@ -68,5 +68,7 @@ def thin(curve: Curve) -> Curve:
         y = curve.y[interval]
         if np.isfinite(y).any():
             indices |= {int(interval[np.nanargmin(y)]), int(interval[np.nanargmax(y)])}
+        else:
+            indices.add(int(interval[0]))  # a gap stays one
     order = np.array(sorted(indices))
     return Curve(curve.x[order], curve.y[order])

@@ -66,7 +66,10 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
             size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
             entry: dict[str, Any] = {"step": step, "bytes": size, "kept": is_kept(path)}
             if verify:
-                entry["damage"] = find_damage(path)
+                try:
+                    entry["damage"] = find_damage(path)
+                except OSError as error:
+                    entry["damage"] = f"cannot be read: {error}"
         except FileNotFoundError:
             if path.exists():
                 raise

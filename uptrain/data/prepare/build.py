@@ -62,12 +62,11 @@ class CacheBuild:
         """Yield the next needed unit, given those finished when it is requested."""
         for source_quota in self.source_quotas:
             for unit in source_quota.units:
-                if not self.machine_shard.has(unit.number):
+                if not self.machine_shard.has(unit.number) or unit.number in self.records:
                     continue
                 if source_quota.is_filled(self.records, self.machine_shard):
                     break
-                if unit.number not in self.records:
-                    yield unit
+                yield unit
 
     def _check(self) -> None:
         """Raise InputError for errors that do not depend on unfinished units.
@@ -75,7 +74,9 @@ class CacheBuild:
         A failed unit beyond the quota is no error: with fewer workers it might not have been read.
         """
         for source_quota in self.source_quotas:
-            check_bad(map(self.records.__getitem__, source_quota.prefix(self.records)), self.skip_bad)
+            check_bad(
+                map(self.records.__getitem__, source_quota.prefix(self.records, self.machine_shard)), self.skip_bad
+            )
             for unit in source_quota.units:
                 if unit.number in self._failed and not source_quota.is_filled(self.records, self.machine_shard):
                     raise self._failed[unit.number]

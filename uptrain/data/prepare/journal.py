@@ -80,14 +80,30 @@ def _is_complete(folder: Path, number: int, unit_record: UnitRecord, dtype: str)
 
 @contextmanager
 def joined(staging: Staging, units: list[Unit], dtype: str, fingerprint: str) -> Iterator[None]:
-    """Move the finished units of all machine shards into `staging`, as `machine_shards` opens them."""
+    """Move the finished units of all machine shards into `staging`, as `machine_shards` opens them.
+
+    Raises InputError if a machine has read other files than those of this command: its work would be lost.
+    """
     with machine_shards(staging, fingerprint, "another tokenizer or --text-column") as others:
+        for machine_shard in others:
+            _check_same_files(machine_shard, units)
         for machine_shard in others:
             for number, unit_record in load_records(machine_shard, units, dtype).items():
                 for name in shard_names(number):
                     (machine_shard.folder / name).rename(staging.folder / name)
                 record(staging, units[number], unit_record)
         yield
+
+
+def _check_same_files(machine_shard: Staging, units: list[Unit]) -> None:
+    entries = {unit: machine_shard.finished.get(str(unit.number)) for unit in units}
+    other = [unit for unit, entry in entries.items() if entry and entry["identity"] != unit.identity()]
+    if other:
+        raise InputError(
+            f"{len(other):,} finished units in {machine_shard.root} are of other files than now: path, size or "
+            f"modification time differ, as of {other[0].pieces[0].path}. Give the files that it read, under the same "
+            "paths, or remove it to tokenise these units anew."
+        )
 
 
 @contextmanager

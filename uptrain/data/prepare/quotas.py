@@ -56,20 +56,23 @@ class SourceQuota:
             tokens += records[unit.number].n_tokens if unit.number in records else tokens_per_byte * unit.nbytes
         return tokens >= self.quota
 
-    def prefix(self, records: Records) -> Iterator[int]:
-        """Yield the numbers of the first units, while they are finished and needed."""
+    def prefix(self, records: Records, machine_shard: MachineShard) -> Iterator[int]:
+        """Yield the numbers of the first units of a machine, while they are finished and needed."""
         tokens = 0
-        for unit in self.units:
+        for unit in filter(lambda unit: machine_shard.has(unit.number), self.units):
             if unit.number not in records or (self.quota is not None and tokens >= self.quota):
                 return
             tokens += records[unit.number].n_tokens
             yield unit.number
 
     def taken(self, records: Records) -> Iterator[tuple[Unit, int]]:
-        """Yield the needed units, each with the number of tokens to take: all, except from the last."""
+        """Yield the needed units, each with the number of tokens to take: all, except from the last.
+
+        Without a quota that is all units, also those without tokens: their records may be bad.
+        """
         left = self.n_finished(records) if self.quota is None else self.quota
         for unit in self.units:
-            if left == 0:
+            if self.quota is not None and left == 0:
                 return
             n = min(left, records[unit.number].n_tokens)
             left -= n

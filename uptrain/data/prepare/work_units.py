@@ -5,6 +5,7 @@ The division depends on the files only, never on the number of workers or machin
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from uptrain.data.prepare.sources import Source
 
 UNIT_BYTES = 64 << 20
 MAX_UNITS = 4096
-"""Maximum number of units. Large data get larger units, so that all cache shards can be mapped into memory."""
+"""Number of units of large data, within a factor of about two: they get larger units, so that all cache shards can be
+mapped into memory."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Unit:
     format: str
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 
