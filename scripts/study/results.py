@@ -58,8 +58,10 @@ counted.)"""
 
 def calibration_tokens(line: Result) -> int:
     """Return the number of tokens that a merge was calibrated on."""
-    default = 0 if "--method" in line["convert"] else DEFAULT_TOKENS
-    return _option(line, "--calibration-tokens", default)
+    words = line["convert"]
+    text = words[words.index("--calibration") + 1] if "--calibration" in words else "none"
+    by_weights = "--method" in words and text == "none"
+    return _option(line, "--calibration-tokens", 0 if by_weights else DEFAULT_TOKENS)
 
 
 def forward_passes(line: Result) -> int:

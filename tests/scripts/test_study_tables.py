@@ -368,6 +368,8 @@ def test_compute_of_the_default():
         ((*shipped, "--calibration-tokens", "3000", "--refine", "0"), 2 * 3000),
         (("--method", "fit", "--calibration-tokens", "3000", "--refit"), 2 * 3000),
         (("--method", "mean"), 0),
+        (("--method", "pca", "--calibration", "none"), 0),
+        (("--method", "fit", "--calibration", "shipped"), 2 * 65_536),
     ):
         assert forward_passes(line("x", 0, 5.0, convert=convert)) == forwards
         trained = line("x", 0, 5.0, convert=convert, stage=(0.01, "distill", 1e-3))
