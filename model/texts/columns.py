@@ -11,6 +11,8 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 from model.common.errors import InputError
 from model.texts.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem, Read, some
 
+_SLICE_BYTES = 4 << 20
+
 
 @contextmanager
 def refusing_damage(path: str) -> Iterator[None]:
@@ -106,12 +108,19 @@ def documents(column: Any) -> Iterator[Document]:
     if not _is_text(column.type):
         yield from (_token_ids(value) for value in column)
         return
-    try:
-        texts = column.to_pylist()
-    except UnicodeDecodeError:
-        texts = [_text(value) for value in column]
-    for text in texts:
-        yield NULL if text is None else text or EMPTY
+    for part in _slices(column):
+        try:
+            texts = part.to_pylist()
+        except UnicodeDecodeError:
+            texts = [_text(value) for value in part]
+        for text in texts:
+            yield NULL if text is None else text or EMPTY
+
+
+def _slices(column: Any) -> Iterator[Any]:
+    """Yield a column in parts of about _SLICE_BYTES: a batch may be a whole table, and Python has its texts again."""
+    n_rows = max(1, _SLICE_BYTES * len(column) // max(column.nbytes, 1))
+    return (column.slice(start, n_rows) for start in range(0, len(column), n_rows))
 
 
 def _text(value: Any) -> str | Problem | None:

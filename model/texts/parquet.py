@@ -7,7 +7,8 @@ from model.texts import columns
 from model.texts.record import Piece, Read, group
 
 SUFFIXES = (".parquet",)
-BATCH_ROWS = 1024
+BATCH_ROWS, BATCH_BYTES = 1024, 16 << 20
+"""Largest number of rows, and of bytes about, that are read at once."""
 
 
 def _open(path: str) -> Any:
@@ -27,8 +28,10 @@ def read(piece: Piece, text_column: str) -> Iterator[Read]:
     with _open(piece.path) as file:
         groups = range(piece.begin, piece.end)
         n_rows = sum(file.metadata.row_group(i).num_rows for i in groups)
+        n_bytes = sum(file.metadata.row_group(i).total_byte_size for i in groups)
+        batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * n_rows // max(n_bytes, 1)))
         name = columns.choose(file.schema_arrow, text_column, piece.path)
-        batches = file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=[name])
+        batches = file.iter_batches(batch_rows, row_groups=list(groups), columns=[name])
         yield from columns.read(piece, name, batches, n_rows)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from model.common.errors import InputError
 from model.texts import READERS, Problem, find_reader, format_of
+from model.texts.columns import documents, refusing_damage
 from model.texts.jsonl import parse
 from model.texts.record import BLANK, EMPTY, NULL, token_ids
 
@@ -356,3 +357,29 @@ def test_ids_among_long_texts_take_no_memory():
     assert isinstance(token_ids(["a" * 500_000, *[""] * 1000]), Problem)
     assert tracemalloc.get_traced_memory()[1] < 10**7
     tracemalloc.stop()
+
+
+def test_a_table_of_long_texts_is_read_in_parts():
+    column = pa.array(["x" * 200_000] * 200)  # 40 MB
+    tracemalloc.start()
+    try:
+        assert sum(len(text) for text in documents(column)) == 40_000_000
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
+
+
+def test_rows_of_a_table_in_any_parts(monkeypatch):
+    monkeypatch.setattr("model.texts.columns._SLICE_BYTES", 100)
+    texts = [*TEXTS, None, "last"]
+    assert list(documents(pa.array(texts))) == [NULL if text is None else text or EMPTY for text in texts]
+    assert list(documents(pa.array([], pa.string()))) == []
+
+
+@pytest.mark.parametrize(("error", "passes"), [
+    (pa.ArrowMemoryError("malloc of size 4294967296 failed"), True), (OSError(116, "Stale file handle"), True),
+    (pa.ArrowInvalid("magic bytes"), False), (OSError("Truncated file"), False),
+])  # fmt: skip
+def test_only_damage_is_called_damage(error, passes):
+    with pytest.raises(type(error) if passes else InputError), refusing_damage("a.parquet"):
+        raise error
