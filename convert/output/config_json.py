@@ -36,8 +36,6 @@ def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
         config |= plan.code.settings
     if plan.regrouped:
         _add_old_spelling(inner, family.keys)
-        if "dtype" in config:
-            config.setdefault("torch_dtype", config["dtype"])  # its name before transformers 4.56
     return checkpoint.config_text if config == json.loads(checkpoint.config_text) else json_text(config)
 
 

@@ -23,7 +23,7 @@ FAMILY = Family(
     refused={
         "new_decoder_architecture": (
             True,
-            "that is falcon-40b, 180b or Falcon 2, which is grouped already; use it as it is.",
+            "that is Falcon 2, falcon-40b or 180b, which is grouped already; use it as it is.",
         )
     },
 )

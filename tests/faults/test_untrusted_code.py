@@ -136,8 +136,8 @@ def test_version_3_of_datasets_is_told_not_to_ask(monkeypatch, tmp_path):
     class Loaded:
         cache_files = ({"filename": "a.arrow"},)
 
-    def load_dataset(name, config=None, split=None, trust_remote_code=None):
-        assert trust_remote_code is False
+    def load_dataset(name, config=None, split=None, trust_remote_code=None, keep_in_memory=None):
+        assert (trust_remote_code, keep_in_memory) == (False, False)  # in memory, a dataset has no files
         return Loaded()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
