@@ -57,7 +57,7 @@ from scripts.study.table import tables
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "more.md", RESULTS / "tables.md")
 PARENTS, DISTILLED = "parents.jsonl", "text_kinds_distilled.jsonl"
-PARENTS_OF = {"merges": "weak parents", "longer": "better-trained parents", "twenty": "20 tokens a parameter"}
+PARENTS_OF = {"merges": "weak parents", "longer": "better-trained parents", "twenty": "longest-trained parents"}
 """Plan → how the page calls the parents that it trains."""
 FORMER_DEFAULT = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -160,7 +160,7 @@ def tokens_per_parameter(results: Path) -> str:
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
 BETTER_PARENTS = "4.2 M parameters, 30 M tokens, 3 parents"
 SMOLLM2 = "SmolLM2-135M-Instruct, 4 bit"
-HEADLINE = tuple(("3 Llamas of 4.2 M", "refine_longer", TODAY["refine_longer"], 8, groups) for groups in (4, 2, 1))
+HEADLINE = tuple(("2 Llamas of 4.2 M", "twenty", TODAY["twenty"], 8, groups) for groups in (4, 2, 1))
 """Rows of the README's table: parent, plan, arm, K/V heads before and after. Rows over all kinds of text follow."""
 KNOWN_MODELS = (("SmolLM2-135M", "text_kinds", "3 → 1"), ("Qwen2.5-Coder-0.5B", "qwen2", "2 → 1"))
 """Rows over all kinds of text: parent, plan, K/V heads."""

@@ -34,7 +34,7 @@ from uptrain.training.learning_rate import Schedule, decay_start, default_warmup
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
 FIRST_LOSS = {
-    "fit": "above the parent's; in docs/study.md, the default merge adds at most 12 % of the loss that the mean adds",
+    "fit": "above the parent's; in docs/study.md, the default merge adds 2 to 15 % of the loss that the mean adds",
     "latent": "above the parent's; docs/latent.md has figures of other models",
 }
 """Expected first loss after the conversions that are fitted to the parent's attention."""
