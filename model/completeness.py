@@ -49,7 +49,7 @@ def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
     untied = tied is False or (tied is None and is_native(config))  # the default of these classes
     # A base model, whose names have no prefix, has no head.
     if is_causal and stack and untied and not has_head:
-        raise _lacks(checkpoint, HEADS[stack.startswith("gpt_neox.")])
+        raise _lacks(checkpoint, "embed_out.weight" if stack.startswith("gpt_neox.") else "lm_head.weight")
 
 
 def _parts(attention: Attention, prefixes: list[str], checkpoint: Checkpoint) -> dict[str, set[str]]:

@@ -1,4 +1,4 @@
-"""What is known of every conversion before anything is written; `merge_plan` and `latent_plan` plan the two kinds."""
+"""Define what all plans of a conversion have, and their fingerprint; `merge_plan` and `latent_plan` make them."""
 
 import hashlib
 import json

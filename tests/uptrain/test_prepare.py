@@ -399,3 +399,17 @@ def test_as_a_function(source, tokenizer, tmp_path):
     assert result["tokens"] == Manifest.parse(tmp_path / "out").n_tokens
     assert isinstance(result["out"], str)
     assert Path(result["out"]) == tmp_path / "out"
+
+
+def test_ignored_files_are_named_up_to_a_number(uptrain, tmp_path, tokenizer):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [{"text": text} for text in TEXTS])
+    for i in range(12):
+        (folder / f"{i:02}.csv").write_text("")
+    command = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 32, "--out", tmp_path / "out")
+    result = uptrain(*command)
+    assert result.code == 0, result.err
+    assert [f"{i:02}.csv: not a known format" in result.out for i in range(12)] == [True] * 10 + [False] * 2
+    assert "and 2 more" in result.out
+    uptrain(*command, "--tokens", "many").refused("--tokens", "'many' is not a count")

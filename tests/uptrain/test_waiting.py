@@ -11,6 +11,7 @@ from small_training import make_training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from uptrain.checkpoints.save_load import SaveError
 from uptrain.data import batch
 from uptrain.training import loop
 from uptrain.training.learning_rate import Schedule
@@ -113,10 +114,26 @@ def test_a_run_is_saved_by_time_too(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "SAVE_SECONDS", 3600.0)
     training = make_training(tmp_path, 20, lambda record: None)
     training.checkpoints.save = lambda module, optimizer, state, keep: saved.append(state["step"])
-    training.saved_at = 0.0
+    training.save_tried_at = 0.0
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(now))
     train(training, RunState())
     assert saved == [9, 17, 20]
+
+
+def test_a_save_that_fails_is_not_tried_at_each_step(tmp_path, monkeypatch):
+    """A full disk stays full for a while."""
+    tried, now = [], itertools.count(0.0, 500.0)
+
+    def fail(module, optimizer, state, keep):
+        tried.append(state["step"])
+        if state["step"] < 20:
+            raise SaveError("No space left on device")
+
+    training = make_training(tmp_path, 20, lambda record: None)
+    training.checkpoints.save, training.save_tried_at = fail, 0.0
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(now))
+    train(training, RunState())
+    assert tried == [9, 17, 20]
 
 
 def test_the_learning_rate_of_adafactor_is_the_one_applied(tmp_path):

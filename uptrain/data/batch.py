@@ -36,10 +36,10 @@ class TopK:
         return cls(_copy(torch.from_numpy(values), device), _copy(torch.from_numpy(ids), device))
 
     @classmethod
-    def ignored(cls, seq_len: int, device: torch.device | str, k: int) -> "TopK":
-        """Return values for a row without targets."""
-        values = torch.zeros((1, seq_len - 1, k + 1), device=device)
-        return cls(values, torch.zeros((1, seq_len - 1, k), dtype=torch.long, device=device))
+    def ignored(cls, seq_len: int, device: torch.device | str, n_rows: int, k: int) -> "TopK":
+        """Return values for rows without targets."""
+        values = torch.zeros((n_rows, seq_len - 1, k + 1), device=device)
+        return cls(values, torch.zeros((n_rows, seq_len - 1, k), dtype=torch.long, device=device))
 
     def as_inputs(self) -> tuple[Tensor, Tensor]:
         """Return the tensors as a module's arguments. FSDP2 rounds floats to bfloat16, so values go as integers."""
@@ -94,10 +94,10 @@ class Batch:
         )
 
     @classmethod
-    def ignored(cls, seq_len: int, device: torch.device | str, top_k: int = 0) -> "Batch":
-        """Return one row without targets, with as many of a teacher's logits as a token has."""
-        zeros = torch.zeros((1, seq_len), dtype=torch.long, device=device)
-        top = TopK.ignored(seq_len, device, top_k) if top_k else None
+    def ignored(cls, seq_len: int, device: torch.device | str, n_rows: int = 1, top_k: int = 0) -> "Batch":
+        """Return rows without targets, each token with the top k of a teacher's logits if k is not 0."""
+        zeros = torch.zeros((n_rows, seq_len), dtype=torch.long, device=device)
+        top = TopK.ignored(seq_len, device, n_rows, top_k) if top_k else None
         return cls(zeros, torch.full_like(zeros, IGNORED), zeros, top)
 
 

@@ -94,8 +94,8 @@ class Training:
     """Bytes of frozen parameters that the student shares with the teacher."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
-    saved_at: float = field(default_factory=time.monotonic)
-    """`time.monotonic()` when the newest checkpoint was written, or the loop began."""
+    save_tried_at: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` when a checkpoint was last written, whether that succeeded or not, or the run was built."""
     rotation_is_due: bool = False
     """Whether to remove older checkpoints once a finite gradient confirms the weights of the newest one."""
 
@@ -105,8 +105,8 @@ class _StepAbandonedError(Exception):
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """What any process wants after a step. All processes agree on it."""
+class _Due:
+    """What is due after a step, because any process wants it. All processes agree on it."""
 
     stop: bool = False
     save: bool = False
@@ -130,13 +130,13 @@ def train(training: Training, state: RunState) -> str:
             if (reason := _evaluate_if_due(training, step)) is not None:
                 return _stop(training, state, reason)
             try:
-                wish = _train_step(training, state, step, batches)
+                due = _train_step(training, state, step, batches)
             except _StepAbandonedError:
                 _zero_gradients(training)
-                wish = _Wish(stop=True)
-            if wish.stop:
+                due = _Due(stop=True)
+            if due.stop:
                 return _stop(training, state, _reason(training))
-            if wish.save or state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
+            if due.save or state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
                 _try_to_save(training, state)
     if (reason := _evaluate_if_due(training, training.schedule.total_steps)) is not None:
         return _stop(training, state, reason)
@@ -153,7 +153,9 @@ def _join_buckets(training: Training) -> None:
     """
     if isinstance(training.loss_module, DistributedDataParallel):
         top_k = training.logits.manifest.top_k if training.logits else 0
-        batch = Batch.ignored(training.cache.seq_len, training.accelerator.device, top_k)
+        n_rows = min(training.micro_batch, training.global_batch // training.accelerator.num_processes)
+        # As many rows as the first batch has: for another number, layers would be compiled again.
+        batch = Batch.ignored(training.cache.seq_len, training.accelerator.device, n_rows, top_k)
         top = batch.top and batch.top.as_inputs()
         loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, top=top)
         training.accelerator.backward(loss)
@@ -180,8 +182,8 @@ def _batches(training: Training, steps: range) -> Generator[Batch]:
     return one_ahead(batches)
 
 
-def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> _Wish:
-    """Make and record one step; return what is wanted after it."""
+def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> _Due:
+    """Make and record one step; return what is due after it."""
     started = time.perf_counter()
     # For a class of transformers that draws random numbers in training. CPython's hash of a tuple of integers is not
     # randomised.
@@ -198,7 +200,7 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     queued = can_skip_on_device(training.optimizer)
     if queued:
         step_unless(training.optimizer, ~device_norm.isfinite() | (device_norm > limit))
-    loss_sum, grad_norm, wish = _fetch(training, device_loss, device_norm)
+    loss_sum, grad_norm, due = _fetch(training, device_loss, device_norm)
     skip = _record_norm(training, state, grad_norm, limit)
     if np.isfinite(grad_norm):
         _rotate_if_due(training)
@@ -221,7 +223,7 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     }
     _log_step(training, record)
     _halt_on_non_finite(training, state)
-    return wish
+    return due
 
 
 def _backward(training: Training, batches: Iterator[Batch], n_batches: int, n_targets: int) -> Tensor:
@@ -270,17 +272,17 @@ def _clip(training: Training) -> Tensor:
     return all_reduce_max(training.accelerator, norm.double())
 
 
-def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, _Wish]:
-    """Return the loss sum of all processes, the gradient norm, and what any process wants.
+def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, _Due]:
+    """Return the loss sum of all processes, the gradient norm, and what is due.
 
     This takes one all-reduce, and one copy to the host, which waits for the device.
     """
     now = time.monotonic()
     wants_stop = bool(training.stop_request.reason) or now >= training.deadline
-    wants_save = now >= training.saved_at + SAVE_SECONDS
-    sums = torch.stack([loss_sum, *(torch.full_like(loss_sum, float(wish)) for wish in (wants_stop, wants_save))])
+    wants_save = now >= training.save_tried_at + SAVE_SECONDS
+    sums = torch.stack([loss_sum, *(torch.full_like(loss_sum, float(wanted)) for wanted in (wants_stop, wants_save))])
     total, stops, saves, norm = torch.cat([all_reduce_sum(training.accelerator, sums), grad_norm[None]]).tolist()
-    return total, norm, _Wish(stops > 0, saves > 0)
+    return total, norm, _Due(stops > 0, saves > 0)
 
 
 def _spike_limit(training: Training, state: RunState) -> float:
@@ -395,9 +397,9 @@ def _save(training: Training, state: RunState) -> None:
     if training.saved_step != state.step:
         _halt_if_weights_are_not_finite(training, state)
         keep = state.step == decay_start(training.schedule)
+        training.save_tried_at = time.monotonic()
         training.checkpoints.save(training.loss_module, training.optimizer, asdict(state), keep)
         training.saved_step, training.rotation_is_due = state.step, True
-        training.saved_at = time.monotonic()
 
 
 def _rotate_if_due(training: Training) -> None:
