@@ -11,6 +11,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+from model.common.machine import n_cores
 from scripts.bench.machine import commit, cpu_model
 from scripts.study import programs
 from scripts.study.plan import TEXT_KINDS, Arm, Plan, Stage, arms_of
@@ -221,14 +222,18 @@ def describe(workspace: Workspace, case: Case, stage: Stage | None, measures: Re
         "original_tokens": subject.tokens, "precision": subject.precision,
         "parent_sha256": weights_hash(subject.folder),
         "caches": cache_hashes(subject.caches), "commit": commit(),
-        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "threads": programs.threads()},
+        "hardware": {"cpu": cpu_model(), "cores": n_cores(), "threads": programs.threads()},
     }  # fmt: skip
 
 
 def append(path: Path, line: Result) -> None:
-    """Append a line in one write, so that a kill leaves the whole line or nothing."""
+    """Append a line in one write, so that a kill or a full disk leaves the whole line or nothing."""
+    content = (json.dumps(line, ensure_ascii=False) + "\n").encode()
     with path.open("ab", buffering=0) as file:
-        file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+        size = file.seek(0, os.SEEK_END)
+        if file.write(content) != len(content):
+            file.truncate(size)
+            raise OSError(f"the disk of {path} is full")
 
 
 def cache_hashes(folder: Path) -> dict[str, str]:

@@ -53,7 +53,7 @@ def uptrained(lines: list[Result]) -> str:
     lr, schedule, batch, part = setting_of(best[0])
     _, schedules, batches, parts = (set(values) for values in zip(*several, strict=True))
     names = [f"lr {lr:g}"] * (len(several) > 1) + [str(schedule)] * (len(schedules) > 1)
-    names += [f"{batch:,} tokens a step"] * (len(batches) > 1) + [str(part)] * (len(parts) > 1)
+    names += [f"{batch:,} tokens per step"] * (len(batches) > 1) + [str(part)] * (len(parts) > 1)
     return show(losses(best)) + (f" ({', '.join(names)})" if names else "")
 
 

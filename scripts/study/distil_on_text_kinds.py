@@ -70,13 +70,13 @@ def text_of(kind: str, parent: Path, text_kinds: Path, work: Path) -> Path:
         return text_kinds / "own" / f"{kind}.jsonl"
     own = work / "self.jsonl"
     if not own.exists():
-        from convert.calibration.generated_text import GeneratedText
+        from convert.calibration.generated_text import TextGeneration
         from convert.calibration_text.choices import SELF
         from convert.calibration_text.read import read_calibration_text
 
         with open_checkpoint(parent) as checkpoint:
             text = read_calibration_text(checkpoint, SELF, OWN_TOKENS)
-            writing = GeneratedText.of(checkpoint, text, seed=1)
+            writing = TextGeneration.of(checkpoint, text, seed=1)
             ids_NT = writing.write(work / "generated-text", lambda n: None)
         replace_file(own, "".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids_NT).encode())
     return own

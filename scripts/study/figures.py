@@ -1,8 +1,8 @@
 """Draw the figures of the study from the recorded results.
 
 headline.png: above, the loss that each merge adds, as a share of what the mean adds; below, loss against tokens of
-uptraining, of the better-trained parents. weak.png: the same of the weak ones. compute.png: loss against compute, of
-both. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
+uptraining, of the parents on seven tokens per parameter. weak.png: the same of the weak ones. compute.png: loss against
+compute, of both. speed.png: loss against the time to decode, as in figure 3 of Ainslie et al. (2023). rates.png: loss
 against the peak of the learning rate. parts.png: the same by the part that is trained. tokens.png: SmolLM2's loss
 against tokens, by the part that is trained.
 """
@@ -45,6 +45,7 @@ SOURCES = {
         "refine.jsonl",
         "refine_longer.jsonl",
         "behaviour.jsonl",
+        "twenty.jsonl",
         *(f"{plan}.jsonl" for plan in BETTER),
     ),
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
@@ -58,15 +59,19 @@ SOURCES = {
 BLUE, ORANGE, GREEN, PINK = SERIES[:4]
 DEFAULT = "default"
 MERGES = {
-    "random": "random", "mean": "mean (the paper's)", "first": "first", "mean-norm": "mean, norm restored",
-    "aligned-spread": "aligned", "pca-spread": "pca", "fit-spread": "fit", "fit-refit": "fit --refit (former default)",
-    DEFAULT: "fit --refit --refine (default)",
+    "random": "random", "mean": "mean (the paper's)", "first": "first", "aligned-spread": "aligned",
+    "pca-spread": "pca", "fit-spread": "fit", DEFAULT: "default",
 }  # fmt: skip
+LIGHT_BLUE, LIGHT_ORANGE = "#9ecae8", "#f2b98f"
 PLACES = (
-    ("merges", 2, "8 → 2", BLUE, BLUE, "o"), ("longer", 2, "8 → 2, better-trained parents", BLUE, "white", "o"),
-    ("merges", 1, "8 → 1", ORANGE, ORANGE, "s"), ("longer", 1, "8 → 1, better-trained parents", ORANGE, "white", "s"),
+    ("merges", 2, "8 → 2, 1 token per parameter", BLUE, "white", "o"),
+    ("longer", 2, "8 → 2, 7 tokens per parameter", BLUE, LIGHT_BLUE, "o"),
+    ("twenty", 2, "8 → 2, 20 tokens per parameter", BLUE, BLUE, "o"),
+    ("merges", 1, "8 → 1, 1 token per parameter", ORANGE, "white", "s"),
+    ("longer", 1, "8 → 1, 7 tokens per parameter", ORANGE, LIGHT_ORANGE, "s"),
+    ("twenty", 1, "8 → 1, 20 tokens per parameter", ORANGE, ORANGE, "s"),
     ("smollm2", 1, "SmolLM2 3 → 1", GREEN, GREEN, "^"),
-)  # fmt: skip
+)
 TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "behaviour"}
 """The plans that have the default merge as it is now. All other merges were calibrated on less text, of one kind."""
 CURVES = (
@@ -123,7 +128,8 @@ def headline(results: Path) -> Figure:
     plans = {name: read(results / f"{name}.jsonl") for name in names}
     draw_merges(figure.add_subplot(grid[0, :]), plans)
     left = figure.add_subplot(grid[1, 0])
-    lines = [*united(results, BETTER), *read(results / "refine_longer.jsonl")]
+    earlier = [line for line in united(results, BETTER) if line["arm"] != "fit-refit"]  # a former default
+    lines = [*earlier, *read(results / "refine_longer.jsonl")]
     draw_both(figure, left, figure.add_subplot(grid[1, 1], sharey=left), lines)
     return figure
 
@@ -298,14 +304,14 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
             if figures := shares_left(results, plan, arm, groups):
                 error = statistics.stdev(figures) * 100 if len(figures) > 1 else 0
                 axes.errorbar(
-                    statistics.mean(figures) * 100, row + (place - 2) * 0.16, xerr=error, fmt=marker, color=colour,
+                    statistics.mean(figures) * 100, row + (place - 3) * 0.12, xerr=error, fmt=marker, color=colour,
                     markerfacecolor=inside, markersize=5, capsize=2, elinewidth=1,
                     label=label if arm == "mean" else None,
                 )  # fmt: skip
     axes.set_yticks(range(len(MERGES)), MERGES.values())
-    axes.set_xlim(left=0, right=200)  # leaves room for the legend
+    axes.set_xlim(left=0, right=260)  # leaves room for the legend
     axes.set_xlabel("share of mean's gap (%)")
-    axes.legend(loc="upper right", title="K/V heads", alignment="left", title_fontsize=8)
+    axes.legend(loc="upper right", title="K/V heads; parents", alignment="left", title_fontsize=8)
 
 
 def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: int) -> list[float]:

@@ -139,7 +139,7 @@ def renewed(page: str, results: Path) -> str:
 
 
 BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
-"""Tokens a parameter that parents of one shape are trained on, and the plan that merges them."""
+"""Tokens per parameter that parents of one shape are trained on, and the plan that merges them."""
 
 
 def tokens_per_parameter(results: Path) -> str:
@@ -154,7 +154,7 @@ def tokens_per_parameter(results: Path) -> str:
             cells.append(f"{show(gaps(own), '{:.3f}')}, {show(shares(own, heads), '{:.1%}')}")
         loss = of_seeds(lines, "parent_loss")
         rows.append([tokens, str(len(loss)), show(loss, "{:.3f}"), *cells])
-    return markdown(["tokens a parameter", "parents", "their loss", "8 → 4 heads", "8 → 2 heads", "8 → 1 heads"], rows)
+    return markdown(["tokens per parameter", "parents", "their loss", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
 
 
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"

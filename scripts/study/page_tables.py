@@ -161,6 +161,7 @@ def extrapolated(lines: list[Result], arm: str) -> str:
     merge's cost is left, if that is near enough to believe (FAR). Parts with fewer than three lengths are left out.
     """
     own = [line for line in lines if line["arm"] == arm]
+    longest = max(line["tokens"] for line in own)
     (cost,) = gaps([line for line in own if not line["alpha"]]).values()
     rows = []
     for part in unique(line["trainable"] for line in own if line["alpha"]):
@@ -176,7 +177,7 @@ def extrapolated(lines: list[Result], arm: str) -> str:
         reach = f"{ahead * n2 / 1e6:,.0f} M" if ahead < FAR else f"more than {FAR * n2 / 1e6:,.0f} M"
         rows.append([part, ", ".join(f"{exponent:.2f}" for exponent in exponents),
                      f"{y1 * (n1 / n2) ** exponents[-2]:.3f}", f"{y2:.3f}", reach])  # fmt: skip
-    headings = ["exponents", f"predicted at {n2:,}", "measured", "tokens to a tenth of the cost"]
+    headings = ["exponents", f"predicted at {longest:,}", "measured", "tokens to a tenth of the cost"]
     return markdown(["trained", *headings], rows)
 
 

@@ -92,7 +92,7 @@ def rates(lines: list[Result]) -> Iterator[str]:
         several_parts = len({part for *_, part in by_rate}) > 1
         rows = []
         for schedule, batch, part in unique(setting[1:] for setting in by_rate):
-            name = f"{schedule}, {batch:,} tokens a step" + (f", {part}" if several_parts else "")
+            name = f"{schedule}, {batch:,} tokens per step" + (f", {part}" if several_parts else "")
             rows.append([name, *(show(by_rate.get((lr, schedule, batch, part), {}), "{:.3f}") for lr in peaks)])
         yield markdown([f"{arm}, {name_of(stage)}; peak:", *(f"{lr:g}" for lr in peaks)], rows)
 
